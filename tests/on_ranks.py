@@ -44,5 +44,5 @@ def run_on_ranks(
     return [end.result for end in ends]
 
 
-def _call(here: Here, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+def _call(_here: Here, function: Callable[..., Any], args: Sequence[Any]) -> Any:
     return function(*args)

@@ -29,10 +29,10 @@ def make_classifier() -> Any:
             self.head = nn.Linear(8, 3)
             self.loss = nn.CrossEntropyLoss()
 
-        def training_step(self, batch: list[Tensor], number: int) -> Tensor:
+        def training_step(self, batch: list[Tensor], _number: int) -> Tensor:
             return self.loss(self.head(self.net(batch[0])), batch[1])
 
-        def validation_step(self, batch: list[Tensor], number: int) -> None:
+        def validation_step(self, batch: list[Tensor], _number: int) -> None:
             self.log("validation", self.loss(self.head(self.net(batch[0])), batch[1]))
 
         def configure_optimizers(self) -> Any:
@@ -49,7 +49,7 @@ def make_gan() -> Any:
             self.generator = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 6))
             self.discriminator = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
 
-        def training_step(self, batch: list[Tensor], number: int) -> None:
+        def training_step(self, batch: list[Tensor], _number: int) -> None:
             of_generator, of_discriminator = self.optimizers()
             made = self.generator(torch.randn(len(batch[0]), 3))
             of_discriminator.zero_grad()

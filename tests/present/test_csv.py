@@ -57,7 +57,7 @@ def test_the_row_of_a_site_says_what_was_found_there(compared: Compared) -> None
 
 
 def test_a_finding_at_a_site_that_one_run_lacks_has_a_row_too(compared: Compared) -> None:
-    def lacks(number: int, step: Step) -> None:
+    def lacks(_number: int, step: Step) -> None:
         del step["forward", "", "head", "output[0]"]
 
     (row,) = [row for row in rows(compared(lacks)) if row["kind"] == "missing"]
@@ -106,7 +106,7 @@ def test_each_finding_of_a_check_has_a_row(tmp_path: Path) -> None:
 
 
 def test_ends_of_lines_in_names_end_no_row(compared: Compared) -> None:
-    def odd(step: int, sites: Step) -> None:
+    def odd(_step: int, sites: Step) -> None:
         for number, path in enumerate(("a\rb", "a\r\nb", 'a,"b"\n')):
             sites["forward", "", path, "output[0]"] = Seen(values=random(5, 6, seed=number))
 
@@ -131,7 +131,7 @@ def cells(text: str) -> list[str]:
 def test_no_table_has_a_cell_that_a_spreadsheet_computes(compared: Compared, tmp_path: Path) -> None:
     names = (FORMULA, "+a.weight", "-a", "@a", "\uff1da", "a;=1")
 
-    def odd(step: int, sites: Step) -> None:
+    def odd(_step: int, sites: Step) -> None:
         for number, path in enumerate(names):
             sites["forward", "", path, "output[0]"] = Seen(values=random(5, 6, seed=number))
             sites["optimizer", "", path, "=slot"] = Seen(values=np.array(-1.5))

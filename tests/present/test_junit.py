@@ -57,7 +57,7 @@ def test_runs_that_were_given_other_things_to_compute_are_an_error(compared: Com
 
 
 def test_findings_of_a_check_fail_one_by_one(tmp_path: Path) -> None:
-    def frozen(step: int, sites: Step) -> None:
+    def frozen(_step: int, sites: Step) -> None:
         sites["param", "", "fc.weight", "value"] = Seen(values=np.ones((8, 6), np.float32))
 
     result = check(record(tmp_path / "run", frozen))

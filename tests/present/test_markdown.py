@@ -88,7 +88,7 @@ def test_a_matrix_is_a_table_of_its_combinations() -> None:
     assert "| `engine=ddp` | diverged | step 1, a&#124;b |" in text
 
 
-def test_no_more_findings_are_listed_than_fit_into_a_comment(tmp_path: Path, compared: Compared) -> None:
+def test_no_more_findings_are_listed_than_fit_into_a_comment(compared: Compared) -> None:
     def doubled(step: int, sites: object) -> None:
         for site in list(sites):  # type: ignore[call-overload]
             if site[0] in ("forward", "backward", "grad"):

@@ -50,7 +50,7 @@ class Elements(HTMLParser):
         self.attributes += attrs
         self._within = tag
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, _tag: str) -> None:
         self._within = ""
 
     def handle_data(self, data: str) -> None:

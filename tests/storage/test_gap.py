@@ -113,7 +113,7 @@ def test_a_rank_json_that_never_found_room_is_said(tmp_path: Path, monkeypatch: 
     assert "rank.json: No space left on device" in message(tmp_path / "run")
 
 
-def _no_room(path: str, content: bytes) -> None:
+def _no_room(_path: str, _content: bytes) -> None:
     raise OSError(28, "No space left on device")
 
 

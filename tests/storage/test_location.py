@@ -17,7 +17,7 @@ def test_a_protocol_that_is_not_known_is_named() -> None:
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(path: str) -> None:
+    def missing(_path: str) -> None:
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(location.fsspec.core, "url_to_fs", missing)

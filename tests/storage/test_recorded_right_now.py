@@ -107,7 +107,7 @@ def test_a_rank_beyond_those_of_a_new_run_is_not_removed_while_it_is_recorded(tm
 
 
 def test_where_there_are_no_locks_recording_works_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_locks(fd: int, kind: int) -> None:
+    def no_locks(_fd: int, _kind: int) -> None:
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr("fcntl.flock", no_locks)

@@ -80,7 +80,7 @@ def test_a_damaged_or_missing_tensor_file_is_named(tmp_path: Path) -> None:
         recording.tensors(second, 1)
 
 
-def test_bits_of_which_many_are_alike_are_compressed_and_read_as_they_were(tmp_path: Path) -> None:
+def test_bits_of_which_many_are_alike_are_compressed_and_read_as_they_were() -> None:
     bits = {"positive": np.zeros(5000, dtype=np.uint8), "signless": np.full(5000, 255, dtype=np.uint8)}
     bits["positive"][:3] = 1, 2, 4
     data = dump({name: raw(array, "uint8") for name, array in bits.items()}, site="fc.weight grad")

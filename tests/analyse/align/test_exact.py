@@ -63,7 +63,7 @@ def test_the_same_numbers_in_another_precision_are_the_same_batch(compared: Comp
 
 def test_labels_of_another_width_are_the_same_labels(compared: Compared) -> None:
     def labels(dtype: str, values: list[int]) -> Edit:
-        def edit(step: int, sites: Step) -> None:
+        def edit(_step: int, sites: Step) -> None:
             sites[LABELS] = Seen(values=np.array(values, dtype))
 
         return edit
@@ -77,7 +77,7 @@ def test_labels_of_another_width_are_the_same_labels(compared: Compared) -> None
 
 def test_shifted_labels(compared: Compared) -> None:
     def labels(shift: int) -> Edit:
-        def edit(step: int, sites: Step) -> None:
+        def edit(_step: int, sites: Step) -> None:
             sites[LABELS] = Seen(values=np.arange(shift, shift + 6))
 
         return edit
@@ -87,7 +87,7 @@ def test_shifted_labels(compared: Compared) -> None:
 
 
 def test_what_follows_from_another_batch_is_not_found_again(compared: Compared) -> None:
-    def all_else(step: int, sites: Step) -> None:
+    def all_else(_step: int, sites: Step) -> None:
         for site, seen in sites.items():
             if site == INPUT or site[0] in ("forward", "backward", "grad"):
                 seen.values = seen.values * np.float32(1.5)
@@ -121,7 +121,7 @@ def test_initial_parameters_in_another_precision_are_the_same_if_their_values_ar
 
 def test_random_state_counts_only_where_a_forward_pass_draws_from_it(compared: Compared) -> None:
     def state(before: int, after: int) -> Edit:
-        def edit(step: int, sites: Step) -> None:
+        def edit(_step: int, sites: Step) -> None:
             for stage, value in (("before", before), ("after", after)):
                 sites["batch", stage, "rng", "cpu"].values = np.full(4, value, np.uint8)
 
@@ -189,7 +189,7 @@ def test_settings_are_compared_by_parameter_and_not_by_group(compared: Compared)
     groups = [["fc.bias"], ["head.weight"], ["fc.weight"]]
 
     def regrouped(decays: tuple[float, ...]) -> Edit:
-        def edit(step: int, sites: Step) -> None:
+        def edit(_step: int, sites: Step) -> None:
             for number, decay in enumerate(decays):
                 for slot, value in (("lr", 0.1), ("weight_decay", decay)):
                     sites["optimizer", "", f"optimizer.groups[{number}]", slot] = Seen(values=np.array(value))
@@ -207,7 +207,7 @@ def test_settings_are_compared_by_parameter_and_not_by_group(compared: Compared)
 
 
 def test_updates_under_other_settings_are_no_further_finding(compared: Compared) -> None:
-    def edit(step: int, sites: Step) -> None:
+    def edit(_step: int, sites: Step) -> None:
         for number in range(2):
             sites["optimizer", "", f"optimizer.groups[{number}]", "lr"].values = np.array(0.2)
         for site, seen in sites.items():

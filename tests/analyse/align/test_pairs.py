@@ -18,7 +18,7 @@ from traindiff.analyse.merge.step_table import step_table
 from traindiff.errors import ConfigError
 
 
-def _renamed(step: int, sites: Step) -> None:
+def _renamed(_step: int, sites: Step) -> None:
     for phase, stage, path, slot in list(sites):
         if path.startswith("head"):
             sites[phase, stage, "model." + path.replace("head", "output"), slot] = sites.pop((phase, stage, path, slot))
@@ -91,7 +91,7 @@ def test_a_rule_that_gives_two_sites_one_name_is_refused(compared: Compared) -> 
 
 
 def test_a_module_that_is_called_more_often_is_a_finding(compared: Compared) -> None:
-    def twice(step: int, sites: Step) -> None:
+    def twice(_step: int, sites: Step) -> None:
         values = sites["forward", "", "fc", "output[0]"].values
         sites["forward", "", "fc", "output[1]"] = Seen(values=values, about={"call": 1})
 
@@ -101,7 +101,7 @@ def test_a_module_that_is_called_more_often_is_a_finding(compared: Compared) -> 
 
 
 def test_recordings_of_other_models_are_told(tmp_path: Path) -> None:
-    def other(step: int, sites: Step) -> None:
+    def other(_step: int, sites: Step) -> None:
         for site in [site for site in sites if site[2].partition(".")[0] in ("fc", "head")]:
             sites[(*site[:2], f"conv.{site[2]}", site[3])] = sites.pop(site)
 
@@ -121,7 +121,7 @@ def test_recordings_of_other_models_are_told(tmp_path: Path) -> None:
 
 
 def test_a_module_that_is_not_called_is_a_finding(compared: Compared) -> None:
-    def without(step: int, sites: Step) -> None:
+    def without(_step: int, sites: Step) -> None:
         del sites["forward", "", "fc", "output[0]"]
         del sites["backward", "", "fc", "output[0]"]
 
@@ -132,7 +132,7 @@ def test_a_module_that_is_not_called_is_a_finding(compared: Compared) -> None:
 
 
 def test_a_missing_gradient_is_not_outdone_by_the_clipping_that_follows_from_it(compared: Compared) -> None:
-    def more(step: int, sites: Step) -> None:
+    def more(_step: int, sites: Step) -> None:
         for number in range(6):
             values = random(8, 6, seed=50 + number)
             sites["grad", "", f"fc.{number}", "grad"] = Seen(values=values, about={"order": 10 + number})
@@ -149,7 +149,7 @@ def test_a_missing_gradient_is_not_outdone_by_the_clipping_that_follows_from_it(
 
 
 def test_a_module_that_only_the_candidate_calls_is_a_finding(compared: Compared) -> None:
-    def without(step: int, sites: Step) -> None:
+    def without(_step: int, sites: Step) -> None:
         del sites["forward", "", "fc", "output[0]"]
 
     first = compared(baseline_edit=without).first_divergence
@@ -159,7 +159,7 @@ def test_a_module_that_only_the_candidate_calls_is_a_finding(compared: Compared)
 
 
 def test_a_site_of_an_unknown_module_is_unaligned_and_no_finding(compared: Compared) -> None:
-    def more(step: int, sites: Step) -> None:
+    def more(_step: int, sites: Step) -> None:
         sites["forward", "", "attention.scores", "value"] = Seen(values=np.ones(3, np.float32))
 
     comparison = compared(more)
@@ -172,7 +172,7 @@ def test_a_site_of_an_unknown_module_is_unaligned_and_no_finding(compared: Compa
 
 
 def test_a_gradient_that_only_one_run_has_is_a_finding(compared: Compared) -> None:
-    def without(step: int, sites: Step) -> None:
+    def without(_step: int, sites: Step) -> None:
         about = {"unobserved": "no gradient: parameter.grad is None when the optimizer steps", "dtype": ""}
         sites["grad", "", "fc.bias", "grad"] = Seen(values=np.zeros(()), about=about)
 
@@ -183,7 +183,7 @@ def test_a_gradient_that_only_one_run_has_is_a_finding(compared: Compared) -> No
 
 
 def test_a_gradient_that_neither_run_has_is_nothing(compared: Compared) -> None:
-    def without(step: int, sites: Step) -> None:
+    def without(_step: int, sites: Step) -> None:
         about = {"unobserved": "no gradient: parameter.grad is None when the optimizer steps", "dtype": ""}
         sites["grad", "", "fc.bias", "grad"] = Seen(values=np.zeros(()), about=about)
 
@@ -191,7 +191,7 @@ def test_a_gradient_that_neither_run_has_is_nothing(compared: Compared) -> None:
 
 
 def test_an_optimizer_that_does_not_hold_a_parameter_is_named(compared: Compared) -> None:
-    def without(step: int, sites: Step) -> None:
+    def without(_step: int, sites: Step) -> None:
         for phase, slot in (("grad", "grad"), ("optimizer", "momentum_buffer"), ("param", "value")):
             del sites[phase, "", "fc.bias", slot]
 
@@ -206,7 +206,7 @@ def test_an_optimizer_that_does_not_hold_a_parameter_is_named(compared: Compared
 
 
 def test_what_could_not_be_observed_is_unknown_and_not_equal(compared: Compared) -> None:
-    def hidden(step: int, sites: Step) -> None:
+    def hidden(_step: int, sites: Step) -> None:
         sites["forward", "", "fc", "output[0]"].about["unobserved"] = "a sparse tensor"
 
     for comparison in (compared(hidden), compared(hidden, baseline_edit=hidden)):
@@ -245,7 +245,7 @@ def test_execution_order_is_the_baselines(tmp_path: Path) -> None:
 
 
 def test_a_gradient_that_is_missing_on_one_rank_is_missing_there(tmp_path: Path) -> None:
-    def lost(step: int, sites: Step) -> None:
+    def lost(_step: int, sites: Step) -> None:
         sites["grad", "", "head.weight", "grad"].about["unobserved"] = "no gradient: none"
 
     record(tmp_path / "one")

@@ -113,7 +113,7 @@ def test_ranks_with_other_samples_draw_other_random_numbers(tmp_path: Path) -> N
 
 def test_statistics_in_buffers_are_each_ranks_own(tmp_path: Path) -> None:
     def statistics(mean: float) -> Edit:
-        def edit(step: int, sites: Step) -> None:
+        def edit(_step: int, sites: Step) -> None:
             sites["param", "", "norm.running_mean", "buffer"] = Seen(values=np.full(8, mean, dtype=np.float32))
 
         return edit

@@ -56,7 +56,7 @@ def test_other_limits_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("clips_there", "other"), [(False, "the baseline does not clip"), (True, "")])
 def test_clipping_on_one_rank_only_is_said_to_be_there_only(clips_there: bool, other: str, tmp_path: Path) -> None:
-    def clip(step: int, sites: Step) -> None:
+    def clip(_step: int, sites: Step) -> None:
         for slot, value in (("norm", 0.5), ("max_norm", 0.1)):
             sites["grad", "clipped", "(all parameters)", slot] = Seen(values=np.array(value))
 
@@ -87,7 +87,7 @@ def test_clipping_that_changes_nothing_is_a_note(limit: float, tmp_path: Path) -
 @pytest.mark.parametrize("limits", [(0.0, 0.25), (0.25, 0.0), (float("inf"), 0.25)])
 def test_clipping_to_nothing_or_not_at_all_is_another_limit(limits: tuple[float, float], tmp_path: Path) -> None:
     def clip(to: float) -> Edit:
-        def edit(step: int, sites: Step) -> None:
+        def edit(_step: int, sites: Step) -> None:
             for slot, value in (("norm", 0.5), ("max_norm", to)):
                 sites["grad", "clipped", "(all parameters)", slot] = Seen(values=np.array(value))
             sites["grad", "", "fc.bias", "grad"].values *= np.float32(1 + to if to < 1.0 else 1)
@@ -104,7 +104,7 @@ def test_clipping_to_nothing_or_not_at_all_is_another_limit(limits: tuple[float,
 
 def test_what_differs_before_the_gradients_is_not_said_to_come_from_clipping(tmp_path: Path) -> None:
     def clip(norm: float, *, scaled: bool) -> Edit:
-        def edit(step: int, sites: Step) -> None:
+        def edit(_step: int, sites: Step) -> None:
             for slot, value in (("norm", norm), ("max_norm", 0.1)):
                 sites["grad", "clipped", "(all parameters)", slot] = Seen(values=np.array(value))
             if scaled:

@@ -17,7 +17,7 @@ AGAIN = ("forward", "recomputed", "head", "output[0]")
 def recomputing(factor: float) -> Edit:
     """Have the backward pass compute an output again, and get a multiple of it."""
 
-    def edit(step: int, sites: Step) -> None:
+    def edit(_step: int, sites: Step) -> None:
         sites[AGAIN] = Seen(values=changed(sites[HEAD].values, factor))
 
     return edit
@@ -54,7 +54,7 @@ def test_what_the_baseline_does_too_is_no_finding(candidate: float, compared: Co
 
 def test_indices_that_are_others_the_second_time_have_no_distance(compared: Compared) -> None:
     def edit(again: int) -> Edit:
-        def both(step: int, sites: Step) -> None:
+        def both(_step: int, sites: Step) -> None:
             for stage, first in (("", 0), ("recomputed", again)):
                 sites["forward", stage, "fc", "output[1]"] = Seen(values=np.arange(first, first + 5))
 

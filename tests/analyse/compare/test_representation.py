@@ -105,7 +105,7 @@ TRANSPOSED = [
 ]
 
 
-def transposed(step: int, sites: Step) -> None:
+def transposed(_step: int, sites: Step) -> None:
     """The candidate holds the weight as (inputs, outputs), as other frameworks may."""
     for site in [("param", "before", "fc.weight", "value"), *TRANSPOSED]:
         if site in sites:
@@ -177,7 +177,7 @@ def test_channels_in_another_order_are_another_representation(measured: Measured
     of_parameter = [("param", "before", "value"), ("grad", "", "grad"), ("optimizer", "", "momentum_buffer")]
     of_parameter.append(("param", "", "value"))
 
-    def permuted(step: int, sites: Step) -> None:
+    def permuted(_step: int, sites: Step) -> None:
         for path, dim in hidden:
             for phase, stage, slot in of_parameter:
                 if (phase, stage, path, slot) in sites:

@@ -66,7 +66,7 @@ def test_the_root_module_is_spelt_out_in_json(compared: Compared) -> None:
 
 
 def test_unaligned_sites_in_json(tmp_path: Path) -> None:
-    def more(step: int, sites: Step) -> None:
+    def more(_step: int, sites: Step) -> None:
         sites["forward", "", "attention.scores", "value"] = sites[FC]
 
     result = compare(record(tmp_path / "b", more), record(tmp_path / "c")).to_json()

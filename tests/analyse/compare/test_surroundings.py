@@ -31,7 +31,7 @@ def test_a_gradient_of_a_parameter_follows_from_no_site_in_particular(compared: 
 def test_what_a_fused_kernel_hides_shows_one_hop_late(tmp_path: Path) -> None:
     """The baseline has an activation between two layers, the candidate computes it inside of another kernel."""
 
-    def with_activation(step: int, sites: Step) -> None:
+    def with_activation(_step: int, sites: Step) -> None:
         act = Seen(values=random(5, 8, seed=77))
         sites.update({("forward", "", "act", "output[0]"): act, HEAD: sites.pop(HEAD)})
 
@@ -49,7 +49,7 @@ def test_what_a_fused_kernel_hides_shows_one_hop_late(tmp_path: Path) -> None:
 def before(site: Site, *more: Site) -> Edit:
     """Further sites, just before one."""
 
-    def edit(step: int, sites: Step) -> None:
+    def edit(_step: int, sites: Step) -> None:
         held = dict(sites)
         sites.clear()
         for one, seen in held.items():
@@ -98,7 +98,7 @@ def test_what_is_unseen_before_the_last_site_that_agrees_is_not_named(tmp_path: 
 
 
 def test_before_the_very_first_site_there_is_nothing(tmp_path: Path) -> None:
-    def forward_only(step: int, sites: Step) -> None:
+    def forward_only(_step: int, sites: Step) -> None:
         for site in [site for site in sites if site[0] != "forward"]:
             del sites[site]
 

@@ -54,7 +54,7 @@ def test_nan_in_one_run_and_infinity_in_the_other_are_different(compared: Compar
 
 
 def _with(values: Array) -> Edit:
-    def edit(step: int, sites: Step) -> None:
+    def edit(_step: int, sites: Step) -> None:
         sites[INDICES] = Seen(values=values)
 
     return edit

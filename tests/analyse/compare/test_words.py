@@ -55,7 +55,7 @@ def test_a_candidate_that_ends_early_is_incomplete(compared: Compared) -> None:
     )
 
 
-def test_a_candidate_that_ends_early_may_be_compared_in_part(compared: Compared, tmp_path: Path) -> None:
+def test_a_candidate_that_ends_early_may_be_compared_in_part(tmp_path: Path) -> None:
     comparison = compare(record(tmp_path / "b"), record(tmp_path / "c", steps=2), steps="0-1")
 
     assert comparison.verdict == "identical"
@@ -97,7 +97,7 @@ def test_a_missing_rank_is_incomplete(tmp_path: Path) -> None:
 
 
 def test_recordings_of_different_models_are_not_equivalent(tmp_path: Path) -> None:
-    def other(step: int) -> Step:
+    def other(_step: int) -> Step:
         return {
             ("forward", "", "encoder", "output[0]"): Seen(values=np.ones((3, 4), np.float32)),
             ("param", "", "encoder.weight", "value"): Seen(values=np.ones((3, 4), np.float32)),
@@ -170,7 +170,7 @@ def test_circumstances_that_are_lists_are_written_out(compared: Compared) -> Non
 
 
 def test_what_a_failed_tap_would_have_seen_leaves_the_verdict_open(compared: Compared) -> None:
-    def failed(step: int, sites: Step) -> None:
+    def failed(_step: int, sites: Step) -> None:
         about = {"unobserved": "the loss tap failed: ValueError"}
         sites["loss", "", "traindiff", "loss"] = Seen(values=np.zeros(()), about=about)
 

@@ -122,7 +122,7 @@ def test_a_run_that_ends_in_the_middle_of_a_step_is_not_blamed_for_the_rest_of_i
 
 
 def test_runs_that_are_asked_for_activations_only_are_compared_to_their_ends(tmp_path: Path) -> None:
-    def forward_only(step: int, sites: Step) -> None:
+    def forward_only(_step: int, sites: Step) -> None:
         for site in [site for site in sites if site[0] != "forward"]:
             del sites[site]
 
@@ -150,7 +150,7 @@ def test_ranks_of_one_step_are_merged(tmp_path: Path) -> None:
 
 
 def test_optimizers_of_other_names_are_the_reason_that_is_given(tmp_path: Path) -> None:
-    def renamed(step: int, sites: Step) -> None:
+    def renamed(_step: int, sites: Step) -> None:
         for seen in sites.values():
             seen.about["optimizer"] = "main"
 

@@ -157,7 +157,7 @@ def test_a_step_without_observations_is_an_empty_table() -> None:
 
 
 def test_a_logged_norm_is_judged_after_the_gradients_that_it_is_of(tmp_path: Path) -> None:
-    def logged(step: int, sites: Step) -> None:
+    def logged(_step: int, sites: Step) -> None:
         rest = {site: sites.pop(site) for site in list(sites) if site[0] in ("grad", "optimizer", "param")}
         total = float(np.sqrt(sum(np.square(seen.values).sum() for site, seen in rest.items() if site[0] == "grad")))
         sites["loss", "", "grad_norm", "logged"] = Seen(values=np.array(total), about={"merge": "mean"})

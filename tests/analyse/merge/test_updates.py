@@ -95,7 +95,7 @@ def test_without_gradients_there_is_no_norm() -> None:
 
 
 def test_the_norm_is_of_the_gradients_that_both_runs_have(tmp_path: Path) -> None:
-    def fewer(step: int, sites: Step) -> None:
+    def fewer(_step: int, sites: Step) -> None:
         del sites["grad", "", "fc.weight", "grad"]
 
     candidate = record(tmp_path / "c", fewer, content={"modules": {}, "parameters": {"fc.bias": {}}, "optimizers": []})

@@ -250,7 +250,7 @@ def test_a_momentum_of_what_was_divided_is_judged_like_an_update(
 ) -> None:
     state = ("optimizer", "", "head.weight", "momentum_buffer")
 
-    def with_divisor(step: int, sites: Step) -> None:
+    def with_divisor(_step: int, sites: Step) -> None:
         momentum = sites.pop(state)
         if divisor:
             sites[(*state[:3], divisor)] = Seen(values=np.square(momentum.values))

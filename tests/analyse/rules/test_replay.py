@@ -87,7 +87,7 @@ def adam(parameter: Tensor, state: dict[str, Tensor], group: Mapping[str, Any], 
 def written_out(wrong: str) -> Callable[..., None]:
     """A function in place of torch's `adam`, which both Adam and AdamW call."""
 
-    def step(params: Any, grads: Any, first: Any, second: Any, largest: Any, steps: Any, **options: Any) -> None:
+    def step(params: Any, _grads: Any, first: Any, second: Any, _largest: Any, steps: Any, **options: Any) -> None:
         group = {
             "betas": (options["beta1"], options["beta2"]),
             **{name: options[name] for name in ("lr", "weight_decay", "eps")},
@@ -148,7 +148,7 @@ def test_a_frozen_parameter_never_moves(tmp_path: Path) -> None:
 
 
 def test_what_no_known_mistake_explains_is_still_a_finding(tmp_path: Path) -> None:
-    def disturb(model: nn.Module, before: Mapping[str, Tensor]) -> None:
+    def disturb(model: nn.Module, _before: Mapping[str, Tensor]) -> None:
         model.get_parameter("2.weight")[1, 3] += 0.01
 
     found = train(tmp_path / "run", lambda model: AdamW(model.parameters()), after_step=disturb)
@@ -180,7 +180,7 @@ def test_a_subclass_of_its_own_is_found_only_where_a_known_mistake_fits(tmp_path
         gain = 1.0
 
         @torch.no_grad()
-        def step(self, closure: None = None) -> None:  # type: ignore[override]
+        def step(self, _closure: None = None) -> None:  # type: ignore[override]
             for group in self.param_groups:
                 for p in group["params"]:
                     state = self.state[p]
@@ -243,7 +243,7 @@ def test_what_is_wrong_in_one_run_is_said_of_that_run(tmp_path: Path, monkeypatc
 
 
 def test_an_optimizer_that_was_not_replayed_leaves_the_verdict_as_it_is(tmp_path: Path) -> None:
-    def edit(number: int, sites: Step) -> None:
+    def edit(_number: int, sites: Step) -> None:
         values = plain_step(0)["forward", "", "fc", "output[0]"].values
         sites["update", "replayed", "optimizer", "Muon"] = Seen(values=values, about={"unobserved": "not replayed"})
 

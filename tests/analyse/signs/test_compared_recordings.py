@@ -80,7 +80,7 @@ def test_the_rule_alone_makes_no_verdict(tmp_path: Path) -> None:
     """Elements near zero turn around by rounding: a correct run in which many are broke the rule."""
 
     def near_zero(size: float) -> Callable[[int, nn.Module], None]:
-        def edit(step: int, model: nn.Module) -> None:
+        def edit(_step: int, model: nn.Module) -> None:
             gradient = model[0].weight.grad  # type: ignore[index,union-attr]
             gradient.view(-1)[1:] = size  # type: ignore[operator,union-attr]
             gradient.view(-1)[0] = 1.0  # type: ignore[operator,union-attr]
@@ -110,7 +110,7 @@ def test_without_signs_nothing_is_said_of_directions(tmp_path: Path) -> None:
 
 
 def test_a_parameter_of_one_run_is_named_and_the_rest_compared(tmp_path: Path) -> None:
-    def dropped(step: int, model: nn.Module) -> None:
+    def dropped(_step: int, model: nn.Module) -> None:
         model[2].bias.grad = None  # type: ignore[index,union-attr]
 
     train(tmp_path / "baseline")

@@ -45,7 +45,7 @@ def test_scalars_have_an_md5_and_complex_ones_two_directions(tmp_path: Path) -> 
 
 
 def test_gradients_that_are_nan_throughout_are_rows_of_nan(tmp_path: Path) -> None:
-    def edit(step: int, model: nn.Module) -> None:
+    def edit(_step: int, model: nn.Module) -> None:
         for parameter in model.parameters():
             assert parameter.grad is not None
             parameter.grad.fill_(float("nan"))

@@ -80,7 +80,7 @@ def test_without_bounds_the_columns_are_above_their_cells(tmp_path: Path) -> Non
 
 
 def test_nan_is_in_no_interval_and_is_not_hidden(tmp_path: Path) -> None:
-    def edit(step: int, model: nn.Module) -> None:
+    def edit(_step: int, model: nn.Module) -> None:
         model.fc.bias.grad[:2] = float("nan")  # type: ignore[index,union-attr]
         model.fc.bias.grad[2:] = 2.0  # type: ignore[index,union-attr]
 
@@ -92,7 +92,7 @@ def test_nan_is_in_no_interval_and_is_not_hidden(tmp_path: Path) -> None:
 
 
 def test_infinities_are_extremes(tmp_path: Path) -> None:
-    def edit(step: int, model: nn.Module) -> None:
+    def edit(_step: int, model: nn.Module) -> None:
         model.fc.bias.grad[0] = float("-inf")  # type: ignore[index,union-attr]
 
     monitored(tmp_path, steps=1, edit=edit)
@@ -391,7 +391,7 @@ def test_names_in_param_list_are_no_patterns(tmp_path: Path) -> None:
 def test_a_full_disk_ends_the_files_and_not_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from traindiff.compat.msprobe import exporting
 
-    def full(path: Path, content: bytes) -> None:
+    def full(_path: Path, _content: bytes) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(exporting, "put", full)

@@ -141,7 +141,7 @@ def test_a_link_to_elsewhere_is_refused_and_a_fifo_is_not_waited_for(tmp_path: P
         import_statistics(str(tmp_path / "damaged"), str(tmp_path / "run"), overwrite=True)
 
 
-def test_a_call_of_endless_digits_is_a_name(tmp_path: Path) -> None:
+def test_a_call_of_endless_digits_is_a_name() -> None:
     assert call_of(f"x_call_{'9' * 5000}") == (f"x_call_{'9' * 5000}", 0)
 
 

@@ -25,7 +25,7 @@ Compile = Callable[[nn.Module, str], Callable[..., Any]]
 Key = tuple[int, int, str, str, str, str, int]
 
 
-def eager(model: nn.Module, backend: str) -> Callable[..., Any]:
+def eager(model: nn.Module, _backend: str) -> Callable[..., Any]:
     return model
 
 

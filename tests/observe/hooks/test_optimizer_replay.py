@@ -157,7 +157,7 @@ def test_what_has_no_room_takes_its_turn_and_is_said_until_then(every: int) -> N
     assert sum(one.get("b", 0) for one in sink.emitted) >= RANGE
 
 
-def test_it_is_closer_to_the_step_than_the_tap_around_it(tmp_path: Path) -> None:
+def test_it_is_closer_to_the_step_than_the_tap_around_it() -> None:
     parameter = nn.Parameter(torch.ones(1))
     optimizer = SGD([parameter], lr=1.0)
     seen: list[float] = []
@@ -311,8 +311,8 @@ class Sink:
     def emit(self, tensor: Tensor, *, path: str, **_: Any) -> None:
         self.emitted[self.progress.steps["o"]][path] = tensor.numel()
 
-    def unobserved(self, reason: str, *, path: str, **_: Any) -> None:
+    def unobserved(self, _reason: str, *, path: str, **_: Any) -> None:
         self.left_out[self.progress.steps["o"]].add(path)
 
-    def guarded(self, tap: str, hook: Callable[..., None]) -> Callable[..., Any]:
+    def guarded(self, _tap: str, hook: Callable[..., None]) -> Callable[..., Any]:
         return lambda *args: hook(*args)

@@ -32,7 +32,9 @@ def recorded(path: Path, mode: str, ranks: str) -> Recording:
     launcher = [str(Path(sys.executable).with_name("msrun")), "--worker_num=2", "--local_worker_num=2"]
     launcher += [f"--master_port={port}", f"--log_dir={logs}", "--join=True"]
     command = [sys.executable] if ranks == "alone" else launcher
-    ended = subprocess.run([*command, *program], env=environment, cwd=path.parent, capture_output=True, timeout=240)
+    ended = subprocess.run(
+        [*command, *program], env=environment, cwd=path.parent, capture_output=True, timeout=240, check=False
+    )
     told = "".join(log.read_text(errors="replace")[-3000:] for log in logs.glob("worker_*.log"))
     assert ended.returncode == 0, ended.stderr.decode(errors="replace")[-3000:] + told
     return traindiff.open_recording(path)

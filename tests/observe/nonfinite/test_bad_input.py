@@ -136,7 +136,7 @@ def test_a_watch_inside_a_recording_and_around_one(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written_costs_the_tensors_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
 
-    def breaks(model: Any, _: Any, step: int) -> None:
+    def breaks(model: Any, _: Any, _step: int) -> None:
         model.scale.factor = float("nan")
 
     unsaved = pytest.warns(traindiff.TraindiffWarning, match="the tensors could not be saved")
@@ -144,7 +144,7 @@ def test_a_directory_that_cannot_be_written_costs_the_tensors_and_nothing_else(t
         train(breaks=breaks, output=tmp_path / "taken")
 
 
-def _breaks(model: Any, _: Any, step: int) -> None:
+def _breaks(model: Any, _: Any, _step: int) -> None:
     model.scale.factor = float("nan")
 
 

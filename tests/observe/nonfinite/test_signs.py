@@ -82,7 +82,7 @@ def test_subnormal_numbers_are_warned_of() -> None:
     ],
 )
 def test_what_a_shorter_dtype_would_lose_is_said_where_it_is_asked_for(name: str, factor: float, message: str) -> None:
-    def breaks(model: Any, _: Any, step: int) -> None:
+    def breaks(model: Any, _: Any, _step: int) -> None:
         model.scale.factor = factor
 
     def run(**settings: Any) -> list[str]:
@@ -97,7 +97,7 @@ def test_a_healthy_training_gives_no_sign() -> None:
 
 
 def test_no_sign_is_given_that_was_not_asked_for() -> None:
-    def breaks(model: Any, _: Any, step: int) -> None:
+    def breaks(model: Any, _: Any, _step: int) -> None:
         model.scale.factor = 2e4
 
     assert warned(make=lambda: Wide(torch.float16), breaks=breaks, steps=2, warn=()) == []

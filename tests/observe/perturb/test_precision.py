@@ -24,7 +24,7 @@ class Sink(OpenSink):
     def __init__(self) -> None:
         self.reasons: list[str] = []
 
-    def altering(self, tap: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+    def altering(self, _tap: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         return hook
 
     def unobserved(self, reason: str, **_: Any) -> None:

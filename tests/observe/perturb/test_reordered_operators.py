@@ -16,7 +16,7 @@ from traindiff.observe.torch.perturb.replica import Dispatching
 class Sink:
     """Lets errors through."""
 
-    def guarded(self, tap: str, hook: Callable[..., None]) -> Callable[..., None]:
+    def guarded(self, _tap: str, hook: Callable[..., None]) -> Callable[..., None]:
         return hook
 
 

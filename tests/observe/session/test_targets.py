@@ -111,7 +111,7 @@ def test_either_name_of_a_tied_weight_selects_it() -> None:
         assert list(targets.parameters) == ["embedding.weight"]
 
 
-def test_the_names_of_optimizers_are_the_users(tmp_path: Path) -> None:
+def test_the_names_of_optimizers_are_the_users() -> None:
     model = mlp()
     optimizers = {"slow": SGD(model[0].parameters()), "fast": SGD(model[2].parameters())}
     targets = find_targets(model, optimizers, select=["*"])

@@ -219,8 +219,8 @@ def train_pipelined(
         if record
         else nullcontext()
     ):
-        for tokens, labels in batches(steps, size):
-            tokens, labels = (one.chunk(shares)[mine % shares] for one in (tokens, labels))
+        for batch in batches(steps, size):
+            tokens, labels = (one.chunk(shares)[mine % shares] for one in batch)
             inputs = (tokens,) if numbers[0] == 0 else ()
             runs.step(*inputs, target=labels)
             if pipelines > 1 and not wrap:

@@ -135,7 +135,7 @@ def test_a_loss_that_is_divided_once_too_often(reference: Path, tmp_path: Path) 
     assert "0.5 x" in first.message
 
 
-def die_on_rank_1(model: nn.Module) -> None:
+def die_on_rank_1(_model: nn.Module) -> None:
     if torch.distributed.get_rank() == 1 and die_on_rank_1.__dict__.setdefault("steps", 0) == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     die_on_rank_1.__dict__["steps"] = die_on_rank_1.__dict__.get("steps", 0) + 1

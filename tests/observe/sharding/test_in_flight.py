@@ -22,7 +22,7 @@ def waits(path: str) -> list[Any]:
     model = with_copies(Transformer())
     found: list[Any] = []
 
-    def look(module: nn.Module, args: Any, output: Tensor) -> None:
+    def look(_module: nn.Module, _args: Any, output: Tensor) -> None:
         found.append([type(output).__name__, getattr(output, "completed", None)])
 
     with traindiff.record(path, model, strict=True):

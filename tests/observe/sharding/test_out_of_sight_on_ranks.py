@@ -105,7 +105,7 @@ ENGINES: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def saving(policy: CheckpointPolicy, ctx: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+def saving(policy: CheckpointPolicy, _ctx: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
     return policy if operator in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
 
 

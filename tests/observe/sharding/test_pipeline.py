@@ -119,7 +119,7 @@ def scale_twice(part: nn.Module) -> None:
             parameter.grad /= 4
 
 
-def drop_a_micro_batch(schedule: Any, stage: PipelineStage) -> None:
+def drop_a_micro_batch(_schedule: Any, stage: PipelineStage) -> None:
     """What the third micro-batch brings to the gradients of stage 1 is lost."""
 
     def backward_one_chunk(number: int, *args: Any, **kwargs: Any) -> None:
@@ -132,7 +132,7 @@ def drop_a_micro_batch(schedule: Any, stage: PipelineStage) -> None:
     stage.backward_one_chunk = backward_one_chunk
 
 
-def round_what_is_sent(schedule: Any, stage: PipelineStage) -> None:
+def round_what_is_sent(_schedule: Any, stage: PipelineStage) -> None:
     """Activations are sent in bfloat16."""
     original = stage.get_fwd_send_ops
 
@@ -145,7 +145,7 @@ def round_what_is_sent(schedule: Any, stage: PipelineStage) -> None:
     stage.get_fwd_send_ops = get_fwd_send_ops
 
 
-def read_a_stale_buffer(schedule: Any, stage: PipelineStage) -> None:
+def read_a_stale_buffer(_schedule: Any, stage: PipelineStage) -> None:
     """The third micro-batch is computed from what was received for the second."""
     original = stage._retrieve_recv_activations
 
@@ -159,7 +159,7 @@ def read_a_stale_buffer(schedule: Any, stage: PipelineStage) -> None:
     stage._retrieve_recv_activations = retrieve
 
 
-def spoil_gradients_on_their_way(schedule: Any, stage: PipelineStage) -> None:
+def spoil_gradients_on_their_way(_schedule: Any, stage: PipelineStage) -> None:
     """Stage 0 receives gradients of which every element is a tenth too large."""
     original = stage._retrieve_recv_grads
     stage._retrieve_recv_grads = lambda number: tuple(one * 1.1 for one in original(number))

@@ -47,7 +47,7 @@ def with_dropout() -> nn.Module:
     return Transformer(dropout=0.25)
 
 
-def draw_on_rank_1(model: nn.Module) -> None:
+def draw_on_rank_1(_model: nn.Module) -> None:
     if distributed.is_initialized() and distributed.get_rank() == 1:
         torch.rand(1)
 

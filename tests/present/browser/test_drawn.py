@@ -129,7 +129,7 @@ def test_the_sizes_of_a_site_do_not_zoom_into_the_rounding_of_their_codes(opened
     assert page.said == []
 
 
-def few(step: int, sites: Step) -> None:
+def few(_step: int, sites: Step) -> None:
     sites["loss", "", "loss", "backward"] = Seen(values=np.array(2.0, np.float32))
 
 

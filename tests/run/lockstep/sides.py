@@ -74,7 +74,7 @@ def overwriting(when: Callable[[int], bool]) -> Side:
 def scaled(factor: float) -> Callable[[nn.Module, int], None]:
     """Multiplies all gradients."""
 
-    def alter(model: nn.Module, number: int) -> None:
+    def alter(model: nn.Module, _number: int) -> None:
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad *= factor

@@ -72,7 +72,7 @@ def two_faults(model: nn.Module, number: int) -> None:
         list(model.parameters())[5].grad.neg_()
 
 
-def on_rank_1(model: nn.Module, number: int) -> None:
+def on_rank_1(model: nn.Module, _number: int) -> None:
     """What only one rank does to its copies."""
     if distributed.get_rank() == 1:
         model.module.head.weight.grad[3] += 1.0

@@ -68,7 +68,7 @@ def test_nan_fails_also_where_both_sides_have_it(both: bool, tolerances: dict[st
 
 
 def test_a_difference_below_the_tolerance_passes_and_one_above_fails() -> None:
-    def nudge(model: nn.Module, number: int) -> None:
+    def nudge(model: nn.Module, _number: int) -> None:
         model.head.weight.grad *= 1.001
 
     far = {"param_tol": 0.5, "loss_tol": 0.5}
@@ -259,7 +259,7 @@ def test_both_sides_train_as_they_would_alone_to_the_bit() -> None:
 
 
 def test_what_one_side_does_is_not_recorded_as_the_others(tmp_path: Any) -> None:
-    def clip(model: nn.Module, number: int) -> None:
+    def clip(model: nn.Module, _number: int) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         traindiff.inspect("only in the candidate", torch.ones(3))
 
@@ -344,7 +344,7 @@ def test_sides_that_accumulate_alike_are_compared_step_by_step() -> None:
 def test_an_error_in_a_step_says_where_it_was_raised_and_leaves_no_hooks() -> None:
     model, optimizer = plain()
 
-    def fails(tokens: Tensor) -> Tensor:
+    def fails(_tokens: Tensor) -> Tensor:
         raise ValueError("no such token")
 
     with pytest.raises(ValueError, match="no such token") as raised:

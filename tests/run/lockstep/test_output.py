@@ -59,7 +59,7 @@ def test_a_run_that_fails() -> None:
 
 
 def test_many_divergences_of_one_kind_are_counted() -> None:
-    def other_gradients(model: nn.Module, number: int) -> None:
+    def other_gradients(model: nn.Module, _number: int) -> None:
         for parameter in model.parameters():
             parameter.grad.view(-1)[::2].mul_(1.2)
 

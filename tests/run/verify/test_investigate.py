@@ -170,7 +170,7 @@ def test_a_baseline_that_is_not_deterministic_is_named_by_its_first_site_and_is_
         calls.append(None)
         number = len(calls)
 
-        def disturb(module: nn.Module, _: Any, output: Tensor) -> Tensor:
+        def disturb(_module: nn.Module, _: Any, output: Tensor) -> Tensor:
             return output + 1e-7 * number * output.abs()
 
         return mlp(lambda model: model[1].register_forward_hook(disturb))()

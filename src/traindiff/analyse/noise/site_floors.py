@@ -218,7 +218,7 @@ class SiteFloors:
         if key.phase in ("forward", "backward", "loss") or (key.phase == "grad" and not key.stage):
             floors.saw(size)
             if expected is not None and math.isfinite(max(expected)):
-                self._noise_flow = max(self._noise_flow, max(expected))
+                self._noise_flow = max(self._noise_flow, *expected)
 
     def _learned(self, pair: Pair, size: float) -> None:
         whole = float(norm(pair.baseline.summary))
