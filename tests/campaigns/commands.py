@@ -90,8 +90,8 @@ def _config(case: Case) -> None:
     _run("check", str(case.places.clean("plain")), "--config", str(case.places.mutant / "limits.toml"))
 
 
-def _replay(case: Case) -> None:
-    _run("replay", case.mutant, "--memory", "0.5", "--seconds", "8", *case.rng.choice(((), ("--json",))))
+def _rerun(case: Case) -> None:
+    _run("rerun", case.mutant, "--memory", "0.5", "--seconds", "8", *case.rng.choice(((), ("--json",))))
 
 
 def _view(case: Case) -> None:
@@ -145,6 +145,6 @@ COMMANDS: Mapping[Kind, Mapping[str, tuple[int, Command]]] = {
     "msprobe": {"traindiff import msprobe": (1, _import("msprobe"))},
     "onnxruntime": {"traindiff import onnxruntime": (1, _import("onnxruntime"))},
     "configuration": {"traindiff check --config": (1, _config)},
-    "saved": {"traindiff replay": (1, _replay)},
+    "saved": {"traindiff rerun": (1, _rerun)},
 }  # fmt: skip
 """Weight and command by name, for each kind of input."""

@@ -182,7 +182,7 @@ _FORBIDDEN = frozenset(
 
 
 def _is_our_own(event: str, args: tuple[Any, ...]) -> bool:
-    """Whether this is what asks the server of `view` and interrupts it, or the process in which a call is replayed."""
+    """Whether this is what asks the server of `view` and interrupts it, or the process in which a call is run again."""
     if event == "os.kill":
         frame = sys._getframe(2)  # what sends the signal
         return args[0] == os.getpid() or frame.f_code is subprocess.Popen.send_signal.__code__

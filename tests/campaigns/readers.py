@@ -166,8 +166,8 @@ def _load(case: Case) -> None:
     load_call(case.places.mutant)
 
 
-def _replay(case: Case) -> None:
-    """As the process of `traindiff replay` does, which this one is."""
+def _rerun(case: Case) -> None:
+    """As the process of `traindiff rerun` does, which this one is."""
     from traindiff.observe.torch.nonfinite.contained import main
 
     found = main(case.mutant, "cpu", "0.5")
@@ -187,6 +187,6 @@ READERS: Mapping[Kind, Mapping[str, tuple[int, Reader]]] = {
     "msprobe": {"import msprobe": (1, _import_msprobe)},
     "onnxruntime": {"import onnxruntime": (1, _import_onnxruntime)},
     "configuration": {"limits": (1, _limits)},
-    "saved": {"load": (1, _load), "replay": (2, _replay)},
+    "saved": {"load": (1, _load), "rerun": (2, _rerun)},
 }  # fmt: skip
 """Weight and reader by name, for each kind of input."""

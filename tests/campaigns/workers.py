@@ -296,7 +296,7 @@ class Worker:
             os.dup2(os.open(self._work / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND), descriptor)
         for seed in {one.kind: one for one in self._plan.seeds}.values():
             for name, (_, reader) in self._plan.readers()[seed.kind].items():
-                for choice in range(1 if "view" in name else 0 if "replay" in name else 4):
+                for choice in range(1 if "view" in name else 0 if "rerun" in name else 4):
                     places.put(dict(seed.files))
                     try:
                         reader(Case(places, seed.name, Random(choice)))

@@ -180,7 +180,7 @@ def test_a_matrix_fits_its_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("factor", [1e39, math.nan, 0.0])
-def test_a_replay_fits_its_schema(factor: float, tmp_path: Path) -> None:
+def test_a_rerun_fits_its_schema(factor: float, tmp_path: Path) -> None:
     class Ratio(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * factor if factor else x / factor
@@ -190,9 +190,9 @@ def test_a_replay_fits_its_schema(factor: float, tmp_path: Path) -> None:
         model(torch.ones(3))
     (where,) = tmp_path.iterdir()
 
-    found = printed("replay", str(where))
+    found = printed("rerun", str(where))
 
-    assert_fits(found, "replay")
+    assert_fits(found, "rerun")
     assert found["cause"] == ("dtype" if factor > 1 else "mathematics")
 
 
@@ -205,7 +205,7 @@ def test_a_diagnosis_fits_its_schema(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    "command", [("compare", "a", "b"), ("check", "a"), ("show", "a"), ("verify", "a"), ("doctor", "a"), ("replay", "a")]
+    "command", [("compare", "a", "b"), ("check", "a"), ("show", "a"), ("verify", "a"), ("doctor", "a"), ("rerun", "a")]
 )
 def test_what_cannot_be_used_leaves_standard_output_empty(
     command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -232,8 +232,8 @@ DOCUMENTED = {
     "`traindiff investigate --json`": ("investigation", ""),
     "A stage": ("investigation", "stage"),
     "`traindiff check --json`": ("check", ""),
-    "`traindiff replay --json`": ("replay", ""),
-    "A tensor that an operator made": ("replay", "made"),
+    "`traindiff rerun --json`": ("rerun", ""),
+    "A tensor that an operator made": ("rerun", "made"),
     "`traindiff show --json`": ("observations", ""),
     "An observation": ("observations", "observation"),
     "`traindiff doctor --json`": ("doctor", ""),

@@ -27,6 +27,6 @@ def test_the_example_overflows_where_the_documentation_says(tmp_path: Path) -> N
     assert re.search(r"1\.wo output holds infinity; what Linear was given is finite", trained.stderr)
 
     (saved,) = (tmp_path / "traindiff-watch").iterdir()
-    replayed = run("-m", "traindiff", "replay", str(saved), directory=tmp_path)
-    assert replayed.returncode == 0
-    assert "The overflow is float16's: operator 1, aten.mm.default makes what is not finite" in replayed.stdout
+    run_again = run("-m", "traindiff", "rerun", str(saved), directory=tmp_path)
+    assert run_again.returncode == 0
+    assert "The overflow is float16's: operator 1, aten.mm.default makes what is not finite" in run_again.stdout

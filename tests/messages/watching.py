@@ -18,7 +18,7 @@ from tests.messages.provoking import Chapter
 from tests.messages.recording import Small
 from tests.observe.nonfinite.trainings import WIDTH, Net, Steep
 from traindiff.compat.transformers import DebugUnderflowOverflow
-from traindiff.observe.torch.nonfinite.replaying import replay
+from traindiff.observe.torch.nonfinite.cause import find_cause
 
 chapter = Chapter("traindiff.watch", [])
 situation = chapter.situation
@@ -109,33 +109,33 @@ class Ratio(nn.Module):
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     module = Steep()
     module.factor = math.nan
-    replay(saved(module, here))
+    find_cause(saved(module, here))
 
 
 @situation("a call of an operator that cannot be written down")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
-    replay(saved(Noise(), here))
+    find_cause(saved(Noise(), here))
 
 
 @situation("a call that a newer traindiff has saved")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     file = saved(Ratio(), here) / "module.json"
     file.write_text(file.read_text().replace('"version": 1', '"version": 2', 1))
-    replay(file.parent)
+    find_cause(file.parent)
 
 
 @situation("a saved call whose list is damaged")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     file = saved(Ratio(), here) / "module.json"
     file.write_text("{}")
-    replay(file.parent)
+    find_cause(file.parent)
 
 
 @situation("a saved call whose tensors are damaged")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     file = saved(Ratio(), here) / "tensors.safetensors"
     file.write_bytes(b"no tensors")
-    replay(file.parent)
+    find_cause(file.parent)
 
 
 @situation("a tensor without elements, in a step that is traced")

@@ -10,8 +10,8 @@ from traindiff.cli import (  # noqa: F401
     explain,
     investigate,
     recordings,
-    replay,
     report,
+    rerun,
     run,
     verify,
 )

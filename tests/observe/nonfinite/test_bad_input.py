@@ -166,7 +166,7 @@ def test_a_disk_that_is_full_costs_the_tensors_and_nothing_else(
     unsaved = pytest.warns(traindiff.TraindiffWarning, match="the tensors could not be saved: .* No space left")
     with unsaved, pytest.raises(traindiff.NonFiniteError, match="scale output") as caught:
         train(breaks=_breaks, output=tmp_path)
-    assert "traindiff replay" not in str(caught.value)
+    assert "traindiff rerun" not in str(caught.value)
 
 
 def test_what_the_users_function_raises_ends_the_training() -> None:

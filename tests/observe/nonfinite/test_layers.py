@@ -1,4 +1,4 @@
-"""Every layer of `torch.nn` is captured, and comes out of a replay as it is, forward and backward."""
+"""Every layer of `torch.nn` is captured, and comes out of a rerun as it is, forward and backward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOT_DIFFERENTIATED = {
     "attention in evaluation": "derivative for aten::_native_multi_head_attention is not implemented",
     "encoder layer in evaluation": "derivative for aten::_transformer_encoder_layer_fwd is not implemented",
 }  # fmt: skip
-"""What the replay of a backward pass says of layers whose forward operators have none."""
+"""What the rerun of a backward pass says of layers whose forward operators have none."""
 
 
 def outputs_of(layer: Layer) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Replay names the operator that makes the results NaN or infinite, not one whose NaN or -inf does no harm."""
+"""Rerun names the operator that makes the results NaN or infinite, not one whose NaN or -inf does no harm."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.observe.nonfinite.test_replay import saved
+from tests.observe.nonfinite.test_rerun import saved
 from traindiff.core.kernels.extent import extent
-from traindiff.observe.torch.nonfinite.replaying import Replay, replay
+from traindiff.observe.torch.nonfinite.cause import CauseReport, find_cause
 
 CAUSAL = torch.ones(5, 5).triu(1).bool()
 FULL = torch.full((2, 5, 4), 500.0)
@@ -32,10 +32,12 @@ class Calls(nn.Module):
         return self.function(self.weight, *args)
 
 
-def replayed(function: Callable[..., Any], *args: Any, directory: Path, dtype: torch.dtype = torch.float32) -> Replay:
+def run_again(
+    function: Callable[..., Any], *args: Any, directory: Path, dtype: torch.dtype = torch.float32
+) -> CauseReport:
     model = Calls(function).to(dtype)
     given = [one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one for one in args]
-    return replay(saved(model, *given, directory=directory))
+    return find_cause(saved(model, *given, directory=directory))
 
 
 def _attended(scores: Tensor, x: Tensor) -> Tensor:
@@ -61,7 +63,7 @@ MASKED: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("name", MASKED)
 def test_a_mask_is_not_what_makes_a_product_overflow(name: str, tmp_path: Path) -> None:
     mask = [torch.zeros(5, 5).masked_fill(CAUSAL, -math.inf)] if name == "an input" else []
-    found = replayed(MASKED[name], FULL, *mask, directory=tmp_path, dtype=torch.float16)
+    found = run_again(MASKED[name], FULL, *mask, directory=tmp_path, dtype=torch.float16)
     first = found.native.first_non_finite
     assert (found.cause, first and first.name) == ("dtype", "aten.mul.Tensor")
     assert first is not None
@@ -70,7 +72,7 @@ def test_a_mask_is_not_what_makes_a_product_overflow(name: str, tmp_path: Path) 
 
 
 def test_a_row_that_is_masked_whole_makes_nan_of_the_mask(tmp_path: Path) -> None:
-    found = replayed(
+    found = run_again(
         lambda w, x: (x * w).masked_fill(torch.tensor(True), -math.inf).softmax(-1), FULL, directory=tmp_path
     )
     assert found.cause == "mathematics"
@@ -85,7 +87,7 @@ def test_an_infinity_in_the_code_is_named_as_a_constant(tmp_path: Path) -> None:
         return found
 
     for number, function in enumerate((writes, lambda w, x: x * w * math.inf)):
-        found = replayed(function, FULL, directory=tmp_path / str(number))
+        found = run_again(function, FULL, directory=tmp_path / str(number))
         assert found.cause == "mathematics"
         assert "makes NaN or infinity of an infinity that is a mask or a constant" in found.message
 
@@ -96,7 +98,7 @@ def test_nan_that_is_overwritten_is_no_source(tmp_path: Path) -> None:
         room.copy_(x * w)
         return room * 1e38
 
-    found = replayed(overwritten, FULL, directory=tmp_path)
+    found = run_again(overwritten, FULL, directory=tmp_path)
     assert found.native.first_non_finite is not None
     assert found.native.first_non_finite.name == "aten.mul.Tensor"
     assert found.cause == "dtype"
@@ -112,7 +114,7 @@ COMPLEX: dict[str, tuple[Callable[..., Tensor], str]] = {
 @pytest.mark.parametrize("name", COMPLEX)
 def test_complex_numbers_that_overflow_are_seen(name: str, tmp_path: Path) -> None:
     function, operator = COMPLEX[name]
-    found = replayed(function, torch.full((2, 4), 3e38 if name == "a spectrum" else 1e3), directory=tmp_path)
+    found = run_again(function, torch.full((2, 4), 3e38 if name == "a spectrum" else 1e3), directory=tmp_path)
     first = found.native.first_non_finite
     assert (found.cause, first and first.name) == ("dtype", operator)
     assert found.message.startswith("The overflow is complex64's")
@@ -141,18 +143,18 @@ CREATED: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.parametrize("name", CREATED)
 def test_tensors_made_of_sizes_alone_are_of_the_longer_dtype_too(name: str, tmp_path: Path) -> None:
-    found = replayed(CREATED[name], torch.full((4,), 3e38), directory=tmp_path)
+    found = run_again(CREATED[name], torch.full((4,), 3e38), directory=tmp_path)
     assert not any(run.failed for run in found.runs().values())
     assert found.cause == "dtype"
 
 
-def test_the_default_dtype_of_the_training_is_that_of_the_replay(tmp_path: Path) -> None:
+def test_the_default_dtype_of_the_training_is_that_of_the_rerun(tmp_path: Path) -> None:
     torch.set_default_dtype(torch.float64)
     try:
         where = saved(Calls(lambda w, x: torch.zeros(4).index_add(0, torch.tensor([0]), x[:1] * w[:1] * 10)),
                       torch.full((4,), 1e308) * 1.5, directory=tmp_path)  # fmt: skip
     finally:
         torch.set_default_dtype(torch.float32)
-    found = replay(where)
+    found = find_cause(where)
     assert not found.native.failed
     assert found.cause == "mathematics"

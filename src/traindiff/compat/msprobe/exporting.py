@@ -71,7 +71,7 @@ class StepFiles:
 
 
 class LiveFiles:
-    """Writes what one rank holds whole; see `traindiff.observe.common.writing.Follower`.
+    """Writes what one rank holds whole; see `traindiff.observe.common.writing.StepListener`.
 
     Attributes:
         partial: Parameters of which this rank holds a part only, by canonical path.

@@ -50,7 +50,7 @@ def monitor_torch(
     targets = every if settings.select == ("*",) else find_targets(model, None, select=settings.select)
     files = _open_files(configuration, names, rank=rank, world_size=world_size)
     path = recording_of(configuration)
-    open_writer = on_disk(path, overwrite=configuration.overwrite, follower=files)
+    open_writer = on_disk(path, overwrite=configuration.overwrite, listener=files)
     return Recorder(path, targets, settings, overwrite=configuration.overwrite, open_writer=open_writer), files
 
 
@@ -66,7 +66,7 @@ def monitor_mindspore(configuration: Configuration, optimizer: Any) -> tuple[Min
     targets = every if settings.select == ("*",) else find_targets(None, optimizer, select=settings.select)
     files = _open_files(configuration, {}, rank=rank, world_size=world_size)
     path = recording_of(configuration)
-    return Recorder(path, targets, settings, overwrite=configuration.overwrite, follower=files), files
+    return Recorder(path, targets, settings, overwrite=configuration.overwrite, listener=files), files
 
 
 def recording_of(configuration: Configuration) -> str:

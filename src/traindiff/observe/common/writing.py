@@ -31,7 +31,7 @@ PROMPT_SECONDS = 0.25
 Task = tuple[Callable[[], None], threading.Event]
 
 
-class Follower(Protocol):
+class StepListener(Protocol):
     """Is given each step after it was written, on the thread that writes."""
 
     def write_step(
@@ -91,7 +91,7 @@ class BackgroundWriter:
 
     Args:
         writer: Owned from now on: closed by `close`.
-        follower: Given each step that was written, if there is one.
+        listener: Given each step that was written, if there is one.
         patience_seconds: See `PATIENCE_SECONDS`.
         prompt_seconds: See `PROMPT_SECONDS`.
     """
@@ -100,12 +100,12 @@ class BackgroundWriter:
         self,
         writer: RecordingWriter,
         *,
-        follower: Follower | None = None,
+        listener: StepListener | None = None,
         patience_seconds: float = PATIENCE_SECONDS,
         prompt_seconds: float = PROMPT_SECONDS,
     ) -> None:
         self._writer = writer
-        self._follower = follower
+        self._listener = listener
         self._patience = patience_seconds
         self._prompt = prompt_seconds
         self._tasks: queue.Queue[Task | None] = queue.Queue(DEPTH)
@@ -219,8 +219,8 @@ class BackgroundWriter:
     ) -> None:
         made = resolved(summaries)
         self._writer.write_step(observations, made, details)
-        if self._follower is not None:
-            self._follower.write_step(observations, made, details)
+        if self._listener is not None:
+            self._listener.write_step(observations, made, details)
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -274,17 +274,17 @@ OpenWriter = Callable[[Mapping[str, Any], int, int], StepWriter]
 """Makes a writer, given the content of `run.json`, this rank, and the number of ranks."""
 
 
-def on_disk(path: str, *, overwrite: bool, follower: Follower | None = None) -> OpenWriter:
+def on_disk(path: str, *, overwrite: bool, listener: StepListener | None = None) -> OpenWriter:
     """A function that opens a writer to a recording on disk.
 
     Args:
         path: Its directory.
         overwrite: Replace a recording that is already there.
-        follower: Given each step that was written, if there is one.
+        listener: Given each step that was written, if there is one.
     """
 
     def open_writer(run: Mapping[str, Any], rank: int, world_size: int) -> StepWriter:
         files = partial(RecordingWriter, path, run=run, rank=rank, world_size=world_size, overwrite=overwrite)
-        return BackgroundWriter(opened_in_time(files, path), follower=follower)
+        return BackgroundWriter(opened_in_time(files, path), listener=listener)
 
     return open_writer

@@ -20,7 +20,7 @@ from traindiff.observe.common.faults import Faults
 from traindiff.observe.common.progress import Progress
 from traindiff.observe.common.session import Session
 from traindiff.observe.common.user_input import number_of, of_one_element
-from traindiff.observe.common.writing import Follower, on_disk
+from traindiff.observe.common.writing import StepListener, on_disk
 from traindiff.observe.mindspore.compiled_steps import CompiledSteps
 from traindiff.observe.mindspore.forward_pass import ForwardPass
 from traindiff.observe.mindspore.observations import Observations, as_real, elements, read
@@ -71,7 +71,7 @@ class Recorder(Session[Observations]):
         targets: What is observed.
         settings: What is recorded in which steps.
         overwrite: Replace a recording that is already at `path`.
-        follower: Given each step that was written, if there is one.
+        listener: Given each step that was written, if there is one.
 
     Attributes:
         path: Directory that is being written.
@@ -84,7 +84,7 @@ class Recorder(Session[Observations]):
         settings: RecordSettings,
         *,
         overwrite: bool,
-        follower: Follower | None = None,
+        listener: StepListener | None = None,
     ) -> None:
         rank, world_size = rank_and_world_size()
         divided = mesh(world_size)
@@ -115,7 +115,7 @@ class Recorder(Session[Observations]):
             for followed in targets.optimizers
         ]
         self._compiled = [CompiledSteps(tap, faults) for tap in self._steps]
-        open_writer = on_disk(path, overwrite=overwrite, follower=follower)
+        open_writer = on_disk(path, overwrite=overwrite, listener=listener)
         with self._open(open_writer, rank, world_size, circumstances=describe(), mesh=divided) as undo:
             if targets.root is not None:
                 self._forward = ForwardPass(

@@ -50,7 +50,7 @@ def summarize_profiles(
     lines, periods, first_column, stop_column, window, width_log2, height_log2, splits,
     box: tl.constexpr, form: tl.constexpr, bits: tl.constexpr, infinity: tl.constexpr,
 ):  # fmt: skip
-    """Summarize part `part` of `parts` of a piece (see `plan.Piece`), and write squares and profiles.
+    """Summarize part `part` of `parts` of a piece (see `plan.KernelPiece`), and write squares and profiles.
 
     The parts are not those of `summarize_blocks`; together they cover the piece all the same.
     """
@@ -172,7 +172,7 @@ def summarize_blocks(
     box: tl.constexpr, form: tl.constexpr, bits: tl.constexpr,
     infinity: tl.constexpr, first_nan: tl.constexpr, smallest_normal: tl.constexpr,
 ):  # fmt: skip
-    """Summarize part `part` of `parts` of a piece (see `plan.Piece`), and write all but squares and profiles.
+    """Summarize part `part` of `parts` of a piece (see `plan.KernelPiece`), and write all but squares and profiles.
 
     `address`, `row` and `lane_weights` (int64) are those of the piece's first element, of the summary to
     write, and of 64 int64. `box` is whether `num_runs` may be more than 1.

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from traindiff.core.kernels.gpu.blocks import summarize_blocks, summarize_profiles, write_no_profiles
 from traindiff.core.kernels.gpu.layout import ADD_FLOATS, ADD_INTEGERS, MAXIMUM, MINIMUM, WORDS, Dtype
-from traindiff.core.kernels.gpu.plan import Piece, Planned
+from traindiff.core.kernels.gpu.plan import KernelPiece, Planned
 
 _ROW_BYTES = tl.constexpr(8 * WORDS)
 _WORDS = tl.constexpr(WORDS)
@@ -23,12 +23,12 @@ _MINIMUM, _MAXIMUM = tl.constexpr(MINIMUM), tl.constexpr(MAXIMUM)
 _MERGED_AT_ONCE = tl.constexpr(8)
 
 TABLE_HEAD = ("address", "parts", "slot", "first_partial")
-"""Columns of a table before those of `Piece`."""
+"""Columns of a table before those of `KernelPiece`."""
 
 _HEAD = tl.constexpr(len(TABLE_HEAD))
-_COLUMNS = tl.constexpr(len(TABLE_HEAD) + len(Piece._fields))
+_COLUMNS = tl.constexpr(len(TABLE_HEAD) + len(KernelPiece._fields))
 
-_NUMBERS = ["address", "row", "lane_weights", "parts", *Piece._fields]
+_NUMBERS = ["address", "row", "lane_weights", "parts", *KernelPiece._fields]
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -66,7 +66,7 @@ def many_kernel(
 ):  # fmt: skip
     """Summarize the pieces of a table: program p does what the entry p of `programs` says.
 
-    All arguments are addresses. `table` is int64 (pieces, TABLE_HEAD and the fields of `Piece`), `programs`
+    All arguments are addresses. `table` is int64 (pieces, TABLE_HEAD and the fields of `KernelPiece`), `programs`
     int64 (programs, 2): piece and part. A tensor of one part, which `first_partial` -1 marks, is written to
     its slot, counted from `rows`; parts of others to the summaries from `first_partial`, counted from
     `partials`.

@@ -20,7 +20,7 @@ TILE_LOG2 = 10
 """Log2 of the elements of a tile of `blocks.summarize_profiles`."""
 
 
-class Piece(NamedTuple):
+class KernelPiece(NamedTuple):
     """Equally spaced runs of a tensor, as the kernel's arguments; elements are counted, not bytes.
 
     Run r holds `length` elements, `memory_step * r` after the piece's first in memory, and with the
@@ -86,7 +86,7 @@ class Planned(NamedTuple):
         parts: Number of programs.
     """
 
-    piece: Piece
+    piece: KernelPiece
     offset: int
     parts: int
 
@@ -147,7 +147,7 @@ def _planned(shard: Shard, part: Runs, elements_per_part: int) -> Planned:
         window = max(ahead, last_column + 1 - first_column - ahead)
     parts = max(1, min(MOST_PARTS, -(-part.length * part.count // elements_per_part)))
     steps, width_log2, height_log2 = _tiles(window, lines, periods)
-    piece = Piece(
+    piece = KernelPiece(
         length=part.length,
         num_runs=part.count,
         memory_step=part.memory_step,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from traindiff.core.kernels.gpu.launch import INTERPRETED, TABLE_HEAD
 from traindiff.core.kernels.gpu.layout import DTYPES, Dtype
-from traindiff.core.kernels.gpu.plan import Piece, Planned, plan
+from traindiff.core.kernels.gpu.plan import KernelPiece, Planned, plan
 from traindiff.core.kernels.torch_arrays import address
 from traindiff.core.shards import Shard
 
@@ -45,7 +45,7 @@ class Group:
     Attributes:
         dtype: Of their elements.
         box: Whether any has several runs.
-        table: int64 (pieces, TABLE_HEAD and the fields of `Piece`), on the device.
+        table: int64 (pieces, TABLE_HEAD and the fields of `KernelPiece`), on the device.
         programs: int64 (programs, 2), on the device: piece and part of each program.
     """
 
@@ -111,7 +111,7 @@ def to_device(numbers: NDArray[np.int64], device: torch.device) -> torch.Tensor:
 
 def _programs(table: NDArray[np.int64]) -> NDArray[np.int64]:
     """(piece, part) of every program, int64 (programs, 2)."""
-    assert table.shape[1] == len(TABLE_HEAD) + len(Piece._fields)
+    assert table.shape[1] == len(TABLE_HEAD) + len(KernelPiece._fields)
     parts = table[:, TABLE_HEAD.index("parts")]
     piece = np.repeat(np.arange(len(table)), parts)
     part = np.arange(len(piece)) - np.repeat(np.cumsum(parts) - parts, parts)

@@ -144,7 +144,7 @@ def allowed_operator(name: str) -> Any:
     found = _NAME.fullmatch(name) if len(name) <= _LONGEST_NAME else None
     if found is None or found[1].removesuffix("_") not in ALLOWED:
         raise RefusedOperatorError(
-            f"{printable(name[:_LONGEST_NAME])} is not among the operators that traindiff replay calls"
+            f"{printable(name[:_LONGEST_NAME])} is not among the operators that traindiff rerun calls"
         )
     return _operator(found[1], found[2])
 
@@ -164,7 +164,7 @@ def _operator(name: str, overload: str) -> Any:
     for one in (*schema.arguments, *schema.returns):
         if not _is_plain(name, one):
             raise RefusedOperatorError(
-                f"{shown} takes or returns a {one.real_type} ({one.name}), and traindiff replay calls only operators "
+                f"{shown} takes or returns a {one.real_type} ({one.name}), and traindiff rerun calls only operators "
                 "of tensors and numbers"
             )
     return operator

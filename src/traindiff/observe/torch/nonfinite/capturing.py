@@ -69,7 +69,7 @@ def capture(
         The call.
 
     Raises:
-        NotWritableError: The module cannot be copied, fails, or calls an operator that `traindiff replay` does not
+        NotWritableError: The module cannot be copied, fails, or calls an operator that `traindiff rerun` does not
             call, or whose arguments cannot be written down.
     """
     copied = _copy(module)

@@ -2,7 +2,7 @@
 
 The operators of a saved call are checked before they run, but their sizes are a stranger's: ten operators can ask for
 any amount of memory and time, and a fault of an operator ends the process that runs it. That process runs this file as
-a program: it replays one directory and prints the report as JSON.
+a program: it runs one saved call again and prints the report as JSON.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from traindiff.core.site import printable
 from traindiff.errors import RecordingError, TraindiffError
 
 SECONDS = 300
-"""How long a replay may take by default."""
+"""How long a rerun may take by default."""
 
 GIB = 4
-"""Memory that a replay may take by default, or 64 times its file of tensors if that is more."""
+"""Memory that a rerun may take by default, or 64 times its file of tensors if that is more."""
 
 _TIMES_THE_TENSORS = 64
 _NO_MEMORY = ("allocate memory", "out of memory", "MemoryError", "bad_alloc", "std::bad_array_new_length")
 
-REPORT = "\x1etraindiff-replay:"
+REPORT = "\x1etraindiff-rerun:"
 """Before the report on the standard output of the process. JSON escapes control characters, so that no name in the
 report can be taken for this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The result of a replay.
+    """The result of a rerun.
 
     Attributes:
         exit_code: Of the command.
@@ -49,8 +49,8 @@ class Report:
     content: dict[str, Any]
 
 
-def replay_contained(directory: Path, *, device: str = "cpu", seconds: float = SECONDS, gib: float = GIB) -> Report:
-    """Replay a call that `traindiff.watch` saved, in a separate process.
+def find_cause_contained(directory: Path, *, device: str = "cpu", seconds: float = SECONDS, gib: float = GIB) -> Report:
+    """Rerun a call that `traindiff.watch` saved, in a separate process.
 
     Args:
         directory: Where it was saved.
@@ -106,14 +106,14 @@ def main(directory: str, device: str, gib: str) -> dict[str, Any]:
         import torch
     except ModuleNotFoundError as error:
         return {"missing": error.name}
-    from traindiff.observe.torch.nonfinite.replaying import replay, table
+    from traindiff.observe.torch.nonfinite.cause import find_cause, table
     from traindiff.observe.torch.nonfinite.saved_call import TENSORS_FILE
 
     try:
         _check_device(torch, device)
         limit = _limit_memory(Path(directory) / TENSORS_FILE, float(gib)) if device == "cpu" else None
         try:
-            found = replay(Path(directory), device=device)
+            found = find_cause(Path(directory), device=device)
             failed = " ".join(run.failed for run in found.runs().values())
         except (TraindiffError, OSError):
             raise

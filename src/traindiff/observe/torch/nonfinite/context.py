@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from traindiff.observe.common.progress import Progress
+from traindiff.observe.torch.nonfinite.early_warnings import EarlyWarnings
 from traindiff.observe.torch.nonfinite.judging import Judging
 from traindiff.observe.torch.nonfinite.reading import Reader, Reading
-from traindiff.observe.torch.nonfinite.signs import Signs
 from traindiff.observe.torch.session.observations import Containment
 
 
@@ -21,7 +21,7 @@ class WatchContext:
         reader: Reads tensors.
         judging: Judges them.
         masks: Globs over sites that may hold -inf.
-        signs: Looks for early signs.
+        early_warnings: Warns of numbers that may soon be NaN or infinite, or be lost.
         keeps_inputs: Keep what modules are given until their backward pass, or the end of the step.
         weights: What was last read of parameters, by canonical path.
         order: How many calls had been made when a module was last called, by its path: the backward pass runs the other
@@ -33,7 +33,7 @@ class WatchContext:
     reader: Reader
     judging: Judging
     masks: tuple[str, ...]
-    signs: Signs
+    early_warnings: EarlyWarnings
     keeps_inputs: bool
     weights: dict[str, Reading] = field(default_factory=dict)
     order: dict[str, int] = field(default_factory=dict)

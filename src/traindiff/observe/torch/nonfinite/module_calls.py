@@ -43,7 +43,7 @@ class ModuleCalls:
         self._reader = context.reader
         self._judging = context.judging
         self._masks = context.masks
-        self._signs = context.signs
+        self._early_warnings = context.early_warnings
         self._weights = context.weights
         self._order = context.order
         self._guarded = partial(context.containment.guarded, TAP)
@@ -156,7 +156,7 @@ class ModuleCalls:
         judge = (lambda: None) if call.frame.note else partial(self._judge_outputs, call)
         self._judging.consider([reading for *_, reading in outputs], judge, frame=call.frame)
         for slot, tensor, reading in trained:
-            self._signs.look(call.path, slot, reading, tensor, step=self._progress.step)
+            self._early_warnings.look(call.path, slot, reading, tensor, step=self._progress.step)
         self._returned = call.path
         call.finished(trained=bool(trained))
         self._gradients.follow(call, trained)

@@ -38,7 +38,7 @@ class ModuleGradients:
         self._progress = context.progress
         self._reader = context.reader
         self._judging = context.judging
-        self._signs = context.signs
+        self._early_warnings = context.early_warnings
         self._keeps_inputs = context.keeps_inputs
         self._guarded = partial(context.containment.guarded, TAP)
         self._kept: list[Arguments | None] = []
@@ -85,7 +85,9 @@ class ModuleGradients:
         if gradient is None or not self._progress.observing:
             return
         reading, progress = self._reader.read(gradient), self._progress
-        self._signs.look(call.path, f"grad {slot}", reading, gradient, step=progress.step, scaled=progress.loss_scaled)
+        self._early_warnings.look(
+            call.path, f"grad {slot}", reading, gradient, step=progress.step, scaled=progress.loss_scaled
+        )
         frame = self._arrive(call, slot, gradient, reading)
         for taker, taken in call.takers.get(slot, ()):
             if taker.backward is not None:

@@ -28,7 +28,7 @@ class Origin:
         path: Canonical path of the module or parameter.
         slot: Which tensor of it: `output`, `input[0]`, `grad`, `exp_avg_sq`.
         message: One sentence.
-        saved: Directory with its tensors, for `traindiff replay`; None if nothing was saved.
+        saved: Directory with its tensors, for `traindiff rerun`; None if nothing was saved.
     """
 
     step: int

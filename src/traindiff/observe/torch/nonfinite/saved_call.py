@@ -58,7 +58,7 @@ _CONTENT = shaped(
 
 def damaged(where: str, what: str) -> CorruptRecordingError:
     """The error for a saved call that is not as `traindiff.watch` wrote it."""
-    return CorruptRecordingError(f"{printable(where)} is damaged: {what}. Watch the training again to replay it.")
+    return CorruptRecordingError(f"{printable(where)} is damaged: {what}. Watch the training again to save the call again.")
 
 
 def load_call(directory: Path) -> tuple[CapturedCall, dict[str, Any]]:
@@ -145,7 +145,7 @@ def call_of(content: Mapping[str, Any], tensors: Mapping[int, Tensor], *, where:
             check(operation)
         except RefusedOperatorError as error:
             raise NotARecordingError(
-                f"{printable(where)} cannot be replayed: in operation {position}, {error}. No operator was run. "
+                f"{printable(where)} cannot be run again: in operation {position}, {error}. No operator was run. "
                 "If it is your own, watch the training again with this traindiff; if it is somebody else's, do not "
                 "trust it."
             ) from None
@@ -168,7 +168,7 @@ def save(directory: Path, found: Found, origin: Origin, frames: str) -> str:
     """Write an origin into a directory: `frames.txt`, `module.json` and `tensors.safetensors`.
 
     Returns:
-        Why `traindiff replay` cannot run it again; empty where it can.
+        Why `traindiff rerun` cannot run it again; empty where it can.
 
     Raises:
         OSError: It cannot be written.
@@ -198,7 +198,7 @@ def _written(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _refused(text: str, call: CapturedCall, written: Mapping[str, Tensor]) -> str:
-    """The reason why `traindiff replay` would refuse a call; empty if it accepts the call."""
+    """The reason why `traindiff rerun` would refuse a call; empty if it accepts the call."""
     for number, tensor in call.tensors.items():
         one = written.get(str(number))
         if one is None or (one.dtype, one.shape) != (tensor.dtype, tensor.shape):

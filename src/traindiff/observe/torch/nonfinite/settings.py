@@ -15,10 +15,10 @@ from traindiff.observe.torch.nonfinite.origin import Origin
 
 ON_DETECT = ("raise", "warn")
 
-SIGNS = ("limit", "zeros", "subnormals", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+WARNINGS = ("limit", "zeros", "subnormals", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 """What `watch(warn=...)` may list; see docs/watch.md."""
 
-DEFAULT_SIGNS = SIGNS[:3]
+DEFAULT_WARNINGS = WARNINGS[:3]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +101,9 @@ def _warn(value: object, problems: list[Problem]) -> frozenset[str]:
     where, kind = "watch(warn=...)", "something to warn of"
     names = listed(value)
     problems += [
-        Problem.unknown_name(where=where, kind=kind, found=str(name), known=SIGNS)
+        Problem.unknown_name(where=where, kind=kind, found=str(name), known=WARNINGS)
         for name in names
-        if name not in SIGNS
+        if name not in WARNINGS
     ]
     return frozenset(map(str, names))
 

@@ -11,7 +11,7 @@ from torch import nn
 from traindiff.core.settings import check_names, record_settings
 from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
 from traindiff.observe.torch.nonfinite.origin import Origin
-from traindiff.observe.torch.nonfinite.settings import DEFAULT_SIGNS, SETTINGS, watch_settings
+from traindiff.observe.torch.nonfinite.settings import DEFAULT_WARNINGS, SETTINGS, watch_settings
 from traindiff.observe.torch.nonfinite.watcher import Watcher
 from traindiff.observe.torch.session.targets import Optimizers, find_targets
 
@@ -29,7 +29,7 @@ def watch(
     on_detect: str | Callable[[Origin], Any] = "raise",
     output: str | os.PathLike[str] | None = "traindiff-watch",
     masks: str | Iterable[str] = (),
-    warn: str | Collection[str] = DEFAULT_SIGNS,
+    warn: str | Collection[str] = DEFAULT_WARNINGS,
     keep_inputs: bool = False,
     file: TextIO | None = None,
     **misspelt: Never,
@@ -44,7 +44,7 @@ def watch(
 
     The first tensor in execution order that is not finite although everything that it was computed from is finite, is
     the origin. It is named in one sentence, below the last frames; the call of the module that made it is saved with
-    its tensors for `traindiff replay`; and `NonFiniteError` is raised where it happened. Until then the training
+    its tensors for `traindiff rerun`; and `NonFiniteError` is raised where it happened. Until then the training
     computes the same bits as without it, and nothing is printed.
 
     Args:
@@ -58,7 +58,7 @@ def watch(
         output: Directory for what is saved, one below it for each origin; None saves nothing.
         masks: Globs over sites of inputs and outputs that may hold -inf, e.g. `"* input.attention_mask"`. What holds
             nothing but 0 and -inf, and -inf that a module turns into finite numbers, needs no declaration.
-        warn: Early signs to warn of; see docs/watch.md.
+        warn: Early warnings to give; see docs/watch.md.
         keep_inputs: Keep what each module is given until its backward pass is over, so that this can be captured in any
             case. Left out, it is captured where autograd keeps the same tensors, and costs no memory.
         file: Where frames are printed; standard error where left out.

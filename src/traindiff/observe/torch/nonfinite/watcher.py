@@ -24,6 +24,7 @@ from traindiff.observe.common.progress import Progress
 from traindiff.observe.torch.hooks.loss_scale import tap_loss_scaler
 from traindiff.observe.torch.hooks.out_of_sight import in_sight, out_of_sight
 from traindiff.observe.torch.nonfinite.context import WatchContext
+from traindiff.observe.torch.nonfinite.early_warnings import EarlyWarnings
 from traindiff.observe.torch.nonfinite.frames import Journal
 from traindiff.observe.torch.nonfinite.judging import Judging, Moment
 from traindiff.observe.torch.nonfinite.module_calls import ModuleCalls
@@ -32,7 +33,6 @@ from traindiff.observe.torch.nonfinite.origin import Found, Origin
 from traindiff.observe.torch.nonfinite.reading import Reader
 from traindiff.observe.torch.nonfinite.saved_call import save
 from traindiff.observe.torch.nonfinite.settings import WatchSettings
-from traindiff.observe.torch.nonfinite.signs import Signs
 from traindiff.observe.torch.nonfinite.step_parts import StepParts
 from traindiff.observe.torch.session.attachment import Attachment
 from traindiff.observe.torch.session.environment import rank_and_world_size
@@ -99,7 +99,7 @@ class Watcher:
         self._context = context = WatchContext(
             progress=progress, containment=containment, reader=reader or Reader(),
             judging=Judging(journal=self._journal, progress=progress, on_found=self._detect),
-            masks=settings.masks, signs=Signs(settings.warn, warn=self._warn),
+            masks=settings.masks, early_warnings=EarlyWarnings(settings.warn, warn=self._warn),
             keeps_inputs=settings.keep_inputs,
         )  # fmt: skip
         self._parts = StepParts(context)
@@ -161,7 +161,7 @@ class Watcher:
         self._context.judging.clear()
         self._journal.clear()
         self._parts.let_go()
-        self._context.signs.let_go()
+        self._context.early_warnings.let_go()
         self._context.reader.forget()
         self._raised = None
 
@@ -177,7 +177,9 @@ class Watcher:
             self._context.judging.drain()
         finally:
             self._parts.end_step()
-            self._context.containment.run("signs", partial(self._context.signs.end_step, step), always=False)
+            self._context.containment.run(
+                "early_warnings", partial(self._context.early_warnings.end_step, step), always=False
+            )
             self._calls.end_step()
             self._context.reader.forget()
             self._journal.end_step(step)
@@ -263,7 +265,7 @@ class Watcher:
             return None, ""
         if reason:
             return str(place), f"{place} holds what is known of it; it cannot be run again: {reason}."
-        return str(place), f"traindiff replay {place} runs it again."
+        return str(place), f"traindiff rerun {place} runs it again."
 
     def _show_after(self, error: BaseException) -> None:
         """The training has raised an error of its own: what came before it may say why."""

@@ -1,4 +1,4 @@
-"""Early signs: numbers near the end of their range, more zeros, what a shorter dtype would lose."""
+"""Early warnings: numbers near the end of their range, more zeros, what a shorter dtype would lose."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _RANGES = {"float16": (16, -25), "bfloat16": (128, -134), "float8_e4m3fn": (9, -
 """Binary exponents from which on numbers overflow, and below which they become zero (IEEE 754; OCP 8-bit formats)."""
 
 
-class Signs:
+class EarlyWarnings:
     """Warns of what may become NaN or infinite, or be lost.
 
     Args:
-        wanted: Some of `traindiff.observe.torch.nonfinite.settings.SIGNS`.
-        warn: Called with what is to be said, at most once in `EVERY` steps for each sign.
+        wanted: Some of `traindiff.observe.torch.nonfinite.settings.WARNINGS`.
+        warn: Called with what is to be said, at most once in `EVERY` steps for each kind.
     """
 
     def __init__(self, wanted: Collection[str], *, warn: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""What somebody else has saved can be replayed: it runs no code, reads and writes no file, and ends."""
+"""What somebody else has saved can be run again: it runs no code, reads and writes no file, and ends."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner
 
-from tests.observe.nonfinite.test_replay import Mlp, saved
+from tests.observe.nonfinite.test_rerun import Mlp, saved
 from tests.observe.nonfinite.trainings import WIDTH
 from traindiff.cli.commands import app
 from traindiff.errors import CorruptRecordingError, NotARecordingError, RecordingError, TraindiffError
 from traindiff.observe.torch.nonfinite.allowed_operators import ALLOWED, RefusedOperatorError, allowed_operator, check
-from traindiff.observe.torch.nonfinite.contained import REPORT, replay_contained
+from traindiff.observe.torch.nonfinite.cause import find_cause
+from traindiff.observe.torch.nonfinite.contained import REPORT, find_cause_contained
 from traindiff.observe.torch.nonfinite.operations import Operation
-from traindiff.observe.torch.nonfinite.replaying import replay
 from traindiff.observe.torch.nonfinite.saved_call import load_call
 
 TENSOR = {"tensor": 0}
@@ -46,7 +46,7 @@ def written(directory: Path, *operations: dict[str, Any], **more: Any) -> Path:
 
 
 def said(*arguments: str) -> tuple[int, str]:
-    found = CliRunner().invoke(app, ["replay", *arguments])
+    found = CliRunner().invoke(app, ["rerun", *arguments])
     assert found.exception is None or isinstance(found.exception, SystemExit)
     return found.exit_code, " ".join((found.stdout + found.stderr).split())
 
@@ -60,7 +60,7 @@ def test_an_operator_that_loads_a_library_or_opens_a_file_is_refused_by_its_name
         code, message = said(str(written(tmp_path / "saved", {"name": name, "args": args})))
         assert code == 2
         assert (
-            f"cannot be replayed: in operation 0, {name} is not among the operators that traindiff replay calls"
+            f"cannot be run again: in operation 0, {name} is not among the operators that traindiff rerun calls"
             in message
         )
         assert "No operator was run." in message
@@ -181,7 +181,7 @@ def test_nothing_outside_of_a_tensor_is_read_or_written(name: str, tmp_path: Pat
         "7": torch.full((4,), 9, dtype=torch.uint8), "8": torch.ones(2, 4, 8, dtype=torch.complex64),
     }  # fmt: skip
     save_file(kept, directory / "tensors.safetensors")
-    found = replay(directory)
+    found = find_cause(directory)
     assert found.cause == "not run"
     assert UNBOUNDED[name]["name"] in found.native.failed
     assert re.search(r"OutOfBounds|out of bounds|index out of range", found.native.failed)
@@ -205,7 +205,7 @@ def test_a_call_that_asks_for_more_memory_is_ended_and_that_is_said(tmp_path: Pa
         {"name": "aten.repeat.default", "args": [TENSOR, [30_000, 30_000]]},
     ):
         with pytest.raises(RecordingError, match=r"needs more memory than the 1 GiB that it may have\. .*--memory"):
-            replay_contained(written(tmp_path, operation), gib=1)
+            find_cause_contained(written(tmp_path, operation), gib=1)
 
 
 def test_a_call_that_takes_too_long_is_ended_and_that_is_said(tmp_path: Path) -> None:
@@ -216,16 +216,16 @@ def test_a_call_that_takes_too_long_is_ended_and_that_is_said(tmp_path: Path) ->
          "args": [{"tensor": 10}, {"tensor": 11}, None, [1], [0], [1], False, [0], 1]},
     ]  # fmt: skip
     with pytest.raises(RecordingError, match=r"took longer than 8 seconds to run again\. .*--seconds"):
-        replay_contained(written(tmp_path, *slow), seconds=8, gib=4)
+        find_cause_contained(written(tmp_path, *slow), seconds=8, gib=4)
 
 
-def test_the_process_of_a_replay_does_not_import_from_the_directory_that_it_was_started_in(
+def test_the_process_of_a_rerun_does_not_import_from_the_directory_that_it_was_started_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = written(tmp_path, {"name": "aten.add.Tensor", "args": [TENSOR, TENSOR]})
     (directory / "torch.py").write_text("raise SystemExit('a stranger ran')")
     monkeypatch.chdir(directory)
-    assert replay_contained(Path()).exit_code == 3
+    assert find_cause_contained(Path()).exit_code == 3
 
 
 def test_a_device_that_is_not_there_is_an_error(tmp_path: Path) -> None:
@@ -243,12 +243,12 @@ def test_only_regular_files_inside_the_directory_are_opened(name: str, tmp_path:
     (directory / name).unlink()
     os.mkfifo(directory / name)
     with pytest.raises(CorruptRecordingError, match="it is a FIFO, not a file"):
-        replay(directory)
+        find_cause(directory)
     (directory / name).unlink()
     (tmp_path / "outside").write_bytes(content)
     (directory / name).symlink_to(tmp_path / "outside")
     with pytest.raises(CorruptRecordingError, match="a link that leads outside"):
-        replay(directory)
+        find_cause(directory)
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -285,7 +285,7 @@ def test_a_file_with_anything_else_in_any_place_ends_in_an_error_of_ours_or_is_r
                 mutant = strange
             file.write_text(json.dumps(mutant))
             try:
-                replay(directory)
+                find_cause(directory)
             except TraindiffError as error:
                 refused.append(str(error))
     assert len(refused) > 200
@@ -303,12 +303,12 @@ def test_files_that_are_cut_off_nested_or_no_text_end_in_an_error_of_ours(tmp_pa
         ):  # fmt: skip
             (directory / name).write_bytes(damaged)
             with pytest.raises(CorruptRecordingError, match=f"{name} is damaged: .*Watch the training again"):
-                replay(directory)
+                find_cause(directory)
         (directory / name).unlink()
         with pytest.raises(RecordingError, match=name):
-            replay(directory)
+            find_cause(directory)
         (directory / name).write_bytes(content)
-    assert replay(directory).exit_code == 3
+    assert find_cause(directory).exit_code == 3
 
 
 def test_a_call_whose_tensors_are_not_there_is_damaged(tmp_path: Path) -> None:
@@ -322,17 +322,17 @@ def test_a_call_whose_tensors_are_not_there_is_damaged(tmp_path: Path) -> None:
         ({**add, "drawn": [5]}, {}, "operation 0 uses the tensor 5"),
     ):
         with pytest.raises(CorruptRecordingError, match=message):
-            replay(written(tmp_path, operation, **more))
+            find_cause(written(tmp_path, operation, **more))
 
 
-def test_what_replay_would_refuse_is_said_when_it_is_saved(tmp_path: Path) -> None:
+def test_what_rerun_would_refuse_is_said_when_it_is_saved(tmp_path: Path) -> None:
     class Sparse(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.sparse.mm(x.to_sparse(), x.T) / 0
 
     directory = saved(nn.Sequential(Sparse()), torch.ones(2, WIDTH), directory=tmp_path / "sparse")
     with pytest.raises(NotARecordingError, match=r"aten\._to_sparse\.\w+ is not among the operators"):
-        replay(directory)
+        find_cause(directory)
 
     class Complex(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -340,7 +340,7 @@ def test_what_replay_would_refuse_is_said_when_it_is_saved(tmp_path: Path) -> No
 
     directory = saved(nn.Sequential(Complex()), torch.ones(2, dtype=torch.complex64), directory=tmp_path / "complex")
     assert (directory / "tensors.safetensors").stat().st_size > 50
-    assert "no module" in said(str(directory))[1] or replay(directory).exit_code == 1
+    assert "no module" in said(str(directory))[1] or find_cause(directory).exit_code == 1
 
 
 def test_a_name_like_the_mark_before_the_report_is_a_name(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import traindiff
 from tests.observe.nonfinite.trainings import WIDTH, Scale, train
-from traindiff.observe.torch.nonfinite.signs import EVERY
+from traindiff.observe.torch.nonfinite.early_warnings import EVERY
 
 
 class Wide(nn.Module):

@@ -18,8 +18,8 @@ import traindiff
 from tests.observe.nonfinite.trainings import WIDTH, Steep, train
 from traindiff.cli.commands import app
 from traindiff.observe.torch.nonfinite.capturing import capture
+from traindiff.observe.torch.nonfinite.cause import CauseReport, find_cause
 from traindiff.observe.torch.nonfinite.operations import NotWritableError
-from traindiff.observe.torch.nonfinite.replaying import Replay, replay
 from traindiff.observe.torch.nonfinite.rerunning import rerun
 
 
@@ -54,7 +54,7 @@ class Mlp(nn.Module):
 def test_an_overflow_of_float16_is_told_from_one_of_the_mathematics(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Mlp()).half()
-    found = replay(saved(model, torch.randn(4, WIDTH).half(), directory=tmp_path))
+    found = find_cause(saved(model, torch.randn(4, WIDTH).half(), directory=tmp_path))
 
     assert (found.path, found.module, found.cause, found.exit_code) == ("1", "Mlp", "dtype", 0)
     first = found.native.first_non_finite
@@ -69,7 +69,7 @@ def test_the_division_by_zero_is_the_mathematics(tmp_path: Path) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return (x * 0).exp().log() / (x * 0)
 
-    found = replay(saved(nn.Sequential(nn.Linear(WIDTH, 4), Ratio()), torch.randn(2, WIDTH), directory=tmp_path))
+    found = find_cause(saved(nn.Sequential(nn.Linear(WIDTH, 4), Ratio()), torch.randn(2, WIDTH), directory=tmp_path))
 
     assert (found.cause, found.exit_code) == ("mathematics", 1)
     assert "aten.div.Tensor makes NaN or infinity of finite numbers, in float64 there too" in found.message
@@ -80,7 +80,7 @@ def test_an_overflow_of_float32_is_seen_against_float64(tmp_path: Path) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return (x.abs() + 90.0).exp()
 
-    found = replay(saved(nn.Sequential(Power()), torch.ones(2, WIDTH), directory=tmp_path))
+    found = find_cause(saved(nn.Sequential(Power()), torch.ones(2, WIDTH), directory=tmp_path))
 
     assert found.cause == "dtype"
     assert "The overflow is float32's" in found.message
@@ -102,7 +102,7 @@ def test_masks_of_dropout_are_those_of_the_call(tmp_path: Path) -> None:
     for seed in range(4):
         torch.manual_seed(seed)
         where = tmp_path / str(seed)
-        found = replay(saved(nn.Sequential(Spike()), value, directory=where))
+        found = find_cause(saved(nn.Sequential(Spike()), value, directory=where))
         again = found.native.first_non_finite
         assert again is not None
         dropped = again.contents.num_inf
@@ -138,7 +138,7 @@ def test_a_backward_pass_is_captured_and_run_again(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 4), Root())
     model[0].weight.data.zero_()
     model[0].bias.data.zero_()
-    found = replay(saved(model, torch.ones(2, WIDTH), directory=tmp_path, backward=True, keep_inputs=True))
+    found = find_cause(saved(model, torch.ones(2, WIDTH), directory=tmp_path, backward=True, keep_inputs=True))
 
     assert found.cause == "mathematics"
     first = found.native.first_non_finite
@@ -161,7 +161,7 @@ def test_without_its_inputs_a_backward_pass_cannot_be_captured_and_that_is_said(
     where = saved(model, torch.ones(2, WIDTH), directory=tmp_path, backward=True)
 
     with pytest.raises(traindiff.NotARecordingError, match=r"no longer in memory; watch\(keep_inputs=True\) keeps it"):
-        replay(where)
+        find_cause(where)
     assert (where / "tensors.safetensors").stat().st_size > 100
     assert "Detected inf/nan" in (where / "frames.txt").read_text()
 
@@ -244,7 +244,7 @@ def test_what_cannot_be_copied_says_why() -> None:
 
 
 def run_command(*arguments: str) -> tuple[int, str, str]:
-    found = CliRunner().invoke(app, ["replay", *arguments])
+    found = CliRunner().invoke(app, ["rerun", *arguments])
     return found.exit_code, found.stdout, found.stderr
 
 
@@ -263,7 +263,7 @@ def test_the_command_prints_a_table_and_the_same_as_json(tmp_path: Path) -> None
     code, printed, _ = run_command(str(where), "--json")
     content = json.loads(printed)
     assert code == 0
-    assert content["schema"] == {"name": "traindiff-replay", "version": 1}
+    assert content["schema"] == {"name": "traindiff-rerun", "version": 1}
     assert content["cause"] == "dtype"
     assert content["first_non_finite"]["operator"] == "aten.mul.Tensor"
     assert {row["native"]["dtype"] for row in content["operators"]} == {"float16", "bool"} - {"bool"}
@@ -310,5 +310,5 @@ def test_a_call_that_comes_out_finite_is_not_reproduced(tmp_path: Path) -> None:
             calls[0] += 1
             return x / 0 if calls[0] == 1 else x * 1
 
-    found: Replay = replay(saved(nn.Sequential(Once()), torch.ones(2), directory=tmp_path))
+    found: CauseReport = find_cause(saved(nn.Sequential(Once()), torch.ones(2), directory=tmp_path))
     assert (found.cause, found.exit_code) == ("not reproduced", 3)

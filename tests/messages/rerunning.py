@@ -1,4 +1,4 @@
-"""What `traindiff replay` says of a saved call that somebody has made or changed."""
+"""What `traindiff rerun` says of a saved call that somebody has made or changed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import save_file
 
 from tests.messages.provoking import Chapter
-from tests.observe.nonfinite.test_hostile_replay import TENSOR, UNBOUNDED, written
+from tests.observe.nonfinite.test_hostile_rerun import TENSOR, UNBOUNDED, written
 from traindiff.observe.torch.nonfinite import contained
-from traindiff.observe.torch.nonfinite.contained import REPORT, replay_contained
-from traindiff.observe.torch.nonfinite.replaying import replay
+from traindiff.observe.torch.nonfinite.cause import find_cause
+from traindiff.observe.torch.nonfinite.contained import REPORT, find_cause_contained
 
-chapter = Chapter("traindiff replay", [])
+chapter = Chapter("traindiff rerun", [])
 situation = chapter.situation
 
 ADD: dict[str, Any] = {"name": "aten.add.Tensor", "args": [TENSOR, TENSOR]}
@@ -27,7 +27,7 @@ ADD: dict[str, Any] = {"name": "aten.add.Tensor", "args": [TENSOR, TENSOR]}
 
 def refused(title: str, operation: dict[str, Any], **more: Any) -> None:
     def provoke(here: Path, patched: pytest.MonkeyPatch) -> None:
-        replay(written(here / "saved", operation, **more))
+        find_cause(written(here / "saved", operation, **more))
 
     situation(title)(provoke)
 
@@ -46,7 +46,7 @@ refused("an input that is not there", ADD, inputs={"input": 3})
 refused("an output that is not there", ADD, outputs={"output": 3})
 
 
-def damaged(title: str, break_: Callable[[Path], object], run: Callable[[Path], object] = replay) -> None:
+def damaged(title: str, break_: Callable[[Path], object], run: Callable[[Path], object] = find_cause) -> None:
     def provoke(here: Path, patched: pytest.MonkeyPatch) -> object:
         directory = written(here / "saved", ADD)
         break_(directory)
@@ -71,20 +71,20 @@ damaged("a call that differentiates by integers", lambda directory: (
 damaged("an index outside of a tensor", lambda directory: (
     written(directory, {"output": [], **UNBOUNDED["axes"]}),
 ))  # fmt: skip
-damaged("a replay that takes too long", nothing, lambda directory: replay_contained(directory, seconds=0.01))
+damaged("a rerun that takes too long", nothing, lambda directory: find_cause_contained(directory, seconds=0.01))
 
 
-@situation("a replay whose process is ended by an operator")
+@situation("a rerun whose process is ended by an operator")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     python = here / "python"
     python.write_text("#!/bin/sh\nulimit -c 0\nkill -SEGV $$\n")
     python.chmod(0o755)
     patched.setattr(sys, "executable", str(python))
-    replay_contained(written(here / "saved", ADD))
+    find_cause_contained(written(here / "saved", ADD))
 
 
 def run_here(patched: pytest.MonkeyPatch) -> None:
-    """Have a replay run in this process, so that the lines are seen that its messages come from; without its limits."""
+    """Have a rerun run in this process, so that the lines are seen that its messages come from; without its limits."""
 
     def run(command: Sequence[str], **_: object) -> CompletedProcess[bytes]:
         report = json.dumps(contained.main(*command[command.index(contained.__name__) + 1 :]))
@@ -94,23 +94,23 @@ def run_here(patched: pytest.MonkeyPatch) -> None:
     patched.setattr(contained, "_limit_memory", lambda tensors, gib: gib)
 
 
-@situation("a replay that needs more memory")
+@situation("a rerun that needs more memory")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     run_here(patched)
-    replay_contained(written(here / "saved", {"name": "aten.full.default", "args": [[10**17], 1.0]}), gib=1)
+    find_cause_contained(written(here / "saved", {"name": "aten.full.default", "args": [[10**17], 1.0]}), gib=1)
 
 
-@situation("a replay that fails outside of its operators")
+@situation("a rerun that fails outside of its operators")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("on purpose")
 
     run_here(patched)
-    patched.setattr("traindiff.observe.torch.nonfinite.replaying.replay", broken)
-    replay_contained(written(here / "saved", ADD))
+    patched.setattr("traindiff.observe.torch.nonfinite.cause.find_cause", broken)
+    find_cause_contained(written(here / "saved", ADD))
 
 
 @situation("a device that there is not")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     run_here(patched)
-    replay_contained(written(here / "saved", ADD), device="gpu")
+    find_cause_contained(written(here / "saved", ADD), device="gpu")

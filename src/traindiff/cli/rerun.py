@@ -1,4 +1,4 @@
-"""`traindiff replay`."""
+"""`traindiff rerun`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 
 from traindiff.cli.app import app, messages, results, says_what_is_wrong
-from traindiff.observe.torch.nonfinite.contained import GIB, SECONDS, replay_contained
+from traindiff.observe.torch.nonfinite.contained import GIB, SECONDS, find_cause_contained
 
 
 @app.command(short_help="Run again a module that made NaN or infinity, in longer dtypes.")
 @says_what_is_wrong
-def replay(
+def rerun(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="What traindiff.watch has saved.")],
     device: Annotated[str, typer.Option(help='Where to run it, e.g. "cuda".')] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="For programs (docs/watch.md).")] = False,
@@ -30,14 +30,14 @@ def replay(
 ) -> None:
     """Run the operators of one module's call again, in its own dtypes, in float32 and in float64.
 
-    You can also replay a call that somebody else saved: the operators run in a separate process with limits on time and
-    memory, and only operators that compute from tensors and numbers are called.
+    This is safe for a call that somebody else saved, too: the operators run in a separate process with limits on time
+    and memory, and only operators that compute from tensors and numbers are called.
 
     Exits with 0 if the dtype causes the overflow, 1 if the result is not finite even in float64, 2 if the input cannot
     be used, and 3 if the output is finite this time, or an operator could not be run.
     """
     with messages.status("running"):
-        found = replay_contained(directory, device=device, seconds=seconds, gib=memory)
+        found = find_cause_contained(directory, device=device, seconds=seconds, gib=memory)
     if as_json:
         results.print(json.dumps(found.content, indent=2), markup=False, soft_wrap=True)
     else:

@@ -1,4 +1,4 @@
-"""`traindiff replay`: run a saved call in longer dtypes, and say whether the dtype or the mathematics is at fault."""
+"""`traindiff rerun`: run a saved call in longer dtypes, and say whether the dtype or the mathematics is at fault."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Cause = Literal["dtype", "mathematics", "given", "not reproduced", "not run"]
 
 EXIT_CODES: dict[Cause, int] = {"dtype": 0, "mathematics": 1, "given": 1, "not reproduced": 3, "not run": 3}
 
-SCHEMA = "traindiff-replay"
+SCHEMA = "traindiff-rerun"
 SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
+class CauseReport:
     """The result of running a saved call again.
 
     Attributes:
@@ -69,7 +69,7 @@ class Replay:
         return {"native": self.native, "float32": self.float32, "float64": self.float64}
 
 
-def replay(directory: Path, *, device: str = "cpu") -> Replay:
+def find_cause(directory: Path, *, device: str = "cpu") -> CauseReport:
     """Run a call that `traindiff.watch` has saved again.
 
     Raises:
@@ -79,7 +79,7 @@ def replay(directory: Path, *, device: str = "cpu") -> Replay:
     call, content = load_call(directory)
     native, *others = (rerun(call, dtype, device) for dtype in (None, torch.float32, torch.float64))
     cause, message = _judged(native, *others)
-    return Replay(
+    return CauseReport(
         path=content["path"] or ROOT, module=content["module"] or "", origin=content["origin"]["message"],
         native=native, float32=others[0], float64=others[1], cause=cause, message=message,
     )  # fmt: skip
@@ -133,7 +133,7 @@ def same_in(run: Rerun, one: Made) -> Made | None:
     return next((other for other in run.made if (other.position, other.backward) == (one.position, one.backward)), None)
 
 
-def _row(index: int, found: Replay) -> dict[str, Any]:
+def _row(index: int, found: CauseReport) -> dict[str, Any]:
     one = found.native.made[index]
     row: dict[str, Any] = {"position": one.position, "operator": one.name, "backward": one.backward}
     for name, run in found.runs().items():
@@ -151,7 +151,7 @@ def _number(value: float) -> float | None:
     return None if value != value else value
 
 
-def table(found: Replay) -> list[str]:
+def table(found: CauseReport) -> list[str]:
     """Lines of the report for people; what somebody else has saved may hold any names."""
     title = f"{found.path} {found.module}"
     head = f"{'':34}" + "".join(f"{name:>26}" for name in found.runs())
