@@ -105,7 +105,7 @@ class Bench:
     recipe: Recipe
     directory: Path
     _runs: Runs = field(init=False)
-    _recorded: list[str] = field(default_factory=list)
+    _recorded: dict[str, str] = field(default_factory=dict)
     _forced: ForcedSteps | None = None
 
     def __post_init__(self) -> None:
@@ -113,13 +113,6 @@ class Bench:
 
     def compare(self, candidate: Recipe, modes: Iterable[str], *, step: int) -> Iterator[tuple[str, Comparison | str]]:
         """A comparison by mode, or why there is none."""
-        if not self._recorded:
-            names = {"baseline": None, **{one.replace(":", "-"): one for one in REPLICAS}}
-            self._recorded = [
-                self._runs.run(self.recipe, name, num_steps=self.recipe.steps, replica=replica)
-                for name, replica in names.items()
-            ]
-        baseline, *replicas = self._recorded
         found: str | None = None
         for mode in modes:
             try:
@@ -130,13 +123,21 @@ class Bench:
                     continue
                 if found is None:
                     found = self._runs.run(candidate, "candidate", num_steps=self.recipe.steps)
-                yield mode, traindiff.compare(baseline, found, noise=replicas if mode == "calibrated" else ())
+                noise = [self._recording(replica) for replica in REPLICAS] if mode == "calibrated" else []
+                yield mode, traindiff.compare(self._recording(None), found, noise=noise)
             except ConfigError as error:
                 yield mode, f"refused: {error}"
             except Exception:  # noqa: BLE001  what fails is an outcome
                 yield mode, f"error: {traceback.format_exc()[-1500:]}"
             finally:
                 torch.set_num_threads(1)
+
+    def _recording(self, replica: str | None) -> str:
+        """The baseline, or one of its replicas; recorded once."""
+        name = replica.replace(":", "-") if replica else "baseline"
+        if name not in self._recorded:
+            self._recorded[name] = self._runs.run(self.recipe, name, num_steps=self.recipe.steps, replica=replica)
+        return self._recorded[name]
 
 
 def outcomes(

@@ -58,7 +58,9 @@ _CONTENT = shaped(
 
 def damaged(where: str, what: str) -> CorruptRecordingError:
     """The error for a saved call that is not as `traindiff.watch` wrote it."""
-    return CorruptRecordingError(f"{printable(where)} is damaged: {what}. Watch the training again to save the call again.")
+    return CorruptRecordingError(
+        f"{printable(where)} is damaged: {what}. Watch the training again to save the call again."
+    )
 
 
 def load_call(directory: Path) -> tuple[CapturedCall, dict[str, Any]]:
