@@ -1,14 +1,19 @@
-"""Losses that a model returns, combined over the micro-batches of a step as its gradients combine them."""
+"""Losses of a step that its runs divide otherwise, combined as the gradients combine them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+
+import numpy as np
 
 from traindiff.analyse.align.side import Tables
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, derived_number
 from traindiff.core.summary import number
+
+_REORDERED = 1e-3
+"""Relative difference up to which the losses of two runs count as the same in another order."""
 
 
 def with_combined_losses(tables: Tables) -> Tables:
@@ -31,6 +36,55 @@ def with_combined_losses(tables: Tables) -> Tables:
         for table, found in zip(tables, losses, strict=True)
     )
     return baseline, candidate
+
+
+def with_added_losses(tables: Tables) -> Tables:
+    """The tables of a step in which one run calls `backward` on several losses, and the other on their sum.
+
+    Calls of `backward` add up their gradients. So a step minimizes the sum of the tensors on which it calls `backward`,
+    however many these are, and in any order.
+    """
+    losses = [_backward_calls(table) for table in tables]
+    apart = {site for site in losses[0].keys() & losses[1].keys() if _are_divided(losses[0][site], losses[1][site])}
+    if not apart:
+        return tables
+    baseline, candidate = (
+        {key: entry for key, entry in table.items() if key._replace(call=0) not in apart}
+        | {site: added for site in apart if (added := _added(found[site])) is not None}
+        for table, found in zip(tables, losses, strict=True)
+    )
+    return baseline, candidate
+
+
+def _backward_calls(table: StepTable) -> dict[SiteKey, dict[int, MergedSite]]:
+    """The tensors on which `backward` is called, by site and call."""
+    found: dict[SiteKey, dict[int, MergedSite]] = {}
+    for key, entry in table.items():
+        if key.phase == "loss" and not key.stage and not entry.shape and not entry.unobserved:
+            found.setdefault(key._replace(call=0), {})[key.call] = entry
+    return found
+
+
+def _are_divided(baseline: Mapping[int, MergedSite], candidate: Mapping[int, MergedSite]) -> bool:
+    """True if two runs call `backward` on different parts of a sum: more of them, or the same in another order."""
+    if baseline.keys() != candidate.keys():
+        return True
+    one, other = ([number(calls[call].summary) for call in sorted(calls)] for calls in (baseline, candidate))
+    return not _close(one, other) and _close(sorted(one), sorted(other))
+
+
+def _close(one: list[float], other: list[float]) -> bool:
+    return bool(np.allclose(one, other, rtol=_REORDERED, atol=0))
+
+
+def _added(calls: Mapping[int, MergedSite]) -> MergedSite | None:
+    total = sum(number(entry.summary) for entry in calls.values())
+    first = calls[min(calls)]
+    if not math.isfinite(total):
+        return None
+    return replace(
+        first, key=first.key._replace(call=0), summary=derived_number(total), exact=len(calls) == 1 and first.exact
+    )
 
 
 def _losses(table: StepTable) -> dict[SiteKey, MergedSite]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from traindiff.analyse.align.micro_losses import with_combined_losses
+from traindiff.analyse.align.micro_losses import with_added_losses, with_combined_losses
 from traindiff.analyse.align.pairs import Aligned, Presence, align
 from traindiff.analyse.align.side import Side, SideStep, Tables, join, sites_in_order, with_gradient_stages
 from traindiff.analyse.findings import Finding
@@ -155,6 +155,7 @@ class TwoRuns:
         tables = self._comparable(join(sides), steps)
         if num_micro_steps(tables[0]) != num_micro_steps(tables[1]):
             tables = with_combined_losses(tables)
+        tables = with_added_losses(tables)
         self.compared.append(baseline.step)
         self.stepped |= baseline.finished and candidate.finished
         if baseline.missing != candidate.missing:
