@@ -301,6 +301,8 @@ class SiteFloors:
         if key.phase == "optimizer":
             if key.slot not in LINEAR_STATE:
                 self._run.adaptive.add(key.path)
+            if key.slot.endswith("]") and int(pair.baseline.summary["count"]) == 1:
+                return math.inf  # LBFGS keeps lists of inner products, which may cancel; their vectors are judged
             if not is_quotient(key, self._run.adaptive):
                 return floors.state(key.path, dtypes) * self._shrunk(pair)
         if key.phase in ("optimizer", "update"):
