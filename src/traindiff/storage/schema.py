@@ -25,8 +25,8 @@ _ABOUT: tuple[pa.Field, ...] = tuple(
     for name, kind in {
         "step": pa.int64(), "evaluation": pa.int32(), "micro_step": pa.int32(), "optimizer": pa.utf8(),
         "phase": pa.utf8(), "stage": pa.utf8(), "path": pa.utf8(), "slot": pa.utf8(), "call": pa.int32(),
-        "order": pa.int64(), "dtype": pa.utf8(), "merge": pa.utf8(), "weight": pa.float64(), "factor": pa.float64(), "term": pa.int32(), "scaled": pa.bool_(),
-        "unobserved": pa.utf8(),
+        "order": pa.int64(), "dtype": pa.utf8(), "merge": pa.utf8(), "weight": pa.float64(), "factor": pa.float64(),
+        "term": pa.int32(), "scaled": pa.bool_(), "unobserved": pa.utf8(),
     }.items()
 )  # fmt: skip
 _SHARD: tuple[pa.Field, ...] = tuple(

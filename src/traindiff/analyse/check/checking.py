@@ -12,7 +12,7 @@ from traindiff.analyse.findings import Finding, also_text, grouped, phase_text, 
 from traindiff.analyse.merge.history import RunHistory
 from traindiff.analyse.merge.parameters import Updates
 from traindiff.analyse.merge.run_steps import RunStep, run_steps
-from traindiff.analyse.merge.unobserved import FailedTaps, without_lost
+from traindiff.analyse.merge.unobserved import FailedTaps, unrecorded_of, without_lost
 from traindiff.analyse.rules import run_facts
 from traindiff.analyse.rules.rule import RunJudge
 from traindiff.core.observation import Observation
@@ -185,6 +185,7 @@ def check(
         notes=(
             *gaps,
             *whole,
+            *(f"Not recorded, so not checked: {sentence}" for sentence in unrecorded_of(run)),
             *(f"{reason}, so it is not checked." for reason in judge.unknown),
             *judge.notes(),
         ),

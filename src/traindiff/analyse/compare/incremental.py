@@ -32,7 +32,7 @@ from traindiff.analyse.compare.explanations import (
     with_names,
 )
 from traindiff.analyse.compare.judge import BothRuns, Judge, is_uncalled, recomputation_findings
-from traindiff.analyse.compare.limits import hints, limits
+from traindiff.analyse.compare.limits import hints, limits, not_followed
 from traindiff.analyse.compare.operator_search import OperatorSearch
 from traindiff.analyse.compare.step_judge import StepInput, judge_step
 from traindiff.analyse.compare.verdict import Comparison, Word
@@ -250,6 +250,7 @@ class RunningComparison:
                 factors=tuple(scale_factors(*scales)),
                 clipped=tuple(clip_factor(*clipped)),
                 evaluation=given.evaluation,
+                whole=is_last,
                 leaky=not _LEAKY.isdisjoint(self._facts[0].modules.values()),
             ),
         )
@@ -285,7 +286,13 @@ class RunningComparison:
     def _further_notes(self) -> list[str]:
         """Notes that belong to every verdict."""
         baseline, candidate = self.runs.runs
-        notes = [*self._both.shared.values(), *self._both.unknown, *hints(self.runs), *self.runs.uneven.notes()]
+        notes = [
+            *self._both.shared.values(),
+            *self._both.unknown,
+            *hints(self.runs),
+            *not_followed(self.runs),
+            *self.runs.uneven.notes(),
+        ]
         if self._judge.turned:
             notes.append(
                 f"A choice of rows (of a router, of a mask) that rounding may turn was made otherwise, first at "

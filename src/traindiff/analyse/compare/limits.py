@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from traindiff.analyse.align.side import Side
 from traindiff.analyse.align.two_runs import RUNS, TwoRuns
 from traindiff.analyse.findings import more_text, ranks_text
+from traindiff.analyse.merge.unobserved import unrecorded_of
 from traindiff.core.site import label
 from traindiff.core.tap_registry import NOT_BY_DEFAULT
 from traindiff.storage import Run
@@ -35,6 +36,15 @@ def limits(runs: TwoRuns, *, learning_agrees: bool) -> tuple[list[str], bool]:
     open_sites = phases.difference(_ACTIVATIONS) if learning_agrees else phases
     notes = [*endings, *gaps, *_unobserved(runs), *not_recorded]
     return notes, bool(gaps) or partly or bool(open_sites)
+
+
+def not_followed(runs: TwoRuns) -> list[str]:
+    """Optimizers that stepped beside the recorded ones, and whose models were not recorded."""
+    return [
+        f"Not recorded in the {name}, so not compared: {sentence}"
+        for name, run in zip(RUNS, runs.runs, strict=True)
+        for sentence in unrecorded_of(run)
+    ]
 
 
 def hints(runs: TwoRuns) -> list[str]:

@@ -26,6 +26,7 @@ from traindiff.analyse.merge.site import SiteKey, finding_at, only_rank
 from traindiff.analyse.noise.gradients import common_factor
 from traindiff.analyse.noise.measured import Calibration, StepNoise
 from traindiff.analyse.noise.site_floors import SiteFloors
+from traindiff.core.observation import is_of_evaluation
 from traindiff.core.summary import nonfinite_count, norm
 
 
@@ -51,6 +52,7 @@ class StepInput:
         clipped: The same for gradients only.
         leaky: Whether the model has gates that leave no zeros when they shut.
         evaluation: Number of the evaluation of the loss; None in a step with one.
+        whole: True if the pairs include those of the whole step: updates, and the optimizer's state.
     """
 
     step: int
@@ -70,6 +72,7 @@ class StepInput:
     clipped: tuple[tuple[float, str], ...] = ()
     leaky: bool = False
     evaluation: int | None = None
+    whole: bool = True
 
 
 LOGGED = "logged"
@@ -95,7 +98,10 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
         # Logged numbers cannot be forced, so they may follow from the other findings.
         found = [finding for finding in found if finding.slot != LOGGED]
     if given.evaluation is not None:
-        found = [replace(finding, evaluation=given.evaluation) for finding in found]
+        found = [
+            replace(finding, evaluation=given.evaluation) if _is_of_evaluation(finding, given) else finding
+            for finding in found
+        ]
     judge.add(found)
     judge.previous = {
         pair.baseline.key: pair.baseline.summary
@@ -103,6 +109,10 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
         if pair.baseline.key.phase in ("forward", "backward", "grad", "optimizer")
     }
     return found
+
+
+def _is_of_evaluation(finding: Finding, given: StepInput) -> bool:
+    return not given.whole or is_of_evaluation(finding.phase, finding.stage)
 
 
 _NO_FIT = 0.5

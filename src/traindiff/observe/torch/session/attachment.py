@@ -79,7 +79,7 @@ class Attachment:
             settings=settings,
             before_every_step=before_every_step,
             batch_axis=BatchAxis(settings.batch_axis, targets.modules),
-            describe=self._describe,
+            describe=self.describe_more,
         )
         self._events = context.events
         self._on_discovery = on_discovery
@@ -118,14 +118,14 @@ class Attachment:
         self.settle()
         self.optimizers.end_unseen_steps()
         if elsewhere := self.optimizers.goes_on_elsewhere():
-            self._describe("goes_on_elsewhere", elsewhere)
+            self.describe_more("goes_on_elsewhere", elsewhere)
         self._events.at_end()
 
     def settle(self) -> None:
         """End the steps that optimizers made in compiled code, which has returned by now."""
         self.optimizers.settle()
 
-    def _describe(self, name: str, value: Any) -> None:
+    def describe_more(self, name: str, value: Any) -> None:
         """Put a value into `rank.json`, and have that written."""
         self._described[name] = value
         self._on_discovery()

@@ -139,6 +139,11 @@ class Recorder(Session[Observations]):
             with self._out_of_sight():
                 self._attachment.optimizers.follow(optimizer, *call)
 
+    def describe(self, name: str, value: Any) -> None:
+        """Put a value into `rank.json` under a name of the format."""
+        if self._attachment is not None:
+            self._attachment.describe_more(name, value)
+
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """From the first such block on, observe only what happens inside these blocks.
