@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from traindiff.analyse.align.side import Tables
-from traindiff.analyse.findings import more_text
+from traindiff.analyse.findings import Finding, more_text
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.core.observation import ITSELF, SAMPLE
 from traindiff.core.site import ROOT, label
@@ -76,6 +76,16 @@ class Unplaced:
                 "numbers that count within a micro-batch)."
             )
         return notes
+
+    def remark(self, first: Finding) -> str:
+        """A sentence for the first finding, if sites before it may not have been compared."""
+        if not self.left_out or first.phase not in ("forward", "loss", "backward", "grad"):
+            return ""
+        sites = "1 site" if len(self.left_out) == 1 else f"{len(self.left_out)} sites"
+        return (
+            f" The runs cut the batch differently, and {sites} could not be compared: what goes wrong may be at one of "
+            "them, and show only here."
+        )
 
     def _advice(self) -> str:
         if not self.axes:

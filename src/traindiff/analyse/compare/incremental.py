@@ -274,7 +274,8 @@ class RunningComparison:
             return ()
         first, *rest = findings
         evidence = {**first.evidence, **self._evidence}
-        first = replace(first, message=first.message + self._remarks, evidence=evidence)
+        remarks = self._remarks + self.runs.uneven.remark(first)
+        first = replace(first, message=first.message + remarks, evidence=evidence)
         sizes = (self.runs.sides[0].data_parallel, self.runs.sides[1].data_parallel)
         first = with_each_ranks_own(first, self._facts[sizes.index(max(sizes))].modules, sizes)
         first = self._operators.told(explained(first, *(run.run for run in self.runs.runs)))

@@ -33,6 +33,7 @@ def limits(runs: TwoRuns, *, learning_agrees: bool) -> tuple[list[str], bool]:
     not_recorded, partly = _not_recorded(runs)
     phases = {site.partition(" ")[0] for site in runs.presence.unobserved}
     phases.update(phase for side in runs.presence.unaligned for phase, _, _ in side)
+    phases.update(_ACTIVATIONS if runs.uneven.left_out else ())
     open_sites = phases.difference(_ACTIVATIONS) if learning_agrees else phases
     notes = [*endings, *gaps, *_unobserved(runs), *not_recorded]
     return notes, bool(gaps) or partly or bool(open_sites)
