@@ -9,6 +9,14 @@ MOST = 5
 """Most untrained models, and most optimizers that are not followed, that are named one by one."""
 
 
+_LATER = (
+    "A recording has the models that are there when the training begins; to record this one, call traindiff.record in "
+    "the script."
+)
+
+_OF_NONE = "they belong to none of the recorded models."
+
+
 @dataclass(slots=True, kw_only=True)
 class SeenOptimizer:
     """An optimizer of the script.
@@ -97,8 +105,7 @@ class Account:
         others = [one for one in self.optimizers if self.models and one.num_steps and not one.followed_as]
         found = [
             f"{one.kind} with {_count(one.num_parameters, 'parameter')}, {_count(one.num_steps, 'step')}"
-            + (f", of {one.model}, which the script trains after the recorded models" if one.model else "")
-            + ": they belong to none of the recorded models."
+            + (f", of a model that came later ({one.model}). {_LATER}" if one.model else f": {_OF_NONE}")
             for one in others[:MOST]
         ]
         if (more := len(others) - MOST) > 0:

@@ -122,8 +122,6 @@ class Follower:
 
     def _complete(self) -> None:
         if self._recorder is not None:
-            if not_followed := self._account.not_followed():
-                self._recorder.describe("not_followed", not_followed)
             self._recorder.close()
             names = [one.followed_as for one in self._account.optimizers]
             for seen in self._account.optimizers:
@@ -253,6 +251,7 @@ class Follower:
             self._account.left_out = True
             return
         self._recorder, self._were_given = recorder, stepping is not None
+        recorder.describe_at_end("not_followed", self._account.not_followed)
         self._undo.enter_context(recorder_made.attach(self._give_way))
         self._account.models += [_seen(name, model) for name, model in names.items()]
         inside = {id(one) for model in models for one in model.modules()}

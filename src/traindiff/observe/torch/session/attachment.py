@@ -79,9 +79,10 @@ class Attachment:
             settings=settings,
             before_every_step=before_every_step,
             batch_axis=BatchAxis(settings.batch_axis, targets.modules),
-            describe=self.describe_more,
+            describe=self._describe,
         )
         self._events = context.events
+        self._guarded = sink.guarded
         self._on_discovery = on_discovery
         upkeep = Upkeep(context, on_change=on_discovery)
         self.optimizers = FollowedOptimizers(
@@ -118,14 +119,18 @@ class Attachment:
         self.settle()
         self.optimizers.end_unseen_steps()
         if elsewhere := self.optimizers.goes_on_elsewhere():
-            self.describe_more("goes_on_elsewhere", elsewhere)
+            self._describe("goes_on_elsewhere", elsewhere)
         self._events.at_end()
+
+    def describe_at_end(self, name: str, value: Callable[[], Any]) -> None:
+        """Put what `value` returns when the session ends into `rank.json`."""
+        self._events.at_end.append(self._guarded("describe", lambda: self._describe(name, value())))
 
     def settle(self) -> None:
         """End the steps that optimizers made in compiled code, which has returned by now."""
         self.optimizers.settle()
 
-    def describe_more(self, name: str, value: Any) -> None:
+    def _describe(self, name: str, value: Any) -> None:
         """Put a value into `rank.json`, and have that written."""
         self._described[name] = value
         self._on_discovery()

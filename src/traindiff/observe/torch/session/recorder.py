@@ -139,10 +139,10 @@ class Recorder(Session[Observations]):
             with self._out_of_sight():
                 self._attachment.optimizers.follow(optimizer, *call)
 
-    def describe(self, name: str, value: Any) -> None:
-        """Put a value into `rank.json` under a name of the format."""
+    def describe_at_end(self, name: str, value: Callable[[], Any]) -> None:
+        """Put what `value` returns when the recording ends into `rank.json`, under a name of the format."""
         if self._attachment is not None:
-            self._attachment.describe_more(name, value)
+            self._attachment.describe_at_end(name, value)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
