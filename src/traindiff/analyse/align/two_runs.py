@@ -183,15 +183,15 @@ class TwoRuns:
             if step.missing and side.is_pipeline:
                 self.presence.lack_stages.add(number)
         count = min(len(side.earlier) for side in sides)
+        earlier = tuple(
+            self._aligned(both, steps, evaluation=number)
+            for number, both in enumerate(zip(sides[0].earlier[:count], sides[1].earlier[:count], strict=True))
+        )
         if len(sides[0].earlier) == len(sides[1].earlier):
             last = self._aligned(sides, steps, evaluation=count if count else None)
         else:
             last = self._aligned((_evaluation(sides[0], count), _evaluation(sides[1], count)), steps, evaluation=count)
-        earlier = (
-            self._aligned(both, steps, evaluation=number)
-            for number, both in enumerate(zip(sides[0].earlier[:count], sides[1].earlier[:count], strict=True))
-        )
-        return replace(last, earlier=tuple(earlier), recorded=sides)
+        return replace(last, earlier=earlier, recorded=sides)
 
     def _aligned(
         self, sides: tuple[SideStep, SideStep], steps: tuple[RunStep, RunStep], *, evaluation: int | None

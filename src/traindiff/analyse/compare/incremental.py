@@ -43,6 +43,7 @@ from traindiff.analyse.merge.renames import Renaming
 from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.site import Part, SiteKey, finding_at, loss_scale, num_micro_steps
 from traindiff.analyse.noise.measured import Calibration, StepNoise
+from traindiff.analyse.noise.site_floors import is_mixing
 from traindiff.analyse.noise.tolerance import Tolerances
 from traindiff.analyse.rules import run_facts
 from traindiff.analyse.story import representation_note
@@ -168,14 +169,22 @@ class RunningComparison:
             self._operators.see([one for one in findings if one.evaluation == number], (own, other), noise)
 
     def _step(self, given: AlignedStep) -> list[Finding]:
+        self._judge.run.mixing = self._judge.run.mixing or is_mixing(given.tables[0])
         last = self._noise(given)
         noise = dict(enumerate(self._measured.earlier if given.recorded[0].earlier else ()))
-        settings = self._settings.findings(self.runs.sides, given.tables, step=given.step)
+        # What is of the whole step, and was before its first forward pass, comes first.
+        extra = self._settings.findings(self.runs.sides, given.tables, step=given.step)
+        own = self._of_one_run(given)
+        first = (*given.earlier, given)[0]
+        begins = [min((e.order for k, e in one.items() if k.phase == "batch"), default=0) for one in first.tables]
+        extra += [one for one in own if one.order < begins[_is_of_candidate(one)]]
         found = []
         for one in (*given.earlier, given):
+            if one is given:
+                extra += [finding for finding in own if finding.order >= begins[_is_of_candidate(finding)]]
             of_one = noise.get(one.evaluation or 0, last) if noise else last
-            found += self._evaluation(one, of_one, settings, is_last=one is given)
-            settings = []
+            found += self._evaluation(one, of_one, extra, whole=one is given)
+            extra = []
         return [*found, *self._other_evaluations(given)]
 
     def _other_evaluations(self, given: AlignedStep) -> list[Finding]:
@@ -201,10 +210,24 @@ class RunningComparison:
         self._judge.add([finding])
         return [finding]
 
+    def _of_one_run(self, given: AlignedStep) -> list[Finding]:
+        """Faults that only one run has."""
+        return [
+            with_names(one, self.runs.copies[RUNS.index(one.evidence["run"])], self._rename)
+            for one in self._both.findings(given.tables, step=given.step)
+        ]
+
     def _evaluation(
-        self, given: AlignedStep, noise: StepNoise | None, settings: Sequence[Finding], *, is_last: bool
+        self, given: AlignedStep, noise: StepNoise | None, extra: Sequence[Finding], *, whole: bool
     ) -> list[Finding]:
-        """Judge one evaluation of a step; the last one with all that is of the whole step."""
+        """Judge one evaluation of a step, with further findings.
+
+        Args:
+            given: The evaluation.
+            noise: Differences of replicas in it.
+            extra: Further findings.
+            whole: It is the last one, with all that is of the whole step.
+        """
         step, tables, pairs = given.step, given.tables, given.pairs
         self._configurations.see(tables, step=step)
         for pair in pairs:
@@ -218,15 +241,11 @@ class RunningComparison:
             *given.findings,
             *clipping_findings(*clipped, step=step),
             *recomputation_findings(*tables, step=step),
-            *(
-                with_names(one, self.runs.copies[RUNS.index(one.evidence["run"])], self._rename)
-                for one in (self._both.findings(tables, step=step) if is_last else ())
-            ),
+            *extra,
         ]
         place = in_baseline_order(given.aligned.pairs)
         found = [replace(one, order=place(one.order)) if _is_of_candidate(one) else one for one in found]
         found += check_random_state(*tables, step=step)
-        found += settings
         if not self._forced:  # in a forced run no operation computes it
             pairs = [*pairs, *gradient_norms(pairs)]
         agreed = all(map(is_uncalled, self._judge.findings))
@@ -250,7 +269,7 @@ class RunningComparison:
                 factors=tuple(scale_factors(*scales)),
                 clipped=tuple(clip_factor(*clipped)),
                 evaluation=given.evaluation,
-                whole=is_last,
+                whole=whole,
                 leaky=not _LEAKY.isdisjoint(self._facts[0].modules.values()),
             ),
         )

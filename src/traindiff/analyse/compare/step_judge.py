@@ -112,7 +112,7 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
 
 
 def _is_of_evaluation(finding: Finding, given: StepInput) -> bool:
-    return not given.whole or is_of_evaluation(finding.phase, finding.stage)
+    return is_of_evaluation(finding.phase, finding.stage) or (finding.phase == "update" and not given.whole)
 
 
 _NO_FIT = 0.5
