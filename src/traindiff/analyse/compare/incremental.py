@@ -139,7 +139,11 @@ class RunningComparison:
         """The comparison of the steps so far."""
         baseline, candidate = self.runs.runs
         calibration = self._measured.calibration
-        notes, incomplete = limits(self.runs, learning_agrees=self._judge.learning_agrees and not self._forced)
+        notes, incomplete = limits(
+            self.runs,
+            learning_agrees=self._judge.learning_agrees and not self._forced,
+            learning_compared=self._judge.learning_compared and not self._forced,
+        )
         notes = [*calibration.notes(uncovered=self._uncovered), *notes, *self._further_notes()]
         notes += self._evaluation_notes()
         findings, representation = self._explained(self._judge.findings), ()

@@ -104,8 +104,12 @@ class Judge:
     @property
     def learning_agrees(self) -> bool:
         """True if losses, gradients and updates were compared, and none of them differs."""
-        phases = {row.phase for row in self.differences.values()}
-        return {"loss", "grad", "update"} <= phases and not self.run.learning_differs
+        return self.learning_compared and not self.run.learning_differs
+
+    @property
+    def learning_compared(self) -> bool:
+        """True if losses, gradients and updates were compared."""
+        return {"loss", "grad", "update"} <= {row.phase for row in self.differences.values()}
 
     def _is_representation(self, finding: Finding) -> bool:
         if is_uncalled(finding):

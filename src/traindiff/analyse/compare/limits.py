@@ -15,13 +15,15 @@ from traindiff.storage import Run
 _ACTIVATIONS = ("forward", "backward")
 
 
-def limits(runs: TwoRuns, *, learning_agrees: bool) -> tuple[list[str], bool]:
+def limits(runs: TwoRuns, *, learning_agrees: bool, learning_compared: bool) -> tuple[list[str], bool]:
     """Sentences that limit the verdict after all steps, and whether they leave it incomplete.
 
     Args:
         runs: The two runs.
         learning_agrees: Whether losses, gradients and updates were compared and agree. Then activations that were not
             compared are noted, and leave nothing open.
+        learning_compared: Whether losses, gradients and updates were compared. Then activations whose rows have no
+            counterpart leave nothing open: a fault there shows in these.
     """
     endings = [
         f"{name}: {status.message}"
@@ -33,10 +35,10 @@ def limits(runs: TwoRuns, *, learning_agrees: bool) -> tuple[list[str], bool]:
     not_recorded, partly = _not_recorded(runs)
     phases = {site.partition(" ")[0] for site in runs.presence.unobserved}
     phases.update(phase for side in runs.presence.unaligned for phase, _, _ in side)
-    phases.update(_ACTIVATIONS if runs.uneven.left_out else ())
     open_sites = phases.difference(_ACTIVATIONS) if learning_agrees else phases
     notes = [*endings, *gaps, *_unobserved(runs), *not_recorded]
-    return notes, bool(gaps) or partly or bool(open_sites)
+    without_rows = bool(runs.uneven.left_out) and not learning_compared
+    return notes, bool(gaps) or partly or bool(open_sites) or without_rows
 
 
 def not_followed(runs: TwoRuns) -> list[str]:
