@@ -182,6 +182,7 @@ class RunningComparison:
         first = (*given.earlier, given)[0]
         begins = [min((e.order for k, e in one.items() if k.phase == "batch"), default=0) for one in first.tables]
         extra += [one for one in own if one.order < begins[_is_of_candidate(one)]]
+        extra += self._without_gradients(given)
         found = []
         for one in (*given.earlier, given):
             if one is given:
@@ -213,6 +214,20 @@ class RunningComparison:
         )  # fmt: skip
         self._judge.add([finding])
         return [finding]
+
+    def _without_gradients(self, given: AlignedStep) -> list[Finding]:
+        """Findings about gradients that are missing, if evaluations before did not record any.
+
+        How parameters moved after such an evaluation follows from the same gradients, so this comes before it.
+        """
+        first = (*given.earlier, given)[0]
+        if first is given or any(pair.baseline.key[:2] == ("grad", "") for pair in first.pairs):
+            return []
+        moved = min((pair.baseline.order for pair in first.pairs if pair.baseline.key.phase == "update"), default=0)
+        found = [one for one in given.findings if one.phase == "grad" and one.kind in ("missing", "extra")]
+        for one in found:
+            given.findings.remove(one)
+        return [replace(one, order=moved, evaluation=given.evaluation) for one in found]
 
     def _of_one_run(self, given: AlignedStep) -> list[Finding]:
         """Faults that only one run has."""

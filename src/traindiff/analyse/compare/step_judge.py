@@ -112,6 +112,9 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
 
 
 def _is_of_evaluation(finding: Finding, given: StepInput) -> bool:
+    """True if the number of the evaluation belongs to the place of a finding."""
+    if finding.evaluation is not None:
+        return False
     return is_of_evaluation(finding.phase, finding.stage) or (finding.phase == "update" and not given.whole)
 
 

@@ -140,7 +140,12 @@ class Recorder(Session[Observations]):
                 self._attachment.optimizers.follow(optimizer, *call)
 
     def describe_at_end(self, name: str, value: Callable[[], Any]) -> None:
-        """Put what `value` returns when the recording ends into `rank.json`, under a name of the format."""
+        """Put a value that is known when the recording ends into `rank.json`.
+
+        Args:
+            name: Its key in the format.
+            value: Returns it.
+        """
         if self._attachment is not None:
             self._attachment.describe_at_end(name, value)
 
