@@ -55,6 +55,7 @@ for title, arguments in {
     "settings for a script that are none": ("run", "--observe", "gradients", "--steps", "9-0", "train.py"),
     "no directory for the recording of a script": ("run", "-o", "", "train.py"),
     "bounds for a script that are none": ("run", "--bounds", "small", "train.py"),
+    "a batch axis for a script that is none": ("run", "--batch-axis", "encoder=first", "train.py"),
     "ranks of a script that are none": ("run", "--ranks", "all", "train.py"),
 }.items():
 

@@ -189,7 +189,7 @@ def _unreadable() -> dict[str, Callable[[], Tensor]]:
             return torch.ones(3)
 
     return {
-        "sparse": lambda: torch.eye(3).to_sparse(),
+        "mkldnn": lambda: torch.eye(3).to_mkldnn(),
         "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
         "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
         "meta": lambda: torch.ones(3, device="meta"),

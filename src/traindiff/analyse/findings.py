@@ -13,8 +13,14 @@ from traindiff.core.site import ROOT, label
 
 def where_text(finding: Finding) -> str:
     """Step, phase and site of a finding."""
+    return f"{moment_text(finding)}, {phase_text(finding.phase, finding.stage)}, {finding.site}"
+
+
+def moment_text(finding: Finding) -> str:
+    """Step, evaluation of the loss and micro-step of a finding, as far as they are known."""
+    evaluation = "" if finding.evaluation is None else f", evaluation {finding.evaluation} of the loss"
     micro = "" if finding.micro_step is None else f", micro-step {finding.micro_step}"
-    return f"step {finding.step}{micro}, {phase_text(finding.phase, finding.stage)}, {finding.site}"
+    return f"step {finding.step}{evaluation}{micro}"
 
 
 def phase_text(name: str, stage: str) -> str:
@@ -83,6 +89,11 @@ def micro_steps_text(steps: Sequence[int]) -> str:
     return f"micro-steps {', '.join(map(str, steps[:-1]))} and {steps[-1]}"
 
 
+def times_text(count: int) -> str:
+    """`once`, `3 times`."""
+    return "once" if count == 1 else f"{count} times"
+
+
 _PER_PARAMETER = frozenset({"grad", "optimizer", "update", "param"})
 """Phases that every parameter has: their sites do not show where in the model a difference comes from."""
 
@@ -115,7 +126,9 @@ def grouped(findings: Iterable[Finding]) -> list[Group]:
     """Findings in groups, ordered by the first of each. Outputs of modules stand alone."""
     groups: dict[tuple[object, ...], list[Finding]] = {}
     for finding in findings:
-        key: tuple[object, ...] = (finding.step, finding.phase, finding.stage, finding.slot, finding.kind)
+        key: tuple[object, ...] = (
+            finding.step, finding.evaluation, finding.phase, finding.stage, finding.slot, finding.kind
+        )  # fmt: skip
         if finding.phase not in _PER_PARAMETER:
             key = (*key, finding.path, finding.call)
         groups.setdefault(key, []).append(finding)
@@ -129,6 +142,7 @@ class Finding:
     Attributes:
         step: Step in which it is.
         micro_step: Micro-step, if the recordings tell it.
+        evaluation: Evaluation of the loss, if the step has several; see `traindiff.core.observation`.
         rank: Rank, if it is on one only.
         phase: Phase of the observation.
         stage: Stage within the phase; empty for the plain one.
@@ -145,6 +159,7 @@ class Finding:
 
     step: int
     micro_step: int | None = None
+    evaluation: int | None = None
     rank: int | None = None
     phase: str
     stage: str = ""
@@ -173,6 +188,7 @@ class Finding:
         return {
             "step": self.step,
             "micro_step": self.micro_step,
+            "evaluation": self.evaluation,
             "rank": self.rank,
             "phase": self.phase,
             "stage": self.stage,

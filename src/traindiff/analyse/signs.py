@@ -165,7 +165,10 @@ def run_signs(recording: Recording, rename: Rename = str) -> Iterator[StepSigns]
     for steps in rank_steps(recording):
         parts: dict[str, list[_Part]] = {}
         for step in steps:
+            last = max((seen.evaluation for seen in step.observations), default=0)
             for row, seen in enumerate(step.observations):
+                if seen.evaluation < last:
+                    continue
                 kept = (not seen.unobserved or row in step.stored.files) and not seen.shard.batched
                 if kept and (seen.phase, seen.stage, seen.slot) == ("grad", "", "grad"):
                     parts.setdefault(rename(seen.path), []).append((step, row))

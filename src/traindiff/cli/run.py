@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from inspect import Parameter
 from typing import Annotated, Any
@@ -27,7 +27,7 @@ class ScriptReady(Exception):  # noqa: N818  not an error
         self.settings = settings
 
 
-_TYPES: dict[str, Any] = {"select": list[str] | None, "operators": list[str] | None, "batch_axis": int | None}
+_TYPES: dict[str, Any] = {"select": list[str] | None, "operators": list[str] | None, "batch_axis": list[str] | None}
 """Types of the options that are neither numbers nor flags by their defaults, nor texts."""
 
 
@@ -105,8 +105,26 @@ def _bounds(value: str) -> list[float]:
         raise ConfigError("run", [problem], consequence="nothing was run") from None
 
 
+_AXIS = re.compile(r"(?:(?P<site>.+)=)?\s*(?:(?P<axis>-?[0-9]{1,3})|(?P<none>none))\s*", re.IGNORECASE)
+
+
+def _batch_axis(values: Sequence[str]) -> dict[str, int | None]:
+    """Axes by pattern, in the order in which they were written; a number alone is that of all tensors."""
+    found: dict[str, int | None] = {}
+    for value in values:
+        match = _AXIS.fullmatch(value)
+        if match is None:
+            what = "is neither an axis nor GLOB=AXIS."
+            fix = "Write --batch-axis 1, or e.g. --batch-axis 'encoder.*=1' --batch-axis rotary=none."
+            problem = Problem(where=f"--batch-axis {value}", what=what, fix=fix)
+            raise ConfigError("run", [problem], consequence="nothing was run")
+        found[match["site"] or "*"] = None if match["none"] else int(match["axis"])
+    return found
+
+
 _READERS: dict[str, Callable[[str], Any]] = {
     "observe": _listed, "detail": lambda value: _listed(value) or "summary", "ranks": _ranks, "bounds": _bounds,
+    "batch_axis": _batch_axis,
 }  # fmt: skip
 """Readers of lists that are written as one text."""
 

@@ -54,6 +54,9 @@ SKIPPED = "skipped"
 RECOMPUTED = "recomputed"
 """Stage of tensors that activation checkpointing computes a second time."""
 
+BEFORE = "before"
+"""Stage of a parameter as an evaluation of the loss finds it: the first of a step, or a later one."""
+
 EDITED = "edited"
 """Stage of a parameter as a step found it, if something else than the optimizer changed it since the step before."""
 
@@ -85,7 +88,10 @@ class Observation:
 
     Attributes:
         step: Number of completed calls of `optimizer`.
-        micro_step: Number of the micro-step within the step, counted by calls of `backward`.
+        micro_step: Number of the micro-step within the evaluation, counted by calls of `backward`.
+        evaluation: Number of the evaluation of the loss within the step, which is one evaluation as a rule. An
+            optimizer that is given a closure may evaluate the loss several times, at other parameters each time.
+            Micro-steps of one evaluation are terms of one gradient; those of several evaluations are not.
         optimizer: Name of the optimizer that counts `step`.
         phase: One of `traindiff.core.site.PHASES`.
         stage: Part of a phase: `micro` (gradient of one micro-batch), `reduced`, `unscaled` and `clipped`
@@ -127,3 +133,12 @@ class Observation:
     term: int = 0
     scaled: bool = False
     unobserved: str = ""
+    evaluation: int = 0
+
+
+_OF_EVALUATIONS = frozenset({"batch", "forward", "loss", "backward", "grad"})
+
+
+def is_of_evaluation(phase: str, stage: str) -> bool:
+    """True if observations of this phase and stage belong to one evaluation of the loss, and not to the whole step."""
+    return phase in _OF_EVALUATIONS or (phase == "param" and stage == BEFORE)

@@ -128,7 +128,8 @@ class RecordSettings:
     every: int = _setting(1, checks.checked_every, whole(1), help="Record only every n-th step.")
     batch_axis: Mapping[str, int | None] = _setting(
         None, checks.checked_batch_axis, mapped(ANYTHING), to_json=dict,
-        help="The batch axis of all tensors, if it is not 0.",
+        help="The batch axis: 1 for all tensors, or MODULE=1 or MODULE=none for some; may be repeated.",
+        metavar="[GLOB=]AXIS",
     )  # fmt: skip
     sample_order: SampleOrder = _setting(  # noqa: RUF009  makes a field
         "blocks", checks.checked_sample_order, TEXT, help="How ranks share a batch: blocks or interleaved."

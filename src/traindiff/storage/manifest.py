@@ -155,6 +155,7 @@ RANK: Demand = shaped(
         ),
         "operators": mapped(mapped(_CALLED)),
         "not_forced": mapped(TEXT),
+        "not_followed": listed(TEXT),
     },
 )
 """Keys and types of a `rank.json`."""

@@ -23,10 +23,10 @@ from traindiff.core.summary import SUMMARY, Summaries
 _ABOUT: tuple[pa.Field, ...] = tuple(
     pa.field(name, kind, nullable=False)
     for name, kind in {
-        "step": pa.int64(), "micro_step": pa.int32(), "optimizer": pa.utf8(), "phase": pa.utf8(), "stage": pa.utf8(),
-        "path": pa.utf8(), "slot": pa.utf8(), "call": pa.int32(), "order": pa.int64(), "dtype": pa.utf8(),
-        "merge": pa.utf8(), "weight": pa.float64(), "factor": pa.float64(), "term": pa.int32(), "scaled": pa.bool_(),
-        "unobserved": pa.utf8(),
+        "step": pa.int64(), "evaluation": pa.int32(), "micro_step": pa.int32(), "optimizer": pa.utf8(),
+        "phase": pa.utf8(), "stage": pa.utf8(), "path": pa.utf8(), "slot": pa.utf8(), "call": pa.int32(),
+        "order": pa.int64(), "dtype": pa.utf8(), "merge": pa.utf8(), "weight": pa.float64(), "factor": pa.float64(),
+        "term": pa.int32(), "scaled": pa.bool_(), "unobserved": pa.utf8(),
     }.items()
 )  # fmt: skip
 _SHARD: tuple[pa.Field, ...] = tuple(
@@ -166,8 +166,8 @@ NUM_EXPONENTS = 320
 
 _TENSOR_FILE = re.compile(r"tensors/step-\d{6,19}/\d{8,19}-[A-Za-z0-9._%~-]{1,200}\.[0-9a-f]{8}\.safetensors", re.ASCII)
 _MERGES = frozenset(get_args(Merge))
-_NOT_NEGATIVE = ("step", "micro_step", "call", "term", "count", "nan", "positive_infinity", "negative_infinity", "zero",
-                 "negative", "subnormal", "sum_of_squares")  # fmt: skip
+_NOT_NEGATIVE = ("step", "evaluation", "micro_step", "call", "term", "count", "nan", "positive_infinity",
+                 "negative_infinity", "zero", "negative", "subnormal", "sum_of_squares")  # fmt: skip
 _APART = ("nan", "positive_infinity", "negative_infinity", "zero")
 """Counts of disjoint sets of elements."""
 

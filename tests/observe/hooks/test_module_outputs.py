@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from tests.observe.hooks.models import CONTAINERS, Checkpointed, Returning, With
 from tests.observe.hooks.reading import row, rows, sites, unobserved
 from tests.observe.hooks.trainings import TRAININGS, batches
 from traindiff.core.kernels import summarize
+from traindiff.core.kernels.torch_arrays import sparse_parts
 from traindiff.core.shards import Shard
 
 
@@ -211,7 +214,6 @@ class Odd(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         odd = {
-            "sparse": lambda: x.to_sparse(),
             "meta": lambda: x.to("meta"),
             "nested": lambda: torch.nested.nested_tensor([x[0], x[1]]),
             "jagged": lambda: torch.nested.nested_tensor([x[0], x[1]], layout=torch.jagged),
@@ -224,7 +226,6 @@ class Odd(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("sparse", "layout sparse_coo has no dense elements"),
         ("meta", "a tensor on the meta device has no elements"),
         ("nested", "a nested tensor has no dense elements"),
         ("jagged", "a nested tensor has no dense elements"),
@@ -244,6 +245,73 @@ def test_what_cannot_be_summarized_is_recorded_as_unobserved_with_the_reason(
     _, summary = row(tmp_path / "run", slot="output.odd")
     assert summary["count"] == 0
     assert row(tmp_path / "run", phase="forward", slot="output.plain")[1]["count"] == 24
+
+
+SPARSE: dict[str, Callable[[Tensor], Tensor]] = {
+    "coo": lambda x: x.to_sparse(), "csr": lambda x: x.to_sparse_csr(), "csc": lambda x: x.to_sparse_csc(),
+    "bsr": lambda x: x.to_sparse_bsr((2, 2)),
+}  # fmt: skip
+
+
+class Graph(nn.Module):
+    """Multiplies features by a sparse matrix that it is given, and that one of its modules returns."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.layer, self.edges, self.factor = nn.Linear(8, 4), nn.Identity(), factor
+
+    def forward(self, matrix: Tensor, x: Tensor) -> Tensor:
+        edges = self.edges(matrix if self.factor == 1.0 else matrix * self.factor)
+        return edges.to_dense() @ self.layer(x)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", SPARSE)
+def test_sparse_tensors_are_observed_by_their_parts(kind: str, tmp_path: Path) -> None:
+    for name, factor in (("run", 1.0), ("again", 1.0), ("other", 1.5)):
+        torch.manual_seed(0)
+        matrix = SPARSE[kind](torch.eye(6) + torch.eye(6).roll(1, 0))
+        record_one_step(tmp_path / name, Graph(factor), matrix, torch.ones(6, 8))
+
+    assert unobserved(tmp_path / "run") == []
+    parts = {"coo": ("indices",), "csr": ("crow_indices", "col_indices"), "bsr": ("crow_indices", "col_indices"),
+             "csc": ("ccol_indices", "row_indices")}[kind]  # fmt: skip
+    for phase, path, slot in (("batch", "", "input[0]"), ("forward", "edges", "output[0]")):
+        for part in (*parts, "values"):
+            assert row(tmp_path / "run", phase=phase, path=path, slot=f"{slot}.{part}")[1]["count"] > 0
+    assert traindiff.compare(tmp_path / "run", tmp_path / "again").verdict == "identical"
+    first = traindiff.compare(tmp_path / "run", tmp_path / "other").first_divergence
+    assert first is not None
+    assert (first.path, first.slot, first.kind) == ("edges", "output[0].values", "scale")
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_equal_sparse_tensors_have_equal_parts() -> None:
+    indices, values = torch.tensor([[2, 0, 2], [1, 1, 1]]), torch.tensor([1.0, 2.0, 3.0])
+    loose = torch.sparse_coo_tensor(indices, values, (3, 3))
+    tight = torch.sparse_coo_tensor(torch.tensor([[0, 2], [1, 1]]), torch.tensor([2.0, 4.0]), (3, 3))
+
+    assert not loose.is_coalesced()
+    pairs = zip(sparse_parts(loose), sparse_parts(tight), strict=True)
+    assert all(name == other and torch.equal(one, two) for (name, one), (other, two) in pairs)
+    assert not loose.is_coalesced()
+
+
+def test_a_part_that_is_called_without_gradients_is_evaluation(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        for batch in itertools.islice(batches(), 2):
+            with torch.no_grad():
+                model[0](batch)
+            model(batch).sum().backward()
+            optimizer.step()
+        with torch.no_grad():
+            model[0](batch)
+
+    assert {seen.step for seen, _ in rows(tmp_path / "run")} == {0, 1}
+    assert len(rows(tmp_path / "run", phase="forward", path="0")) == 2
 
 
 def test_a_nested_input_of_the_root_is_unobserved_and_the_rest_is_seen(tmp_path: Path) -> None:

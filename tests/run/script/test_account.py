@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import traindiff
 from tests.run.script.running_scripts import Ended, recorded, recorded_warm
 from traindiff.run.script.account import Account, SeenModel, SeenOptimizer
 from traindiff.storage import open_recording
@@ -87,7 +88,7 @@ if __name__ == "__main__":
 """
     assert run(tmp_path, source).said == [
         *RECORDED,
-        "Not followed: Adam with 1 parameter, 3 steps: they belong to none of the models above.",
+        "Not followed: Adam with 1 parameter, 3 steps: they belong to none of the recorded models.",
         "Not recorded: Linear, 2 parameters, which no optimizer trains.",
         "Not followed: 1 process that the script started. Start ranks with torchrun ... -m traindiff run ..., "
         "so that each is recorded.",
@@ -298,6 +299,49 @@ if "child" not in sys.argv:
     ]
 
 
+TWO = """
+def trains(width):
+    later = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 1))
+    steps = torch.optim.Adam(later.parameters())
+    for _ in range(3):
+        later(torch.ones(3, 4)).sum().backward()
+        steps.step()
+        steps.zero_grad()
+
+train()
+trains(8)
+"""
+
+
+def test_a_model_that_is_trained_after_the_first_is_named_in_the_account_and_in_verdicts(tmp_path: Path) -> None:
+    ended = run(tmp_path, TWO)
+
+    sentence = "Adam with 4 parameters, 3 steps, of a model that came later (Sequential)."
+    assert ended.said[:2] == RECORDED
+    assert ended.said[2].startswith(f"Not followed: {sentence}")
+    path = tmp_path / "run"
+    assert any(note.startswith(f"Not recorded, so not checked: {sentence}") for note in traindiff.check(path).notes)
+    notes = traindiff.compare(path, path).notes
+    assert sum(note.startswith("Not recorded in the candidate, so not compared: Adam") for note in notes) == 1
+
+
+def test_a_model_on_the_meta_device_is_not_named(tmp_path: Path) -> None:
+    source = "with torch.device('meta'):\n    shapes = nn.Linear(4, 8)\ntrain()"
+
+    assert run(tmp_path, source).said == RECORDED
+
+
+def test_batch_axes_are_given_by_module(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(MODEL + "train()")
+    options = ("--batch-axis", "0.*=1", "--batch-axis", "2=none", "--batch-axis", "0")
+
+    ended = recorded_warm(*options, "script.py", output="run", cwd=tmp_path)
+
+    assert ended.code == 0, ended.errors
+    settings = open_recording(str(tmp_path / "run")).run["settings"]
+    assert settings["batch_axis"] == {"0.*": 1, "2": None, "*": 0}
+
+
 def test_optimizers_that_are_not_followed_are_named_up_to_a_number() -> None:
     others = [SeenOptimizer(kind="SGD", num_parameters=2, num_steps=3) for _ in range(9)]
     account = Account(
@@ -306,4 +350,4 @@ def test_optimizers_that_are_not_followed_are_named_up_to_a_number() -> None:
 
     lines = [line for line in account.lines() if line.startswith("Not followed")]
     assert len(lines) == 6
-    assert lines[-1] == "Not followed: 4 more optimizers, 12 steps, of none of the models above."
+    assert lines[-1] == "Not followed: 4 more optimizers, 12 steps, of none of the recorded models."

@@ -159,6 +159,7 @@ class Presence:
         self.unobserved: dict[str, str] = {}
         self.lack_stages: set[int] = set()
         self._reported: set[tuple[int, str]] = set()
+        self._latest: dict[tuple[int, str, str, str], int] = {}  # the step that was counted last
 
     def judge(self, aligned: Aligned, *, step: int) -> tuple[list[Pair], list[Finding]]:
         """The pairs that can be measured, and findings for sites without a counterpart."""
@@ -268,8 +269,10 @@ class Presence:
         key = entry.key
         site = (key.phase, key.path, key.slot)
         held = self.unaligned[side].get(site)
+        again = self._latest.get((side, *site)) == step  # another tensor there, or in another evaluation of the loss
+        self._latest[side, *site] = step
         self.unaligned[side][site] = (
-            replace(held, num_steps=held.num_steps + 1)
+            replace(held, num_steps=held.num_steps + (not again))
             if held
             else Unaligned(phase=key.phase, path=key.path, slot=key.slot, first_step=step, num_steps=1, why=why)
         )

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 from traindiff.analyse.merge.distance import Pair
-from traindiff.analyse.merge.parameters import Groups, Updates, parameter_groups
+from traindiff.analyse.merge.parameters import Groups, Updates, movement, parameter_groups
 from traindiff.analyse.merge.recorded_calls import clips, is_clip
 from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, gradient_norm, is_loss_scale, loss_scale
 from traindiff.analyse.merge.unobserved import without_missing_samples
-from traindiff.core.observation import BOUNDARY, EDITED, MODE, RECOMPUTED, SAMPLE
+from traindiff.core.observation import BEFORE, BOUNDARY, EDITED, MODE, RECOMPUTED, SAMPLE
 from traindiff.core.site import ROOT
 from traindiff.core.steps import StepSelection, parse_steps
 from traindiff.errors import ConfigError, Problem
@@ -34,14 +34,17 @@ class SideStep:
     Attributes:
         table: Its sites under the baseline's names.
         updates: Updates of the parameters; not in `table`.
-        before: The parameters as the step found them, by path.
+        before: The parameters as the step found them, by path; of several evaluations, as the last one found them.
         known: Paths of all parameters and buffers that the run has shown so far.
+        earlier: The evaluations of the loss before the last one, with the parameters as each found them, and with how
+            they moved until the next.
     """
 
     table: dict[SiteKey, MergedSite]
     updates: tuple[MergedSite, ...]
     before: Mapping[str, MergedSite]
     known: frozenset[str]
+    earlier: tuple[SideStep, ...] = ()
 
 
 class Side:
@@ -84,11 +87,24 @@ class Side:
 
     def step(self, step: RunStep) -> SideStep:
         """The run's part of a step. Steps must be given in order: updates are differences to the last one."""
-        renamed = {key: key._replace(path=self._rename(key.path)) for key in step.table}
-        table = {renamed[key]: replace(entry, key=renamed[key]) for key, entry in step.table.items()}
+        table = self._renamed(step.table)
         updates, before = self._updates.derive(table, step=step.step)
         self._known |= {key.path for key in table if key.phase == "param"}
-        return SideStep(table=table, updates=tuple(updates), before=before, known=self._known)
+        earlier = []
+        for one in step.earlier:
+            moved = {self._rename(path): entry for path, entry in one.moved.items() if not entry.unobserved}
+            moves = [movement(path, before[path], entry) for path, entry in moved.items() if path in before]
+            own = self._renamed(one.table)
+            earlier.append(SideStep(table=own, updates=tuple(moves), before=before, known=self._known))
+            before = {**before, **moved}
+        if earlier:  # the first evaluation found them
+            for key in [key for key in table if key[:2] == ("param", BEFORE)]:
+                earlier[0].table[key] = table.pop(key)
+        return SideStep(table=table, updates=tuple(updates), before=before, known=self._known, earlier=tuple(earlier))
+
+    def _renamed(self, table: StepTable) -> dict[SiteKey, MergedSite]:
+        renamed = {key: key._replace(path=self._rename(key.path)) for key in table}
+        return {renamed[key]: replace(entry, key=renamed[key]) for key, entry in table.items()}
 
     def without_missing(self, table: StepTable, step: RunStep) -> dict[SiteKey, MergedSite]:
         """The table of a step; sites are unknown if ranks are missing that would have contributed to them."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from traindiff.analyse.align.micro_losses import with_added_losses, with_combined_losses
 from traindiff.analyse.align.pairs import Aligned, Presence, align
 from traindiff.analyse.align.side import Side, SideStep, Tables, join, sites_in_order, with_gradient_stages
+from traindiff.analyse.align.uneven import Unplaced
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.parameters import copies_elsewhere, ties_of
@@ -14,6 +15,7 @@ from traindiff.analyse.merge.renames import Renaming
 from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, num_micro_steps
 from traindiff.analyse.merge.unobserved import FailedTaps, without_lost
+from traindiff.core.observation import is_of_evaluation
 from traindiff.core.steps import StepSelection
 from traindiff.storage import Run
 
@@ -62,6 +64,9 @@ class AlignedStep:
         aligned: Sites of both runs, and sites of one run only.
         pairs: Sites of both runs that can be measured.
         findings: Sites that one run lacks and should have.
+        recorded: The step in each run, with all its evaluations of the loss.
+        evaluation: Number of the evaluation of the loss; None in a step with one.
+        earlier: The evaluations before this one, which are compared first.
     """
 
     step: int
@@ -72,6 +77,9 @@ class AlignedStep:
     aligned: Aligned
     pairs: list[Pair]
     findings: list[Finding]
+    recorded: tuple[SideStep, SideStep]
+    evaluation: int | None = None
+    earlier: tuple[AlignedStep, ...] = ()
 
     @property
     def parameters(self) -> dict[str, Pair]:
@@ -82,6 +90,17 @@ class AlignedStep:
             for path, entry in baseline.items()
             if path in candidate and candidate[path].shape == entry.shape
         }
+
+
+def _evaluation(side: SideStep, number: int) -> SideStep:
+    """One evaluation of the loss in a step, with the settings of the optimizers.
+
+    The other run evaluates the loss more often, or less often, so the rest of the step has no counterpart.
+    """
+    one = (*side.earlier, side)[number]
+    table = {key: entry for key, entry in one.table.items() if is_of_evaluation(key.phase, key.stage)}
+    table.update((key, entry) for key, entry in side.table.items() if key.group)
+    return replace(one, table=table, updates=(), earlier=())
 
 
 class TwoRuns:
@@ -101,6 +120,7 @@ class TwoRuns:
         compared: Numbers of the steps that both runs have, so far.
         stepped: Whether an optimizer was called in one of these.
         alone: Selected steps that only one run has.
+        uneven: Sites whose rows could not be brought together.
         behind: By run and rank: the first step that the rank lacks although its run has it.
 
     Raises:
@@ -122,6 +142,7 @@ class TwoRuns:
         self.alone: tuple[list[int], list[int]] = ([], [])
         self.behind: tuple[dict[int, int], dict[int, int]] = ({}, {})
         self._selection = selection
+        self.uneven = Unplaced()
 
     def pair(self, baseline: RunStep | None, candidate: RunStep | None) -> AlignedStep | None:
         """Bring together one step of both runs. Steps must be given in order: later ones follow from earlier ones.
@@ -152,24 +173,39 @@ class TwoRuns:
         self.failed[1].see(sides[1].table, sides[0].table, step=candidate.step)
         if baseline.step not in self._selection:
             return None
-        tables = self._comparable(join(sides), steps)
-        if num_micro_steps(tables[0]) != num_micro_steps(tables[1]):
-            tables = with_combined_losses(tables)
-        tables = with_added_losses(tables)
         self.compared.append(baseline.step)
         self.stepped |= baseline.finished and candidate.finished
         if baseline.missing != candidate.missing:
             for behind, run, step in zip(self.behind, self.runs, steps, strict=True):
                 for rank in set(step.missing).intersection(run.ranks):
                     behind.setdefault(rank, step.step)
-        aligned = align(*map(sites_in_order, tables))
         for number, (side, step) in enumerate(zip(self.sides, steps, strict=True)):
             if step.missing and side.is_pipeline:
                 self.presence.lack_stages.add(number)
-        pairs, findings = self.presence.judge(aligned, step=baseline.step)
+        count = min(len(side.earlier) for side in sides)
+        earlier = tuple(
+            self._aligned(both, steps, evaluation=number)
+            for number, both in enumerate(zip(sides[0].earlier[:count], sides[1].earlier[:count], strict=True))
+        )
+        if len(sides[0].earlier) == len(sides[1].earlier):
+            last = self._aligned(sides, steps, evaluation=count if count else None)
+        else:
+            last = self._aligned((_evaluation(sides[0], count), _evaluation(sides[1], count)), steps, evaluation=count)
+        return replace(last, earlier=earlier, recorded=sides)
+
+    def _aligned(
+        self, sides: tuple[SideStep, SideStep], steps: tuple[RunStep, RunStep], *, evaluation: int | None
+    ) -> AlignedStep:
+        """One evaluation of a step of both runs; with the last one goes everything else of the step."""
+        tables = self.uneven.comparable(self._comparable(join(sides), steps))
+        if num_micro_steps(tables[0]) != num_micro_steps(tables[1]):
+            tables = with_combined_losses(tables)
+        tables = with_added_losses(tables)
+        aligned = align(*map(sites_in_order, tables))
+        pairs, findings = self.presence.judge(aligned, step=steps[0].step)
         return AlignedStep(
-            step=baseline.step, first=len(self.compared) == 1, baseline=baseline, sides=sides, tables=tables,
-            aligned=aligned, pairs=pairs, findings=findings,
+            step=steps[0].step, first=len(self.compared) == 1 and not evaluation, baseline=steps[0], sides=sides,
+            tables=tables, aligned=aligned, pairs=pairs, findings=findings, evaluation=evaluation, recorded=sides,
         )  # fmt: skip
 
     def _comparable(self, tables: Tables, steps: tuple[RunStep, RunStep]) -> Tables:

@@ -12,7 +12,7 @@ from traindiff.analyse.findings import Finding, also_text, grouped, phase_text, 
 from traindiff.analyse.merge.history import RunHistory
 from traindiff.analyse.merge.parameters import Updates
 from traindiff.analyse.merge.run_steps import RunStep, run_steps
-from traindiff.analyse.merge.unobserved import FailedTaps, without_lost
+from traindiff.analyse.merge.unobserved import FailedTaps, unrecorded_of, without_lost
 from traindiff.analyse.rules import run_facts
 from traindiff.analyse.rules.rule import RunJudge
 from traindiff.core.observation import Observation
@@ -148,6 +148,7 @@ def check(
     failed = FailedTaps()
     kept = RunHistory() if history else None
     endings = Endings(run, selection)
+    several = False
     for step in run_steps(run):
         endings.see(step)
         if step.step not in selection:
@@ -156,6 +157,7 @@ def check(
             found.add(judge.step(without_lost(step.table, failed.lost), step=step.step, finished=False))
             continue
         checked.append(step.step)
+        several = several or bool(step.earlier)
         for rank in sorted({*run.ranks} - step.last.keys()):
             missing.setdefault(rank, step.step)
         failed.see(step.table, step=step.step)
@@ -185,11 +187,18 @@ def check(
         notes=(
             *gaps,
             *whole,
+            *([_LAST_EVALUATION] if several else ()),
+            *(f"Not recorded, so not checked: {sentence}" for sentence in unrecorded_of(run)),
             *(f"{reason}, so it is not checked." for reason in judge.unknown),
             *judge.notes(),
         ),
         history=kept,
     )
+
+
+_LAST_EVALUATION = (
+    "Some steps evaluate the loss several times (an optimizer with a closure): rules judge the last evaluation of each."
+)
 
 
 class _Found:

@@ -181,7 +181,9 @@ class _Measured(Noise):
         """Differences of the replicas in a step; None if no replica has it."""
         if (given.baseline.optimizer, given.step) not in self.calibration.covered:
             return None
-        return self._replicas.noise(given.baseline, given.sides[0])
+        noise = self._replicas.noise(given.baseline, given.recorded[0])
+        self.earlier = self._replicas.earlier
+        return noise
 
     @property
     def operators(self) -> Sequence[Sequence[Part]]:

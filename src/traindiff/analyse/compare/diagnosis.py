@@ -37,7 +37,8 @@ class Case:
         ranks: Number of ranks that share the batch, in the run that has more of them.
         difference: Relative L2 difference.
         floor: Its floor.
-        previous: The baseline's summary in the step before, if it has one.
+        previous: The baseline's summary in the step before, or in the evaluation of the loss before, if it has one.
+        unit: The name of what lies before: `step` or `evaluation`.
         factors: Known factors, with what to say about each.
     """
 
@@ -49,6 +50,7 @@ class Case:
     difference: float = 0.0
     floor: float = 0.0
     previous: Any = None
+    unit: str = "step"
     factors: Sequence[tuple[float, str]] = ()
 
 
@@ -78,7 +80,7 @@ def late(case: Case) -> Diagnosis | None:
         return None
     return Diagnosis(
         kind="late",
-        message="The candidate's is what the baseline has in the step before: one step late?",
+        message=f"The candidate's is what the baseline has in the {case.unit} before: one {case.unit} late?",
         evidence={"difference_from_the_step_before": apart},
     )
 
@@ -96,8 +98,8 @@ def accumulated(case: Case) -> Diagnosis | None:
         return None
     return Diagnosis(
         kind="accumulated",
-        message="The candidate's is the sum of the baseline's of this step and of the step before: was zero_grad() "
-        "left out after that?",
+        message=f"The candidate's is the sum of the baseline's of this {case.unit} and of the {case.unit} before: was "
+        "zero_grad() left out after that?",
         evidence={"residual": left_over},
     )
 

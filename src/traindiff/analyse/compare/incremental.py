@@ -32,17 +32,18 @@ from traindiff.analyse.compare.explanations import (
     with_names,
 )
 from traindiff.analyse.compare.judge import BothRuns, Judge, is_uncalled, recomputation_findings
-from traindiff.analyse.compare.limits import hints, limits
+from traindiff.analyse.compare.limits import hints, limits, not_followed
 from traindiff.analyse.compare.operator_search import OperatorSearch
 from traindiff.analyse.compare.step_judge import StepInput, judge_step
 from traindiff.analyse.compare.verdict import Comparison, Word
-from traindiff.analyse.findings import Finding
+from traindiff.analyse.findings import Finding, more_text, times_text
 from traindiff.analyse.merge.history import DifferenceHistory
 from traindiff.analyse.merge.recorded_calls import clips, contributions, samples_of
 from traindiff.analyse.merge.renames import Renaming
 from traindiff.analyse.merge.run_steps import RunStep
-from traindiff.analyse.merge.site import Part, SiteKey, loss_scale, num_micro_steps
+from traindiff.analyse.merge.site import Part, SiteKey, finding_at, loss_scale, num_micro_steps
 from traindiff.analyse.noise.measured import Calibration, StepNoise
+from traindiff.analyse.noise.site_floors import is_mixing
 from traindiff.analyse.noise.tolerance import Tolerances
 from traindiff.analyse.rules import run_facts
 from traindiff.analyse.story import representation_note
@@ -62,9 +63,11 @@ class Noise:
 
     Attributes:
         calibration: The calibration at the step that is judged.
+        earlier: Differences in the evaluations of the loss before the last one, of the step that was asked for last.
     """
 
     calibration: Calibration = Calibration()
+    earlier: Sequence[StepNoise] = ()
 
     @property
     def operators(self) -> Sequence[Sequence[Part]]:
@@ -115,6 +118,7 @@ class RunningComparison:
         self._remarks = ""  # on the first finding, and the evidence for them
         self._evidence: dict[str, Any] = {}
         self._uncovered: list[int] = []
+        self._turned_evaluations: list[tuple[int, int, int]] = []  # step, and evaluations of baseline and candidate
         self._notes: dict[str, None] = {}
         self._other_dtypes: dict[tuple[str, str], set[SiteKey]] = {}
         self._operators = OperatorSearch(runs.runs, rename)
@@ -128,15 +132,20 @@ class RunningComparison:
         assert candidate is not None
         findings = self._step(given)
         if baseline.operators or candidate.operators:
-            self._operators.see(findings, (baseline.operators, candidate.operators), self._measured.operators)
+            self._search_operators(findings, baseline, candidate)
         return ComparedStep(aligned=given, findings=tuple(findings))
 
     def result(self) -> Comparison:
         """The comparison of the steps so far."""
         baseline, candidate = self.runs.runs
         calibration = self._measured.calibration
-        notes, incomplete = limits(self.runs, learning_agrees=self._judge.learning_agrees and not self._forced)
+        notes, incomplete = limits(
+            self.runs,
+            learning_agrees=self._judge.learning_agrees and not self._forced,
+            learning_compared=self._judge.learning_compared and not self._forced,
+        )
         notes = [*calibration.notes(uncovered=self._uncovered), *notes, *self._further_notes()]
+        notes += self._evaluation_notes()
         findings, representation = self._explained(self._judge.findings), ()
         if not self._forced and self._judge.only_representation_differs:
             findings, representation = (), findings
@@ -144,7 +153,7 @@ class RunningComparison:
         return Comparison(
             baseline=baseline.path,
             candidate=candidate.path,
-            verdict=self._word(findings, incomplete=incomplete),
+            verdict=self._word(findings, incomplete=incomplete or bool(self._turned_evaluations)),
             calibrated=bool(calibration.replicas) and not (self._uncovered or calibration.is_partial),
             noise=calibration.to_json(),
             findings=findings,
@@ -157,7 +166,87 @@ class RunningComparison:
             zooms=tuple(self._operators.found),
         )
 
+    def _search_operators(self, findings: Sequence[Finding], baseline: RunStep, candidate: RunStep) -> None:
+        for number in dict.fromkeys(one.evaluation for one in findings):
+            runs = (baseline.operators, candidate.operators, *self._measured.operators)
+            own, other, *noise = ([part for part in run if number in (None, part[0].evaluation)] for run in runs)
+            self._operators.see([one for one in findings if one.evaluation == number], (own, other), noise)
+
     def _step(self, given: AlignedStep) -> list[Finding]:
+        self._judge.run.mixing = self._judge.run.mixing or is_mixing(given.tables[0])
+        last = self._noise(given)
+        noise = dict(enumerate(self._measured.earlier if given.recorded[0].earlier else ()))
+        # What is of the whole step, and was before its first forward pass, comes first.
+        extra = self._settings.findings(self.runs.sides, given.tables, step=given.step)
+        own = self._of_one_run(given)
+        first = (*given.earlier, given)[0]
+        begins = [min((e.order for k, e in one.items() if k.phase == "batch"), default=0) for one in first.tables]
+        extra += [one for one in own if one.order < begins[_is_of_candidate(one)]]
+        extra += self._without_gradients(given)
+        found = []
+        for one in (*given.earlier, given):
+            if one is given:
+                extra += [finding for finding in own if finding.order >= begins[_is_of_candidate(finding)]]
+            of_one = noise.get(one.evaluation or 0, last) if noise else last
+            found += self._evaluation(one, of_one, extra, whole=one is given)
+            extra = []
+        return [*found, *self._other_evaluations(given)]
+
+    def _other_evaluations(self, given: AlignedStep) -> list[Finding]:
+        """What is said of a step in which one run evaluates the loss more often than the other."""
+        counts = [1 + len(side.earlier) for side in given.recorded]
+        if counts[0] == counts[1]:
+            return []
+        if not (self._judge.all_equal and not self._judge.findings):
+            self._turned_evaluations.append((given.step, counts[0], counts[1]))
+            return []
+        longer = given.recorded[counts.index(max(counts))]
+        further = (*longer.earlier, longer)[min(counts)].table
+        entry = min(further.values(), key=lambda one: (one.key.phase != "forward", one.order))
+        message = (
+            f"The candidate evaluates the loss {times_text(counts[1])} in this step, the baseline "
+            f"{times_text(counts[0])}, although all that both compute until then has the same bits: does the closure "
+            "return another loss, or does the optimizer stop for another reason?"
+        )
+        finding = finding_at(
+            entry, step=given.step, kind="evaluations", message=message, evaluation=min(counts),
+            evidence={"baseline": counts[0], "candidate": counts[1]},
+        )  # fmt: skip
+        self._judge.add([finding])
+        return [finding]
+
+    def _without_gradients(self, given: AlignedStep) -> list[Finding]:
+        """Findings about gradients that are missing, if evaluations before did not record any.
+
+        How parameters moved after such an evaluation follows from the same gradients, so this comes before it.
+        """
+        first = (*given.earlier, given)[0]
+        if first is given or any(pair.baseline.key[:2] == ("grad", "") for pair in first.pairs):
+            return []
+        moved = min((pair.baseline.order for pair in first.pairs if pair.baseline.key.phase == "update"), default=0)
+        found = [one for one in given.findings if one.phase == "grad" and one.kind in ("missing", "extra")]
+        for one in found:
+            given.findings.remove(one)
+        return [replace(one, order=moved, evaluation=given.evaluation) for one in found]
+
+    def _of_one_run(self, given: AlignedStep) -> list[Finding]:
+        """Faults that only one run has."""
+        return [
+            with_names(one, self.runs.copies[RUNS.index(one.evidence["run"])], self._rename)
+            for one in self._both.findings(given.tables, step=given.step)
+        ]
+
+    def _evaluation(
+        self, given: AlignedStep, noise: StepNoise | None, extra: Sequence[Finding], *, whole: bool
+    ) -> list[Finding]:
+        """Judge one evaluation of a step, with further findings.
+
+        Args:
+            given: The evaluation.
+            noise: Differences of replicas in it.
+            extra: Further findings.
+            whole: It is the last one, with all that is of the whole step.
+        """
         step, tables, pairs = given.step, given.tables, given.pairs
         self._configurations.see(tables, step=step)
         for pair in pairs:
@@ -171,15 +260,11 @@ class RunningComparison:
             *given.findings,
             *clipping_findings(*clipped, step=step),
             *recomputation_findings(*tables, step=step),
-            *(
-                with_names(one, self.runs.copies[RUNS.index(one.evidence["run"])], self._rename)
-                for one in self._both.findings(tables, step=step)
-            ),
+            *extra,
         ]
         place = in_baseline_order(given.aligned.pairs)
         found = [replace(one, order=place(one.order)) if _is_of_candidate(one) else one for one in found]
         found += check_random_state(*tables, step=step)
-        found += self._settings.findings(self.runs.sides, tables, step=step)
         if not self._forced:  # in a forced run no operation computes it
             pairs = [*pairs, *gradient_norms(pairs)]
         agreed = all(map(is_uncalled, self._judge.findings))
@@ -198,10 +283,12 @@ class RunningComparison:
                 ranks=max(side.data_parallel for side in self.runs.sides),
                 samples=max((int(e.summary["count"]) for k, e in tables[0].items() if k.phase == "batch"), default=1),
                 batches=(samples_of(tables[0]), samples_of(tables[1])),
-                noise=self._noise(given),
+                noise=noise,
                 calibration=self._measured.calibration,
                 factors=tuple(scale_factors(*scales)),
                 clipped=tuple(clip_factor(*clipped)),
+                evaluation=given.evaluation,
+                whole=whole,
                 leaky=not _LEAKY.isdisjoint(self._facts[0].modules.values()),
             ),
         )
@@ -225,7 +312,8 @@ class RunningComparison:
             return ()
         first, *rest = findings
         evidence = {**first.evidence, **self._evidence}
-        first = replace(first, message=first.message + self._remarks, evidence=evidence)
+        remarks = self._remarks + self.runs.uneven.remark(first)
+        first = replace(first, message=first.message + remarks, evidence=evidence)
         sizes = (self.runs.sides[0].data_parallel, self.runs.sides[1].data_parallel)
         first = with_each_ranks_own(first, self._facts[sizes.index(max(sizes))].modules, sizes)
         first = self._operators.told(explained(first, *(run.run for run in self.runs.runs)))
@@ -237,7 +325,13 @@ class RunningComparison:
     def _further_notes(self) -> list[str]:
         """Notes that belong to every verdict."""
         baseline, candidate = self.runs.runs
-        notes = [*self._both.shared.values(), *self._both.unknown, *hints(self.runs)]
+        notes = [
+            *self._both.shared.values(),
+            *self._both.unknown,
+            *hints(self.runs),
+            *not_followed(self.runs),
+            *self.runs.uneven.notes(),
+        ]
         if self._judge.turned:
             notes.append(
                 f"A choice of rows (of a router, of a mask) that rounding may turn was made otherwise, first at "
@@ -253,6 +347,18 @@ class RunningComparison:
         notes += self._configurations.notes()
         notes += not_forced([candidate.rank_content(rank) for rank in candidate.ranks])
         return [*notes, *circumstances(baseline.run, candidate.run)]
+
+    def _evaluation_notes(self) -> list[str]:
+        """Steps in which one run evaluates the loss more often than the other."""
+        if not self._turned_evaluations:
+            return []
+        step, baseline, candidate = self._turned_evaluations[0]
+        return [
+            f"In step {step}, the baseline evaluates the loss {times_text(baseline)}, the candidate "
+            f"{times_text(candidate)}{more_text(len(self._turned_evaluations) - 1, 'such step')}. A search stops "
+            "earlier or later where rounding decides. The evaluations that both runs have were compared. What the "
+            "optimizer did with such a step was not."
+        ]
 
     def _word(self, findings: Sequence[Finding], *, incomplete: bool) -> Word:
         if findings:

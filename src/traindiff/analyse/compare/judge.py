@@ -69,6 +69,8 @@ class Judge:
         self.absent: set[str] = set()
         self._history = history
         self._found: dict[tuple[SiteKey, str], Finding] = {}
+        self._counted: dict[tuple[SiteKey, str], int] = {}  # the step that was counted last
+        self._noted: dict[SiteKey, tuple[int, bool]] = {}  # the step that was noted last, and whether it was identical
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -84,7 +86,9 @@ class Judge:
             key = SiteKey(finding.phase, finding.stage, finding.path, finding.slot, finding.call)
             site = (key, finding.kind if finding.kind in ("hyper-parameter", "reported-norm") else "")
             first = self._found.get(site, finding)
-            count = first.evidence["num_steps"] + 1 if site in self._found else 1
+            count = first.evidence.get("num_steps", 0) if site in self._found else 0
+            count += self._counted.get(site) != finding.step  # a step may evaluate the loss several times
+            self._counted[site] = finding.step
             self._found[site] = replace(first, evidence={**first.evidence, "num_steps": count})
 
     @property
@@ -100,8 +104,12 @@ class Judge:
     @property
     def learning_agrees(self) -> bool:
         """True if losses, gradients and updates were compared, and none of them differs."""
-        phases = {row.phase for row in self.differences.values()}
-        return {"loss", "grad", "update"} <= phases and not self.run.learning_differs
+        return self.learning_compared and not self.run.learning_differs
+
+    @property
+    def learning_compared(self) -> bool:
+        """True if losses, gradients and updates were compared."""
+        return {"loss", "grad", "update"} <= {row.phase for row in self.differences.values()}
 
     def _is_representation(self, finding: Finding) -> bool:
         if is_uncalled(finding):
@@ -149,8 +157,14 @@ class Judge:
         )  # fmt: skip
         held = self.differences.get(key, row)
         worst = row if row.ratio > held.ratio else held
+        latest, was_equal = self._noted.get(key, (-1, False))
+        again = latest == step  # in another evaluation of the loss
+        identical = equal and (was_equal or not again)
+        self._noted[key] = step, identical
         self.differences[key] = replace(
-            worst, num_steps=held.num_steps + 1, num_identical_steps=held.num_identical_steps + equal
+            worst,
+            num_steps=held.num_steps + (not again),
+            num_identical_steps=held.num_identical_steps + identical - (again and was_equal),
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from traindiff.analyse.align.side import Side
 from traindiff.analyse.align.two_runs import RUNS, TwoRuns
 from traindiff.analyse.findings import more_text, ranks_text
+from traindiff.analyse.merge.unobserved import unrecorded_of
 from traindiff.core.site import label
 from traindiff.core.tap_registry import NOT_BY_DEFAULT
 from traindiff.storage import Run
@@ -14,13 +15,15 @@ from traindiff.storage import Run
 _ACTIVATIONS = ("forward", "backward")
 
 
-def limits(runs: TwoRuns, *, learning_agrees: bool) -> tuple[list[str], bool]:
+def limits(runs: TwoRuns, *, learning_agrees: bool, learning_compared: bool) -> tuple[list[str], bool]:
     """Sentences that limit the verdict after all steps, and whether they leave it incomplete.
 
     Args:
         runs: The two runs.
         learning_agrees: Whether losses, gradients and updates were compared and agree. Then activations that were not
             compared are noted, and leave nothing open.
+        learning_compared: Whether losses, gradients and updates were compared. Then activations whose rows have no
+            counterpart leave nothing open: a fault there shows in these.
     """
     endings = [
         f"{name}: {status.message}"
@@ -34,7 +37,17 @@ def limits(runs: TwoRuns, *, learning_agrees: bool) -> tuple[list[str], bool]:
     phases.update(phase for side in runs.presence.unaligned for phase, _, _ in side)
     open_sites = phases.difference(_ACTIVATIONS) if learning_agrees else phases
     notes = [*endings, *gaps, *_unobserved(runs), *not_recorded]
-    return notes, bool(gaps) or partly or bool(open_sites)
+    without_rows = bool(runs.uneven.left_out) and not learning_compared
+    return notes, bool(gaps) or partly or bool(open_sites) or without_rows
+
+
+def not_followed(runs: TwoRuns) -> list[str]:
+    """Optimizers that stepped beside the recorded ones, and whose models were not recorded."""
+    return [
+        f"Not recorded in the {name}, so not compared: {sentence}"
+        for name, run in zip(RUNS, runs.runs, strict=True)
+        for sentence in unrecorded_of(run)
+    ]
 
 
 def hints(runs: TwoRuns) -> list[str]:

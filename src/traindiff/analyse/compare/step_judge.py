@@ -26,6 +26,7 @@ from traindiff.analyse.merge.site import SiteKey, finding_at, only_rank
 from traindiff.analyse.noise.gradients import common_factor
 from traindiff.analyse.noise.measured import Calibration, StepNoise
 from traindiff.analyse.noise.site_floors import SiteFloors
+from traindiff.core.observation import is_of_evaluation
 from traindiff.core.summary import nonfinite_count, norm
 
 
@@ -50,6 +51,8 @@ class StepInput:
         factors: Known factors, with what to say about each.
         clipped: The same for gradients only.
         leaky: Whether the model has gates that leave no zeros when they shut.
+        evaluation: Number of the evaluation of the loss; None in a step with one.
+        whole: True if the pairs include those of the whole step: updates, and the optimizer's state.
     """
 
     step: int
@@ -68,6 +71,8 @@ class StepInput:
     factors: tuple[tuple[float, str], ...] = ()
     clipped: tuple[tuple[float, str], ...] = ()
     leaky: bool = False
+    evaluation: int | None = None
+    whole: bool = True
 
 
 LOGGED = "logged"
@@ -92,6 +97,11 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
     if judge.forced and any(finding.slot != LOGGED for finding in found):
         # Logged numbers cannot be forced, so they may follow from the other findings.
         found = [finding for finding in found if finding.slot != LOGGED]
+    if given.evaluation is not None:
+        found = [
+            replace(finding, evaluation=given.evaluation) if _is_of_evaluation(finding, given) else finding
+            for finding in found
+        ]
     judge.add(found)
     judge.previous = {
         pair.baseline.key: pair.baseline.summary
@@ -99,6 +109,13 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
         if pair.baseline.key.phase in ("forward", "backward", "grad", "optimizer")
     }
     return found
+
+
+def _is_of_evaluation(finding: Finding, given: StepInput) -> bool:
+    """True if the number of the evaluation belongs to the place of a finding."""
+    if finding.evaluation is not None:
+        return False
+    return is_of_evaluation(finding.phase, finding.stage) or (finding.phase == "update" and not given.whole)
 
 
 _NO_FIT = 0.5
@@ -286,6 +303,8 @@ class StepJudge:
 
     def _shape(self, pair: Pair, size: float, floor: float) -> Diagnosis:
         baseline, candidate = pair.baseline, pair.candidate
+        if not (baseline.placed and candidate.placed):
+            return _unplaced_diagnosis(pair)
         if is_transposed(pair) and math.isfinite(size):
             norms = f"{float(norm(baseline.summary)):.6g} in the baseline and {float(norm(candidate.summary)):.6g}"
             message = f"One run holds it transposed, and the norms differ: {norms} in the candidate."
@@ -303,6 +322,7 @@ class StepJudge:
                 baseline=baseline, candidate=candidate, difference=size, floor=floor,
                 micro_steps=self._given.micro_steps, ranks=self._given.ranks,
                 previous=self._judge.previous.get(baseline.key),
+                unit="evaluation" if self._given.evaluation else "step",
                 contributions=self._given.contributions.get(baseline.key.path, {}) if summed else {},
                 factors=self._factors(pair),
             )
@@ -314,3 +334,14 @@ def _non_finite_message(pair: Pair) -> str:
     count = int(nonfinite_count(pair.candidate.summary))
     of_all = f"{count} of {int(pair.candidate.summary['count'])} elements"
     return f"{of_all} {'is' if count == 1 else 'are'} NaN or infinite, at the same places in both runs."
+
+
+def _unplaced_diagnosis(pair: Pair) -> Diagnosis:
+    """The difference of a tensor whose rows could not be brought together."""
+    baseline, candidate = pair.baseline.summary, pair.candidate.summary
+    message = (
+        f"Over all micro-batches together, its norm is {float(norm(baseline)):.6g} in the baseline and "
+        f"{float(norm(candidate)):.6g} in the candidate, its sum {float(baseline['sum']):.6g} and "
+        f"{float(candidate['sum']):.6g}."
+    )
+    return Diagnosis(kind="value", message=message)

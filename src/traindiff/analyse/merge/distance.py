@@ -48,6 +48,9 @@ def is_transposed(pair: Pair) -> bool:
 def difference(pair: Pair) -> float | None:
     """Relative L2 difference, `||candidate - baseline|| / ||baseline||`, from the sketches.
 
+    If the places of elements are not known, it is the smallest difference that explains how norms and sums differ: a
+    difference of norm d changes the norm of n elements by at most d, and their sum by at most sqrt(n) d.
+
     If one run holds a parameter transposed, sketches cannot be subtracted: then it is the difference of the norms,
     which do not depend on the order of the elements.
 
@@ -58,6 +61,8 @@ def difference(pair: Pair) -> float | None:
     baseline, candidate = pair.baseline, pair.candidate
     if equal_bits(pair):
         return 0.0
+    if not (baseline.placed and candidate.placed):
+        return _unplaced_difference(pair)
     if baseline.dtype not in UNIT_ROUNDOFF or candidate.dtype not in UNIT_ROUNDOFF:
         return None
     if is_transposed(pair) and int(baseline.summary["nan"]) == int(candidate.summary["nan"]):
@@ -98,6 +103,18 @@ def _transposed_difference(pair: Pair) -> float:
         return math.inf
     estimated = not (pair.baseline.exact and pair.candidate.exact)
     return 0.0 if estimated and apart <= ESTIMATED_NORMS else apart
+
+
+def _unplaced_difference(pair: Pair) -> float:
+    baseline, candidate = pair.baseline.summary, pair.candidate.summary
+    if any(int(baseline[name]) != int(candidate[name]) for name in ("count", *_NONFINITE)):
+        return math.inf
+    size, moved = float(norm(baseline)), abs(float(candidate["sum"] - baseline["sum"]))
+    apart = max(abs(float(norm(candidate)) - size), moved / math.sqrt(max(1, int(baseline["count"]))))
+    return apart / size if size else math.inf if apart else 0.0
+
+
+_NONFINITE = ("nan", "positive_infinity", "negative_infinity")
 
 
 def rescaled(pair: Pair, factor: float) -> Pair:

@@ -49,6 +49,11 @@ class Updates:
         return found, before
 
 
+def movement(path: str, before: MergedSite, after: MergedSite) -> MergedSite:
+    """The change of a parameter between two evaluations of a step, as an entry of phase `update`."""
+    return _update(SiteKey("param", "", path, "value"), before, after)
+
+
 def _update(key: SiteKey, before: MergedSite, after: MergedSite) -> MergedSite:
     same = before.exact and after.exact and before.summary["fingerprint"] == after.summary["fingerprint"]
     summary: Any = add([after.summary, before.summary], [1.0, -1.0])

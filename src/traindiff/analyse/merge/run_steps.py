@@ -8,8 +8,29 @@ from dataclasses import dataclass, field
 from traindiff.analyse.merge.parameters import NO_COPIES, Copies, group_numbers, group_paths, under_one_name
 from traindiff.analyse.merge.site import MergedSite, Part, SiteKey
 from traindiff.analyse.merge.step_table import step_table
-from traindiff.core.observation import OPERATOR_STAGES, Observation
+from traindiff.core.observation import (
+    BEFORE,
+    ITSELF,
+    MAYBE_UNSEEN,
+    OPERATOR_STAGES,
+    UNSEEN,
+    Observation,
+    is_of_evaluation,
+)
 from traindiff.storage import Recording, Run, StepObservations, ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """An evaluation of the loss that is not the last one of its step.
+
+    Attributes:
+        table: Its sites: the batch, activations, losses and gradients.
+        moved: The parameters as the next evaluation found them, by path; those that were recorded.
+    """
+
+    table: dict[SiteKey, MergedSite]
+    moved: dict[str, MergedSite]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +40,8 @@ class RunStep:
     Attributes:
         optimizer: Name of the optimizer.
         step: Number of the step.
-        table: Its sites.
+        table: Its sites; of several evaluations of the loss those of the last one, whose gradients are used.
+        earlier: The evaluations before that; empty as a rule.
         finished: Whether the optimizer was called. The run may have ended, or been closed, before that.
         missing: Ranks of the run that have not recorded it.
         operators: Observations of operators, which are compared inside a module only.
@@ -29,6 +51,7 @@ class RunStep:
     optimizer: str
     step: int
     table: dict[SiteKey, MergedSite]
+    earlier: list[Evaluation] = field(default_factory=list)
     finished: bool = True
     missing: tuple[int, ...] = ()
     operators: list[Part] = field(default_factory=list)
@@ -37,6 +60,7 @@ class RunStep:
     def release(self) -> None:
         """Drop the sites, so that no two steps are in memory when the next one is read."""
         self.table.clear()
+        self.earlier.clear()
         self.operators.clear()
 
 
@@ -68,7 +92,7 @@ class StepMerger:
         sites: list[Part] = []
         for part in _parts(of_ranks, self._names):
             (operators if part[0].stage in OPERATOR_STAGES else sites).append(part)
-        table = step_table(sites)
+        earlier, table = _by_evaluation(sites)
         shown = any(key.phase in ("grad", "optimizer", "param") and key.stage == "" for key in table)
         if shown:
             self._shows_calls.add(optimizer)
@@ -77,7 +101,7 @@ class StepMerger:
         else:
             finished = shown or not (self._called or optimizer in self._shows_calls)
         return RunStep(
-            optimizer=optimizer, step=step, table=table, finished=finished, operators=operators,
+            optimizer=optimizer, step=step, table=table, earlier=earlier, finished=finished, operators=operators,
             missing=self._without(tuple(one.rank for one in of_ranks)),
             last={one.rank: one.observations[-1] for one in of_ranks if one.observations},
         )  # fmt: skip
@@ -88,6 +112,31 @@ class StepMerger:
             here = frozenset(there)
             self._missing = there, tuple(rank for rank in self._ranks if rank not in here)
         return self._missing[1]
+
+
+def _by_evaluation(sites: Sequence[Part]) -> tuple[list[Evaluation], dict[SiteKey, MergedSite]]:
+    """All evaluations of a step but the last one, and the table of the last one with all that is of the whole step."""
+    numbers = sorted({seen.evaluation for seen, _, _ in sites if is_of_evaluation(seen.phase, seen.stage)})
+    if len(numbers) < 2:
+        return [], step_table(sites)
+    last = numbers[-1]
+    by_number: dict[int, list[Part]] = {number: [] for number in numbers}
+    moved: dict[int, list[Part]] = {number: [] for number in numbers}
+    for part in sites:
+        seen = part[0]
+        of_step = not is_of_evaluation(seen.phase, seen.stage) or seen.unobserved.startswith(_OF_ALL)
+        if seen.phase == "param" and seen.stage == BEFORE and seen.evaluation:
+            moved[seen.evaluation].append(part)
+        else:
+            by_number[last if of_step or seen.phase == "param" or seen.path == ITSELF else seen.evaluation].append(part)
+    tables = {number: step_table(parts) for number, parts in by_number.items()}
+    found = [{key.path: entry for key, entry in step_table(moved[number]).items()} for number in numbers[1:]]
+    earlier = [Evaluation(table=tables[number], moved=at) for number, at in zip(numbers, found, strict=False)]
+    return earlier, tables[last]
+
+
+_OF_ALL = (UNSEEN, MAYBE_UNSEEN)
+"""Reasons that hold for a whole step."""
 
 
 def run_steps(recording: Recording, copies: Copies = NO_COPIES) -> Iterator[RunStep]:

@@ -62,6 +62,8 @@ class MergedSite:
         apart: Groups of ranks that hold different copies of one shard; empty if all copies agree.
         batched: Whether axis 0 runs over the samples of all micro-steps and ranks.
         summed: Whether each rank and micro-step has one term of a sum.
+        placed: Whether the places of the elements in the whole are known. If not, only what does not depend on them is:
+            counts, sum and norm.
     """
 
     key: SiteKey
@@ -76,6 +78,7 @@ class MergedSite:
     apart: tuple[tuple[int, ...], ...] = ()
     batched: bool = False
     summed: bool = False
+    placed: bool = True
 
     def without_parts(self) -> MergedSite:
         """A copy without parts, which would keep the whole step in memory."""
@@ -147,12 +150,14 @@ def finding_at(
     floor: float = 0.0,
     rank: int | None = None,
     micro_step: int | None = None,
+    evaluation: int | None = None,
 ) -> Finding:
     """A finding at a site, with its place in the order of execution. The other arguments are those of `Finding`."""
     key = entry.key
     return Finding(
         step=step,
         micro_step=micro_step,
+        evaluation=evaluation,
         rank=rank,
         phase=key.phase,
         stage=key.stage,

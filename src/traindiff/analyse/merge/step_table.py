@@ -80,6 +80,9 @@ def _merged(key: SiteKey, parts: list[Part]) -> list[MergedSite]:
     if missing:
         lacking = [part for part in parts if part[0].unobserved]
         return [_entry(key, lacking, summary=empty(), shape=(), unobserved=missing)]
+    if key.phase in ("batch", "forward", "backward") and key.stage != SAMPLE and (uneven := _uneven(parts)):
+        entries = [_whole(key, same, together=False) for same in uneven]
+        return [replace(entry, key=key._replace(micro_step=number)) for number, entry in enumerate(entries)]
     if first.merge == "mean":
         terms = _without_copies(parts)
         weights = np.array([seen.weight for seen, _, _ in terms])
@@ -94,6 +97,26 @@ def _merged(key: SiteKey, parts: list[Part]) -> list[MergedSite]:
     return _per_micro_step(key, [_whole(key, same) for same in by_micro_step.values()])
 
 
+def _uneven(parts: Sequence[Part]) -> list[list[Part]]:
+    """Groups of parts that do not form one tensor: micro-batches that are padded to different lengths, or choose rows.
+
+    Empty if all parts have the same shape but for the batch axis, as a rule. Also empty if ranks that work on the same
+    samples disagree on the shape.
+    """
+    groups: dict[tuple[object, ...], list[Part]] = {}
+    for part in parts:
+        seen = part[0]
+        shard = seen.shard
+        shape = shard.global_shape[1:] if shard.batched else shard.global_shape
+        groups.setdefault((seen.micro_step, seen.merge, shard.batched, shape), []).append(part)
+    if len({key[1:] for key in groups}) < 2:
+        return []
+    samples = [{(seen.micro_step, seen.term) for seen, _, _ in same} for same in groups.values()]
+    if sum(map(len, samples)) > len(set().union(*samples)):
+        return []
+    return list(groups.values())
+
+
 def _of_last_stage(key: SiteKey, parts: list[Part]) -> list[Part]:
     """If several pipeline stages hold a part of a module: the parts of the stage that returns its output."""
     places = {seen.order // PLACE for seen, _, _ in parts}
@@ -103,8 +126,14 @@ def _of_last_stage(key: SiteKey, parts: list[Part]) -> list[Part]:
     return [part for part in parts if part[0].order // PLACE == last]
 
 
-def _whole(key: SiteKey, parts: Sequence[Part]) -> MergedSite:
-    """A whole tensor from its shards, from copies of shards on several ranks, and from terms of sums."""
+def _whole(key: SiteKey, parts: Sequence[Part], *, together: bool = True) -> MergedSite:
+    """A whole tensor from its shards, from copies of shards on several ranks, and from terms of sums.
+
+    Args:
+        key: Of the tensor.
+        parts: Its parts.
+        together: They are all parts of the site in this step.
+    """
     boxes: dict[Shard, list[Part]] = {}
     for part in parts:
         boxes.setdefault(part[0].shard, []).append(part)
@@ -140,7 +169,9 @@ def _whole(key: SiteKey, parts: Sequence[Part]) -> MergedSite:
         batched=first.shard.batched,
         summed=summed,
         # Replays cover only a range of each parameter.
-        unobserved="" if key.phase == "update" else unknown or gap(shape, boxes),
+        unobserved=""
+        if key.phase == "update" or key.stage == SAMPLE
+        else unknown or (gap(shape, boxes) if together else ""),
     )
 
 

@@ -11,6 +11,7 @@ from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.core.observation import ITSELF, MAYBE_UNSEEN, TAP_FAILED, UNSEEN
 from traindiff.core.site import label
 from traindiff.core.tap_registry import EVERYTHING, LOSES
+from traindiff.storage import Run
 
 
 def without_missing_samples(
@@ -35,6 +36,12 @@ def without_missing_samples(
         else entry
         for key, entry in table.items()
     }
+
+
+def unrecorded_of(run: Run) -> list[str]:
+    """Sentences about what the process of a run trained beside what was recorded."""
+    contents = (run.rank_content(rank) for rank in run.ranks)
+    return list(dict.fromkeys(sentence for one in contents for sentence in one.get("not_followed", ())))
 
 
 class _Fault(NamedTuple):

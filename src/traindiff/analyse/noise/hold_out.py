@@ -122,6 +122,11 @@ class Calibrating:
         self._parameters = _owned_parameters(distances)
         return step_noise(pairs for pairs, seen in zip(of_runs, self._seen, strict=True) if seen.differs)
 
+    @property
+    def earlier(self) -> Sequence[StepNoise]:
+        """Distances in the evaluations of the loss before the last one, of the latest step."""
+        return self._replicas.earlier
+
     def calibration(self) -> Calibration:
         """The calibration from the steps so far."""
         repeated = [one.largest for one in self._seen if not one.replica and one.largest is not None]

@@ -95,9 +95,11 @@ class Replicas:
     Attributes:
         sides: The recordings.
         operators: Observations of operators in the latest step, one list per recording.
+        earlier: Of the latest step: differences in the evaluations of the loss before the last one.
     """
 
     def __init__(self, runs: Sequence[NoiseRun]) -> None:
+        self.earlier: list[StepNoise] = []
         self.sides = [Side(run) for run, _ in runs]
         self.operators: list[list[Part]] = []
         self._streams = [steps for _, steps in runs]
@@ -105,6 +107,7 @@ class Replicas:
     def pairs(self, baseline: RunStep, step: SideStep) -> Iterator[tuple[SideStep | None, list[Pair]]]:
         """For each noise recording: its own step (None if it has none), and the pairs with the baseline."""
         self.operators = []
+        others: list[tuple[SideStep, ...]] = []
         for side, stream in zip(self.sides, self._streams, strict=True):
             found: SideStep | None = None
             for one in stream.until(baseline.optimizer, baseline.step):
@@ -112,7 +115,14 @@ class Replicas:
                 found = derived if one.step == baseline.step and one.finished else None
                 if found:
                     self.operators.append(one.operators)
+                    others.append((*found.earlier, found))
+            if found and len(found.earlier) != len(step.earlier):
+                found = None  # its last evaluation is not the baseline's
             yield found, _pairs(step, found) if found else []
+        self.earlier = [
+            step_noise(_pairs(one, other[number]) for other in others if number < len(other))
+            for number, one in enumerate(step.earlier)
+        ]
 
     def noise(self, baseline: RunStep, step: SideStep) -> StepNoise:
         """Differences from the baseline in one step."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from traindiff.analyse.merge.distance import ESTIMATED_PERMUTED_NORMS, Pair, equal_bits, norms_apart
-from traindiff.analyse.merge.site import MergedSite, SiteKey
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.noise.coherent import CoherentErrors
 from traindiff.analyse.noise.gradients import Terms, gradient_floor, share_of_noise, summed_rows, terms_by_module
 from traindiff.analyse.noise.measured import FEW, SAFETY, Calibration, StepNoise, basis
@@ -57,6 +60,9 @@ class RunFloors:
         learning_differs: Whether a loss, a gradient or an update (of permuted parameters, its norm) differs by more
             than its own rounding and than replicas do.
         learning_apart: Relative difference of all gradients of a step together, in the step in which it is largest.
+        mixing: Whether an optimizer computes the update of a parameter from the gradients of all, as LBFGS does.
+        canceled: Norm of all gradients over the norm of their change since the evaluation before, where it was largest.
+        latest: The baseline's gradients in the latest evaluation, by parameter.
     """
 
     gradients: dict[str, float] = field(default_factory=dict)
@@ -68,6 +74,9 @@ class RunFloors:
     permuted: set[str] = field(default_factory=set)
     learning_differs: bool = False
     learning_apart: float = 0.0
+    mixing: bool = False
+    canceled: float = 1.0
+    latest: dict[str, Any] = field(default_factory=dict)
 
 
 class SiteFloors:
@@ -117,7 +126,8 @@ class SiteFloors:
         self._coherent = CoherentErrors(self._terms, parameters)
         self._rounded = 0.0  # largest unit roundoff of the baseline so far in the step
         self._noise_flow = 0.0  # largest difference of a replica so far in the step
-        self._gradient_apart = self._gradient_size = 0.0  # of all gradients together
+        self._gradient_apart = self._gradient_size = self._gradient_change = 0.0  # of all gradients together
+        self._moved = math.sqrt(sum(float(norm(one.baseline.summary)) ** 2 for one in pairs if _is_update(one)))
         self._seen: dict[str, MergedSite] = {}  # the baseline's gradients, by parameter
         self._gradients: dict[str, float] = {}  # measured floors of gradients, by parameter
         self._alone = Floors(
@@ -225,6 +235,11 @@ class SiteFloors:
         if math.isfinite(size) and not pair.baseline.key.stage:
             self._gradient_apart = math.hypot(self._gradient_apart, size * whole)
             self._gradient_size = math.hypot(self._gradient_size, whole)
+            if self._run.mixing:
+                path, summary = pair.baseline.key.path, pair.baseline.summary
+                if (before := self._run.latest.get(path)) is not None:
+                    self._gradient_change = math.hypot(self._gradient_change, float(distance(before, summary)))
+                self._run.latest[path] = np.array(summary)[()]  # a copy: a summary keeps its step's array in memory
 
     def finish(self) -> None:
         """Note the end of the step."""
@@ -301,12 +316,14 @@ class SiteFloors:
         if key.phase == "optimizer":
             if key.slot not in LINEAR_STATE:
                 self._run.adaptive.add(key.path)
+            if key.slot.endswith("]") and int(pair.baseline.summary["count"]) == 1:
+                return math.inf  # LBFGS keeps lists of inner products, which may cancel; their vectors are judged
             if not is_quotient(key, self._run.adaptive):
-                return floors.state(key.path, dtypes) * self._shrunk(pair)
+                return max(floors.state(key.path, dtypes) * self._shrunk(pair), self._mixed(pair))
         if key.phase in ("optimizer", "update"):
             adaptive = key.path in self._run.adaptive
             floor = floors.update(key.path, dtypes[0], adaptive=adaptive, storage=self.storage(pair))
-            return max(floor, self._turned(pair) if adaptive and not self._forced else 0.0)
+            return max(floor, self._turned(pair) if adaptive and not self._forced else 0.0, self._mixed(pair))
         return max(floors.activation(key.path.rpartition(".")[0], dtypes), self._summation(pair))  # a buffer
 
     def _summation(self, pair: Pair) -> float:
@@ -323,6 +340,23 @@ class SiteFloors:
         size = float(norm(pair.baseline.summary))
         return max(1.0, self._run.states.get(pair.baseline.key, 0.0) / size) if size else 1.0
 
+    def _mixed(self, pair: Pair) -> float:
+        """Floor of what an optimizer computes from all gradients together; 0 if the optimizer does not.
+
+        LBFGS computes a direction from inner products of all gradients, and from the changes of gradients between
+        evaluations, whose relative error is larger by the norm of gradients over the norm of the change. The error of a
+        direction is spread over all parameters, so it is larger where a parameter's own part is small.
+        """
+        if not self._run.mixing:
+            return 0.0
+        size, change = self._gradient_size, self._gradient_change
+        if change:
+            self._run.canceled = max(self._run.canceled, size / change)
+        apart = max(self._run.learning_apart, self._gradient_apart / size if size else 0.0)
+        own = float(norm(pair.baseline.summary))
+        share = self._moved / own if _is_update(pair) and own else 1.0
+        return GAIN * self._run.canceled * max(apart, rounding(pair.baseline.dtype)) * max(1.0, share)
+
     def _turned(self, pair: Pair) -> float:
         """Floor of an adaptive update whose elements flip where the gradient is only noise."""
         seen = self._seen.get(pair.baseline.key.path)
@@ -337,6 +371,21 @@ class SiteFloors:
             return 0.0
         turned = self._turned_signs.get(key._replace(phase="forward")) if self._leaky else None
         return self._floors.gated(pair.baseline.summary, pair.candidate.summary, turned)
+
+
+def _is_update(pair: Pair) -> bool:
+    return pair.baseline.key[:2] == ("update", "")
+
+
+def is_mixing(table: StepTable) -> bool:
+    """True if an optimizer keeps vectors of all parameters together, or a history of vectors, as LBFGS does."""
+    for key, entry in table.items():
+        if key.phase == "optimizer" and not key.group and not entry.unobserved and len(entry.shape) == 1:
+            own = table.get(SiteKey("param", "", key.path, "value"))
+            count = int(entry.summary["count"])
+            if count > 1 and (key.slot.endswith("]") or (own is not None and count > int(own.summary["count"]))):
+                return True
+    return False
 
 
 def _at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> Floors:

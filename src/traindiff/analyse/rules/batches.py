@@ -160,7 +160,8 @@ class BatchesChange(RepeatedRule):
     """A step has the same batch as the step before, or all its micro-batches have the same samples.
 
     The rule compares all inputs of the model by fingerprints that do not depend on the order of elements. An optimizer
-    that computes the loss itself (LBFGS) may use one batch several times, so the rule does not compare its micro-steps.
+    that evaluates the loss several times in a step (LBFGS) may use one batch for all evaluations, so the rule does not
+    compare these.
     People try a model on one batch, and the data may be a single batch, so the rule only warns.
     """
 
@@ -186,7 +187,7 @@ class BatchesChange(RepeatedRule):
         found: Found = {}
         if now == self._before:
             found["the step before"] = (inputs[0], {})
-        if _same_in_micro_steps(table) and not _has_closure(table, inputs[0]):
+        if _same_in_micro_steps(table):
             found["micro-steps"] = (inputs[0], {})
         self._before = now
         return found
@@ -213,8 +214,3 @@ def _same_in_micro_steps(table: StepTable) -> bool:
         by_rank.setdefault(rank, set()).add(tuple(sorted(samples)))
     num_micro_steps = len({micro_step for _, micro_step in found})
     return num_micro_steps > 1 and all(len(samples) == 1 for samples in by_rank.values())
-
-
-def _has_closure(table: StepTable, first_input: MergedSite) -> bool:
-    """True if the optimizer computes the loss itself: it was called before the first forward pass."""
-    return any(key.group and entry.order < first_input.order for key, entry in table.items())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,31 @@ def check_supported(tensor: torch.Tensor) -> None:
 def is_abstract(tensor: torch.Tensor) -> bool:
     """True if a tensor has only a shape and no elements, because torch is tracing."""
     return tensor.device.type == "meta" or type(tensor).__name__ in _ABSTRACT
+
+
+_COMPRESSED: Mapping[torch.layout, tuple[str, str]] = {
+    torch.sparse_csr: ("crow_indices", "col_indices"), torch.sparse_bsr: ("crow_indices", "col_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices"), torch.sparse_bsc: ("ccol_indices", "row_indices"),
+}  # fmt: skip
+
+
+def sparse_parts(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The dense tensors of which a sparse tensor consists, with torch's names: its indices, and its values.
+
+    Elements of a `sparse_coo` tensor that lie at one place are added up, and all are ordered by their places: tensors
+    that stand for the same elements have the same parts. The tensor itself is not changed.
+
+    Returns:
+        Detached tensors; empty for a tensor that is not sparse, or has no elements because torch is tracing.
+    """
+    if tensor.is_nested or tensor.layout == torch.strided or is_abstract(tensor):
+        return []
+    detached = tensor.detach()
+    if tensor.layout == torch.sparse_coo:
+        whole = detached.coalesce()
+        return [("indices", whole.indices()), ("values", whole.values())]
+    names = (*_COMPRESSED[tensor.layout], "values") if tensor.layout in _COMPRESSED else ()
+    return [(name, getattr(detached, name)()) for name in names]
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:

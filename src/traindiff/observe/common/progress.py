@@ -67,7 +67,10 @@ class Progress:
     Attributes:
         optimizer: Name of the optimizer whose calls delimit the steps of forward and backward passes.
         steps: Completed calls per optimizer.
-        micro_step: Forward-backward rounds completed in the current step.
+        evaluation: Evaluations of the loss completed in the current step; `late_evaluation`, of the step before, the
+            last one. Several are there if the optimizer's step calls a closure several times, or if parameters change
+            between two backward passes.
+        micro_step: Forward-backward rounds completed in the current evaluation.
         batch: The batch on which the root module is working; None outside of it.
         latest_batch: The batch on which it worked last in this step, with gradients.
         evaluating: Inside a forward pass of the root without gradients.
@@ -89,6 +92,8 @@ class Progress:
 
     optimizer: str = "optimizer"
     steps: dict[str, int] = field(default_factory=dict)
+    evaluation: int = 0
+    late_evaluation: int = 0
     micro_step: int = 0
     batch: Batch | None = None
     latest_batch: Batch | None = None
@@ -198,6 +203,14 @@ class Progress:
         finally:
             self.forward_done = self.forward_done or not evaluating
 
+    def begin_evaluation(self) -> None:
+        """Note that what follows evaluates the loss again: it is no further micro-step of the evaluation before."""
+        self.evaluation += 1
+        self.micro_step = 0
+        self.backward_done = False
+        self._calls.clear()
+        self._rows.clear()
+
     def end_backward(self) -> None:
         """Note that a backward pass has ended."""
         if self.chunk is None:
@@ -241,6 +254,7 @@ class Progress:
         self.unseen = False
         if optimizer == self.optimizer:
             self.observing = observing
+            self.late_evaluation, self.evaluation = self.evaluation, 0
             self.micro_step = 0
             self.latest_batch = None
             self.late_order, self.order = self.order, 0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from traindiff.core.observation import Merge, Observation
+from traindiff.core.observation import Merge, Observation, is_of_evaluation
 from traindiff.core.shards import Region, Shard
 from traindiff.core.summary import SUMMARY, Detail, empty
 from traindiff.observe.common.progress import Progress
@@ -130,8 +130,10 @@ class ObservationBuffer(ABC):
         """The next observation of the current step, or with `late` of the step that has just ended."""
         progress = self.progress
         name = optimizer or progress.optimizer
+        evaluation = progress.late_evaluation if late else progress.evaluation
         return Observation(
             step=progress.steps.get(name, 0) - late,
+            evaluation=evaluation if is_of_evaluation(about["phase"], about["stage"]) else 0,
             micro_step=progress.micro_step if micro_step is None else micro_step,
             optimizer=name,
             order=progress.next_order(late=late),

@@ -21,8 +21,8 @@ from traindiff.analyse.findings import Finding, finite
 from traindiff.core.site import ROOT
 
 COLUMNS = (
-    "step", "micro_step", "rank", "phase", "stage", "site", "slot", "call", "kind", "difference", "floor", "ratio",
-    "num_steps", "num_identical_steps", "message",
+    "step", "evaluation", "micro_step", "rank", "phase", "stage", "site", "slot", "call", "kind", "difference", "floor",
+    "ratio", "num_steps", "num_identical_steps", "message",
 )  # fmt: skip
 """Columns of every table, in order. Cells without a value, and sizes that are not finite, are empty."""
 

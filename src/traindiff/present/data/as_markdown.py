@@ -11,7 +11,7 @@ from typing import IO
 from traindiff.analyse.check import Verdict
 from traindiff.analyse.compare import Comparison, Verification
 from traindiff.analyse.compare.investigation import Matrix
-from traindiff.analyse.findings import Finding, Group, grouped, phase_text
+from traindiff.analyse.findings import Finding, Group, grouped, moment_text, phase_text
 from traindiff.analyse.story import Chapter, Story, count_text, story_of
 
 MOST = 10
@@ -65,10 +65,9 @@ def _paragraph(*lines: str) -> Iterator[str]:
 
 def _first(chapter: Chapter) -> Iterator[str]:
     first = chapter.first.first
-    micro = "" if first.micro_step is None else f", micro-step {first.micro_step}"
     phase = escaped(phase_text(first.phase, first.stage))
     yield ""
-    yield f"**{chapter.title}:** step {first.step}{micro}, {phase}, {code(first.site)}"
+    yield f"**{chapter.title}:** {moment_text(first)}, {phase}, {code(first.site)}"
     yield ""
     yield f"> {escaped(first.message)}"
     yield from (f"> <br>{escaped(line)}" for line in chapter.first.further)

@@ -92,6 +92,7 @@ def rows(recording: Recording, wanted: Filter) -> Iterator[Row]:
 
 COLUMNS: Mapping[str, pa.DataType] = {
     "step": pa.int64(),
+    "evaluation": pa.int32(),
     "micro_step": pa.int32(),
     "rank": pa.int32(),
     "optimizer": pa.utf8(),
@@ -124,6 +125,7 @@ COLUMNS: Mapping[str, pa.DataType] = {
 def _row(rank: int, seen: Observation, summary: Any) -> Row:
     about: Row = {
         "step": seen.step,
+        "evaluation": seen.evaluation,
         "micro_step": seen.micro_step,
         "rank": rank,
         "optimizer": seen.optimizer,

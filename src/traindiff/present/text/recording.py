@@ -75,7 +75,9 @@ def _phase(row: Row) -> str:
 def _site(row: Row) -> str:
     counted = row["stage"] == SAMPLE
     call = f" {'sample' if counted else 'call'} {row['call']}" if row["call"] or counted else ""
-    return f"{row['site']} {row['slot']}{call}" + (f" micro-step {row['micro_step']}" if row["micro_step"] else "")
+    moment = f" evaluation {row['evaluation']}" if row["evaluation"] else ""
+    moment += f" micro-step {row['micro_step']}" if row["micro_step"] else ""
+    return f"{row['site']} {row['slot']}{call}{moment}"
 
 
 def _digits(value: Any) -> str:

@@ -146,7 +146,8 @@ class _LiveNoise(Noise):
 
     def of_step(self, given: AlignedStep) -> StepNoise | None:
         """See `Noise`."""
-        noise = self._calibrating.see(given.baseline, given.sides[0], first=self._first)
+        noise = self._calibrating.see(given.baseline, given.recorded[0], first=self._first)
+        self.earlier = self._calibrating.earlier
         if self._first:
             self._calibrating.refuse_what_does_not_align()
         self._first = False

@@ -9,6 +9,14 @@ MOST = 5
 """Most untrained models, and most optimizers that are not followed, that are named one by one."""
 
 
+_LATER = (
+    "A recording has the models that are there when the training begins; to record this one, call traindiff.record in "
+    "the script."
+)
+
+_OF_NONE = "they belong to none of the recorded models."
+
+
 @dataclass(slots=True, kw_only=True)
 class SeenOptimizer:
     """An optimizer of the script.
@@ -18,12 +26,14 @@ class SeenOptimizer:
         num_parameters: Number of its tensors.
         num_steps: Number of its steps.
         followed_as: Its name in the recording; empty if it was not followed.
+        model: Class of the model that it trains, if it was made after the recording began, for another model.
     """
 
     kind: str
     num_parameters: int
     num_steps: int = 0
     followed_as: str = ""
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +100,19 @@ class Account:
             yield f"Models: {'; '.join(map(str, self.models))}."
         yield from self._unseen()
 
+    def not_followed(self) -> list[str]:
+        """Sentences about the optimizers that have stepped and hold nothing of the recorded models."""
+        others = [one for one in self.optimizers if self.models and one.num_steps and not one.followed_as]
+        found = [
+            f"{one.kind} with {_count(one.num_parameters, 'parameter')}, {_count(one.num_steps, 'step')}"
+            + (f", of a model that came later ({one.model}). {_LATER}" if one.model else f": {_OF_NONE}")
+            for one in others[:MOST]
+        ]
+        if (more := len(others) - MOST) > 0:
+            steps = _count(sum(one.num_steps for one in others[MOST:]), "step")
+            found.append(f"{_count(more, 'more optimizer')}, {steps}, of none of the recorded models.")
+        return found
+
     def _steps(self) -> str:
         """Steps of followed optimizers; consecutive optimizers of the same name count as one."""
         steps: dict[tuple[str, str], int] = {}
@@ -127,15 +150,7 @@ class Account:
                 "(compiled together with other code, or called by its forward method). Step 0 of the recording is "
                 "step 1 of the training."
             )
-        others = [one for one in self.optimizers if self.models and one.num_steps and not one.followed_as]
-        for one in others[:MOST]:
-            yield (
-                f"Not followed: {one.kind} with {_count(one.num_parameters, 'parameter')}, "
-                f"{_count(one.num_steps, 'step')}: they belong to none of the models above."
-            )
-        if (more := len(others) - MOST) > 0:
-            steps = _count(sum(one.num_steps for one in others[MOST:]), "step")
-            yield f"Not followed: {_count(more, 'more optimizer')}, {steps}, of none of the models above."
+        yield from (f"Not followed: {one}" for one in self.not_followed())
         for model in self.untrained[:MOST]:
             yield f"Not recorded: {model}, which no optimizer trains."
         if (more := len(self.untrained) - MOST) > 0:

@@ -183,6 +183,9 @@ class Follower:
             self._attach(None)
         elif not seen.followed_as and self._recorder is not None:
             self._note_followed(optimizer, seen)
+            if seen.num_steps == 1 and not seen.followed_as:
+                trained = outermost(live_modules(), self._given.get(optimizer, frozenset()))
+                seen.model = ", ".join(dict.fromkeys(type(unwrapped(one)).__name__ for one in trained[:2]))
 
     def _note_followed(self, optimizer: Optimizer, seen: SeenOptimizer) -> None:
         for name, tap in {} if self._recorder is None else self._recorder.followed.items():
@@ -248,10 +251,11 @@ class Follower:
             self._account.left_out = True
             return
         self._recorder, self._were_given = recorder, stepping is not None
+        recorder.describe_at_end("not_followed", self._account.not_followed)
         self._undo.enter_context(recorder_made.attach(self._give_way))
         self._account.models += [_seen(name, model) for name, model in names.items()]
         inside = {id(one) for model in models for one in model.modules()}
-        others = [one for one in live if id(one) not in inside]
+        others = [one for one in live if id(one) not in inside and not _is_only_a_shape(one)]
         every = {id(parameter) for one in others for parameter in one.parameters()}
         self._account.untrained += [_seen("", one) for one in outermost(others, every)]
 
@@ -298,6 +302,11 @@ def _seen(name: str, model: nn.Module) -> SeenModel:
         num_tensors=len(list(model.parameters())),
         num_scripted=sum(isinstance(one, torch.jit.ScriptModule) for one in modules),
     )
+
+
+def _is_only_a_shape(model: nn.Module) -> bool:
+    """True for a model that cannot run: all of its parameters are on the meta device."""
+    return all(one.device.type == "meta" for one in model.parameters())
 
 
 def names_of_kinds(kinds: Sequence[str]) -> list[str]:

@@ -44,7 +44,6 @@ class Activations:
         self._forward = "forward" in context.observe
         self._backward = "backward" in context.observe
         self._evaluation = context.settings.evaluation
-        self._several_roots = context.targets.several_roots
         self._regions = context.targets.layout.regions_of
         self._guarded = partial(context.sink.guarded, tap)
         self._on_leaves: dict[tuple[str, str, int, int], RemovableHandle] = {}
@@ -114,8 +113,8 @@ class Activations:
         self._on_leaves.clear()
 
     def _is_beside_roots(self) -> bool:
-        """True if the training loop is calling a non-root module directly, e.g. its loss."""
-        return self._several_roots and not self._sink.progress.in_forward and not inside_backward()
+        """True if the training loop is calling a non-root module directly, e.g. its loss, or a part of the model."""
+        return not self._sink.progress.in_forward and not inside_backward()
 
     def _stage(self, *, beside_roots: bool = False) -> str | None:
         """The stage of an output that a module returns now; None if it is not observed."""

@@ -91,6 +91,7 @@ class OptimizerReplayTap:
         self._rule = rule_name(optimizer)
         self._replayed = 0
         self._latest = 0
+        self._evaluation = 0  # of the loss, when the step began
         self._turn = 0  # the first parameter to copy
         self._reached: dict[str, int] = {}  # by path: the element at which the next range begins
         self._copied: list[CopiedRange] = []
@@ -116,6 +117,7 @@ class OptimizerReplayTap:
     def before_step(self, *call: Any) -> None:
         """Copy the values that the step starts from, if it is one to replay."""
         self._copied.clear()  # copies of a step that raised
+        self._evaluation = self._sink.progress.evaluation
         if not self._is_due():
             return
         if not self._rule:
@@ -139,6 +141,9 @@ class OptimizerReplayTap:
     def after_step(self, *_: Any) -> None:
         """Replay the step and record the comparison."""
         try:
+            if self._copied and self._sink.progress.evaluation != self._evaluation:
+                self._not_replayed("not replayed: its step evaluates the loss several times")
+                return
             unexplained = [copied for copied, size in zip(self._copied, self._replay_all(), strict=True) if size > 1.0]
             helpful: set[str] = set()
             for number, copied in enumerate(unexplained):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
-from traindiff.core.observation import ITSELF, MAYBE_UNSEEN, SKIPPED, UNSEEN
+from traindiff.core.observation import BEFORE, ITSELF, MAYBE_UNSEEN, SKIPPED, UNSEEN
 from traindiff.core.shards import Piece
 from traindiff.core.torch_compat.execution import version_of
 from traindiff.core.torch_compat.training import is_nested_step
@@ -49,9 +49,10 @@ class _Once(InertOnCopy):
     def __init__(self, hook: StepHook) -> None:
         self._hook = hook
 
-    def __call__(self, optimizer: Optimizer, *arguments: Any) -> None:
+    def __call__(self, optimizer: Optimizer, *arguments: Any) -> Any:
         if is_compiling() or not is_nested_step(optimizer):
-            self._hook(optimizer, *arguments)
+            return self._hook(optimizer, *arguments)
+        return None
 
 
 def inner_optimizer(optimizer: Optimizer) -> Optimizer:
@@ -136,6 +137,8 @@ class OptimizerTap:
         self.was_held: set[str] = set()
         self.marks = Marks()
         self._backward: tuple[Tensor, int, int] | None = None  # a parameter, its version, and the calls until then
+        self._left: tuple[Tensor, int, int] | None = None  # a parameter, and the versions of it and its gradient then
+        self._num_evaluations = 0  # calls of the closure in this step
 
     def attach(self) -> ExitStack:
         """Follow the optimizer's calls. Close the result to remove the tap."""
@@ -143,6 +146,7 @@ class OptimizerTap:
         with ExitStack() as undo:
             undo.callback(self._hooks.remove)
             self._hooks.before_step(self.optimizer, _Once(guarded(self.before_step)))
+            self._hooks.before_step(self.optimizer, _Once(self._sink.altering("optimizer_step", self._counting)))
             self._hooks.after_step(self.optimizer, _Once(guarded(self.after_step)))
             self._hooks.after_step(self.optimizer, _Once(self._end_step))
             compiled = CallObserver(begin=guarded(self._begin_compiled), end=guarded(self._end_compiled))
@@ -162,9 +166,69 @@ class OptimizerTap:
     def note_backward(self) -> None:
         """Note that a backward pass has ended: the next change of a parameter is a step."""
         for _, parameter, _ in self.held():
-            if parameter.grad is not None:
+            if (gradient := parameter.grad) is not None:
                 self._backward = parameter, version_of(parameter), self._calls
+                self._left = parameter, version_of(parameter), version_of(gradient)
                 return
+
+    def look_for_evaluation(self, *, closure: bool = False) -> None:
+        """Begin another evaluation if parameters were written since the latest backward pass of this step.
+
+        The next forward pass then contributes to no gradient of before: training loops that look for sharp minima move
+        the parameters, and compute the gradient there. If a `closure` is about to be called, gradients that were
+        cleared since tell the same.
+        """
+        if self._left is None or not self._sink.progress.backward_done:
+            return
+        parameter, version, version_of_gradient = self._left
+        gradient = parameter.grad
+        is_cleared = gradient is None or version_of(gradient) != version_of_gradient
+        if version_of(parameter) != version or (closure and is_cleared):
+            self._begin_evaluation()
+
+    def _begin_evaluation(self) -> None:
+        """Count a further evaluation of this step, and record the parameters as it finds them."""
+        progress = self._sink.progress
+        progress.begin_evaluation()
+        self._left = None
+        if self._left_out or not progress.observing or "param" not in self._observe:
+            return
+        with self._sink.together():
+            for parameter, pieces in self._selected():
+                self._emit_pieces(parameter, pieces, phase="param", slot="value", stage=BEFORE)
+
+    def _counting(self, *call: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The arguments of `step` with a closure that counts evaluations; None for a step without a closure."""
+        if not has_closure(*call):
+            return None
+        _, args, kwargs = call
+        if len(args) > 1:
+            return (args[0], self._counted(args[1]), *args[2:]), kwargs
+        return args, {**kwargs, "closure": self._counted(kwargs["closure"])}
+
+    def _counted(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        guarded = partial(self._sink.guarded, "optimizer_step")
+        begin, end = guarded(self._closure_begins), guarded(self._closure_ends)
+
+        @wraps(closure)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            begin()
+            result = closure(*args, **kwargs)
+            end()
+            return result
+
+        return counted
+
+    def _closure_begins(self) -> None:
+        self._num_evaluations += 1
+        if self._num_evaluations > 1:
+            self._begin_evaluation()
+        else:
+            self.look_for_evaluation(closure=True)
+
+    def _closure_ends(self) -> None:
+        if not self._left_out and self._sink.progress.observing:
+            self.gradients()
 
     def end_unseen_step(self) -> None:
         """End a step that no hook has seen, if parameters were written since the last backward pass.
@@ -206,8 +270,9 @@ class OptimizerTap:
     def before_step(self, *call: Any) -> None:
         """Record hyper-parameters, and gradients as the optimizer sees them.
 
-        If `step` is given a closure, that computes the gradients, and they are recorded after the step.
+        If `step` is given a closure, that computes the gradients, and they are recorded after each call of it.
         """
+        self._num_evaluations = 0
         self._has_closure = has_closure(*call)
         self.marks.forget()
         self._left_out = not self._counts_skipped and leaves_out(self.optimizer)
@@ -232,7 +297,7 @@ class OptimizerTap:
         """Record state and parameters."""
         if self._left_out or not self._sink.progress.observing:
             return
-        if self._has_closure:
+        if self._has_closure and not self._num_evaluations:
             self.gradients()
         held: set[str] = set()
         with self._sink.together():
@@ -259,6 +324,9 @@ class OptimizerTap:
         if is_compiling():
             return
         self._calls += 1
+        self._left = None
+        if self._num_evaluations > 1 and self.name != self._sink.progress.optimizer:
+            self._sink.progress.begin_evaluation()  # what follows is of another optimizer, whose step goes on
         if not self._left_out:
             self._on_end(self.name)
 

@@ -49,7 +49,7 @@ def _inputs(context: TapContext, root: nn.Module, args: tuple[Any, ...], kwargs:
 
 
 def emit_samples(sink: Sink, batch: Tensor, *, path: str, slot: str, micro_step: int | None = None) -> None:
-    """Record the samples of a batch one by one, unless they are more than `MOST`.
+    """Record the samples of a batch one by one, unless they are more than `MOST`, or sparse.
 
     Args:
         sink: Receives the observations.
@@ -58,7 +58,7 @@ def emit_samples(sink: Sink, batch: Tensor, *, path: str, slot: str, micro_step:
         slot: The slot of the tensor there.
         micro_step: The micro-step of the batch, if it is not the current one.
     """
-    if len(batch) > MOST:
+    if batch.layout != torch.strided or len(batch) > MOST:
         return
     with sink.together():
         for number, sample in enumerate(batch.detach()):

@@ -150,7 +150,8 @@ class UlpReplica:
             return undo.pop_all()
 
     def _key(self, sink: Sink, *site: str) -> int:
-        return rounding_key(self._seed, sink.progress.step, *site)
+        evaluation = sink.progress.evaluation
+        return rounding_key(self._seed, sink.progress.step, *([evaluation] if evaluation else []), *site)
 
     def _outputs(self, sink: Sink, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """The output of the module, rounded; None if nothing in it is rounded."""

@@ -82,6 +82,7 @@ class Attachment:
             describe=self._describe,
         )
         self._events = context.events
+        self._guarded = sink.guarded
         self._on_discovery = on_discovery
         upkeep = Upkeep(context, on_change=on_discovery)
         self.optimizers = FollowedOptimizers(
@@ -120,6 +121,10 @@ class Attachment:
         if elsewhere := self.optimizers.goes_on_elsewhere():
             self._describe("goes_on_elsewhere", elsewhere)
         self._events.at_end()
+
+    def describe_at_end(self, name: str, value: Callable[[], Any]) -> None:
+        """Put what `value` returns when the session ends into `rank.json`."""
+        self._events.at_end.append(self._guarded("describe", lambda: self._describe(name, value())))
 
     def settle(self) -> None:
         """End the steps that optimizers made in compiled code, which has returned by now."""

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -79,6 +80,7 @@ class FollowedOptimizers:
         events.after_backward.append(guarded("optimizer_step", self._after_backward))
         for event in (events.before_forward, events.at_backward):
             event.insert(0, guarded("optimizer_step", self.look))
+        events.before_forward.append(guarded("optimizer_step", self._look_for_evaluation))
         events.after_step.append(guarded("optimizer_step", self.look))
         given = [one for one in self._targets.optimizers.values() if isinstance(one, Optimizer)]
         self._known.update([*given, *map(inner_optimizer, given)])
@@ -107,6 +109,15 @@ class FollowedOptimizers:
         for name, tap in [*self.taps.items()]:
             if not tap.is_attached():
                 self._attach_again(name)
+
+    def _look_for_evaluation(self) -> None:
+        """Begin another evaluation of the step if the training has moved the parameters since the backward pass."""
+        progress = self._context.sink.progress
+        tap = self.taps.get(progress.optimizer)
+        # An engine may exchange parameters for its own at any time.
+        exchanges = list(self._targets.layout.flat) or self._targets.gathering or isinstance(tap, EngineOptimizerTap)
+        if tap is not None and progress.chunk is None and torch.is_grad_enabled() and not exchanges:
+            tap.look_for_evaluation()
 
     def end_unseen_steps(self) -> None:
         """End steps that no hook has seen, if there were any."""

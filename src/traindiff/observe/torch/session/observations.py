@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from traindiff.core.kernels.store import SummaryStore
-from traindiff.core.kernels.torch_arrays import detail_of, dtype_name, shape_of
+from traindiff.core.kernels.torch_arrays import detail_of, dtype_name, shape_of, sparse_parts
 from traindiff.core.observation import LOSS_SCALE, OPERATOR_STAGES, SAMPLE, Merge, Observation
 from traindiff.core.settings import RecordSettings
 from traindiff.core.shards import Region, Shard
@@ -87,6 +87,9 @@ class Containment(Faults):
 
 OVERWRITTEN = "it was written to before anybody waited for the collective that computes it"
 
+_SPARSE_PHASES = frozenset({"batch", "forward", "backward"})
+"""Phases in which a sparse tensor is observed by its parts; the gradient of a parameter is made dense before."""
+
 _SUMMARY_ALONE = OPERATOR_STAGES | {SAMPLE}
 """Stages of which only the summary is kept, whatever `detail` says."""
 
@@ -154,6 +157,15 @@ class Observations(ObservationBuffer):
         late: bool = False,
     ) -> None:
         """`Sink.emit`; `late` files the tensor under the step that has just ended."""
+        if phase in _SPARSE_PHASES and (parts := sparse_parts(tensor)):
+            with self._not_forcing(f"{path} {slot}", "it is sparse"):
+                for name, dense in parts:
+                    self.emit(
+                        dense, phase=phase, path=path, slot=f"{slot}.{name}", stage=stage, call=call,
+                        micro_step=micro_step, optimizer=optimizer, late=late,
+                        scaled=scaled if name == "values" else False,
+                    )  # fmt: skip
+            return
         self._read_arrived()
         if self._bounds and (phase, path) == ("loss", LOSS_SCALE):
             self._loss_scale = tensor
@@ -176,6 +188,17 @@ class Observations(ObservationBuffer):
                 self._in_flight.append((part.tensor, seen, versions_of(part.tensor)))
             else:
                 self._keep(part.tensor, seen)
+
+    @contextmanager
+    def _not_forcing(self, site: str, why: str) -> Iterator[None]:
+        """Inside it, observed tensors keep their values."""
+        forced, self._forced = self._forced, None
+        if forced is not None:
+            forced.not_forced.setdefault(site, why)
+        try:
+            yield
+        finally:
+            self._forced = forced
 
     def together(self) -> AbstractContextManager[None]:
         """`Sink.together`."""

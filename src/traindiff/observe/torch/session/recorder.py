@@ -139,6 +139,16 @@ class Recorder(Session[Observations]):
             with self._out_of_sight():
                 self._attachment.optimizers.follow(optimizer, *call)
 
+    def describe_at_end(self, name: str, value: Callable[[], Any]) -> None:
+        """Put a value that is known when the recording ends into `rank.json`.
+
+        Args:
+            name: Its key in the format.
+            value: Returns it.
+        """
+        if self._attachment is not None:
+            self._attachment.describe_at_end(name, value)
+
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """From the first such block on, observe only what happens inside these blocks.

@@ -101,8 +101,8 @@ Perturbation = Callable[[Tensor, str], Tensor]
 """Rounds a tensor at random; its second argument names the observation."""
 
 
-_Site = tuple[int, str, str, str, str, int, str]
-"""Step, phase, stage, path, slot, call and optimizer."""
+_Site = tuple[int, int, str, str, str, str, int, str]
+"""Step, evaluation, phase, stage, path, slot, call and optimizer."""
 
 
 class _Part(NamedTuple):
@@ -229,4 +229,4 @@ def _same_rows(recorded: Shard, shard: Shard) -> bool:
 
 def _site(seen: Observation) -> _Site:
     stage = "" if seen.stage == RECOMPUTED else seen.stage
-    return seen.step, seen.phase, stage, seen.path, seen.slot, seen.call, seen.optimizer
+    return seen.step, seen.evaluation, seen.phase, stage, seen.path, seen.slot, seen.call, seen.optimizer

@@ -1,0 +1,192 @@
+"""Tensors of two runs that cut the batch differently, and whose rows cannot be brought together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from traindiff.analyse.align.side import Tables
+from traindiff.analyse.findings import Finding, more_text
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
+from traindiff.core.observation import ITSELF, SAMPLE
+from traindiff.core.site import ROOT, label
+from traindiff.core.summary import UNIT_ROUNDOFF, merge
+
+Cut = Mapping[tuple[int, int], int]
+"""Samples by micro-step and term: how a run cuts the batch of a step into micro-batches, and among ranks."""
+
+_WITHOUT_ROWS = ("rng", ITSELF)
+
+
+@dataclass(slots=True)
+class Unplaced:
+    """Sites of which some rows could not be brought together.
+
+    Attributes:
+        pooled: Sites whose norms and sums were compared instead.
+        left_out: Sites that were not compared.
+        axes: Batch axes that would have to be declared, by path.
+    """
+
+    pooled: dict[str, None] = field(default_factory=dict)
+    left_out: dict[str, None] = field(default_factory=dict)
+    axes: dict[str, int] = field(default_factory=dict)
+
+    def comparable(self, tables: Tables) -> Tables:
+        """The tables without sites whose rows cannot be brought together, or with their norms and sums.
+
+        Nothing changes if both runs cut the batch in the same way: then micro-batches are compared one by one.
+        """
+        cuts = _cut(tables[0]), _cut(tables[1])
+        if cuts[0] == cuts[1] or not all(cuts):
+            return tables
+        sides = _by_site(tables[0]), _by_site(tables[1])
+        baseline, candidate = dict(tables[0]), dict(tables[1])
+        for site in sides[0].keys() & sides[1].keys():
+            own, other = sides[0][site], sides[1][site]
+            if _rows_fit((own, other), cuts) or any(one.unobserved for one in (*own, *other)):
+                continue
+            for table, entries in ((baseline, own), (candidate, other)):
+                for entry in entries:
+                    del table[entry.key]
+            pools = _pooled(site, own), _pooled(site, other)
+            name = label(site.path, site.slot)
+            one, two = pools
+            if one is None or two is None or one.summary["count"] != two.summary["count"]:
+                self.left_out[name] = None
+                continue
+            baseline[site], candidate[site] = one, two
+            self.pooled[name] = None
+            if (axis := _undeclared_axis((own, other), cuts)) is not None:
+                self.axes.setdefault(site.path or ROOT, axis)
+        return baseline, candidate
+
+    def notes(self) -> list[str]:
+        """One sentence about each kind of them."""
+        notes = []
+        if self.pooled:
+            notes.append(
+                f"The runs cut the batch differently, and which row is which is not known at {_named(self.pooled)} "
+                f"(chosen rows, or an axis that is not known as the batch axis). Norms and sums were compared "
+                f"there.{self._advice()}"
+            )
+        if self.left_out:
+            notes.append(
+                f"The runs cut the batch differently, so {_named(self.left_out)} cannot be compared (padding, or "
+                "numbers that count within a micro-batch)."
+            )
+        return notes
+
+    def remark(self, first: Finding) -> str:
+        """A sentence for the first finding, if sites before it may not have been compared."""
+        if not self.left_out or first.phase not in ("forward", "loss", "backward", "grad"):
+            return ""
+        sites = "1 site" if len(self.left_out) == 1 else f"{len(self.left_out)} sites"
+        return (
+            f" The runs cut the batch differently, and {sites} could not be compared: what goes wrong may be at one of "
+            "them, and show only here."
+        )
+
+    def _advice(self) -> str:
+        if not self.axes:
+            return ""
+        declared = ", ".join(f'"{path}": {axis}' for path, axis in list(self.axes.items())[:3])
+        path, axis = next(iter(self.axes.items()))
+        return (
+            f" record(batch_axis={{{declared}}}) or traindiff run --batch-axis '{path}={axis}' in both runs has rows "
+            "compared one by one."
+        )
+
+
+def _named(sites: Mapping[str, None]) -> str:
+    return f"{next(iter(sites))}{more_text(len(sites) - 1, 'site')}"
+
+
+def _cut(table: StepTable) -> Cut:
+    """How a run cuts the batch, by its first input that has a batch axis; empty if there is none."""
+    for key, entry in table.items():
+        if key[:2] == ("batch", "") and key.path not in _WITHOUT_ROWS and entry.parts and not entry.unobserved:
+            same = [one for other, one in table.items() if other._replace(micro_step=0) == key._replace(micro_step=0)]
+            parts = [part for one in same for part in one.parts if part.shard.batched and part.shard.shape]
+            if parts:
+                return {(part.micro_step, part.term): part.shard.shape[0] for part in parts}
+    return {}
+
+
+def _by_site(table: StepTable) -> dict[SiteKey, list[MergedSite]]:
+    """Inputs, activations and their gradients; of some there is an entry for each micro-step."""
+    found: dict[SiteKey, list[MergedSite]] = {}
+    for key, entry in table.items():
+        flows = key.phase in ("batch", "forward", "backward") and key.path not in _WITHOUT_ROWS
+        if flows and key.stage not in (SAMPLE, "evaluation"):
+            found.setdefault(key._replace(micro_step=0), []).append(entry)
+    return found
+
+
+Sides = tuple[Sequence[MergedSite], Sequence[MergedSite]]
+
+
+def _rows_fit(sides: Sides, cuts: tuple[Cut, Cut]) -> bool:
+    """True if each row of one run has a counterpart in the other."""
+    if any(len(side) > 1 for side in sides):
+        return False
+    (baseline,), (candidate,) = sides
+    if baseline.shape != candidate.shape:
+        # Another number of samples is another batch, and not a question of how it is cut.
+        return baseline.key.phase == "batch" and baseline.batched and candidate.batched
+    if baseline.dtype not in UNIT_ROUNDOFF and baseline.dtype != "bool" and baseline.key.phase != "batch":
+        return bool(baseline.summary["fingerprint"] == candidate.summary["fingerprint"])  # may be places in the batch
+    if baseline.batched != candidate.batched:
+        return False
+    return all(_is_proportional(one, cut) for one, cut in zip((baseline, candidate), cuts, strict=True))
+
+
+def _is_proportional(entry: MergedSite, cut: Cut) -> bool:
+    """True if each micro-batch has as many rows of a tensor per sample as the others."""
+    if not entry.batched:
+        return True
+    rows = {
+        (part.shard.shape[0], cut[part.micro_step, part.term])
+        for part in entry.parts
+        if part.shard.shape and (part.micro_step, part.term) in cut
+    }
+    return all(count * samples == first * own for count, own in rows for first, samples in rows)
+
+
+def _pooled(site: SiteKey, entries: Sequence[MergedSite]) -> MergedSite | None:
+    """All rows of a tensor together, in no order; None if these are whole numbers, or known as a sum only."""
+    if any(one.dtype not in UNIT_ROUNDOFF or not one.exact for one in entries):
+        return None
+    first = entries[0]
+    summary = merge([one.summary for one in entries]) if len(entries) > 1 else first.summary.copy()
+    summary["sketch"] = 0.0
+    inner = {one.shape[1:] for one in entries}
+    rows = sum(one.shape[0] for one in entries if one.shape)
+    shape = (rows, *inner.pop()) if len(inner) == 1 and first.shape else (int(summary["count"]),)
+    return replace(
+        first, key=site, summary=summary, shape=shape, exact=False, parts=(), apart=(), batched=False, summed=False,
+        placed=False,
+    )  # fmt: skip
+
+
+def _undeclared_axis(sides: Sides, cuts: tuple[Cut, Cut]) -> int | None:
+    """The axis whose lengths are proportional to the samples of the micro-batches, if it is the only one."""
+    found: set[int] = set()
+    lengths: dict[int, set[tuple[int, int]]] = {}
+    shapes = set()
+    for side, cut in zip(sides, cuts, strict=True):
+        for part in (part for one in side for part in one.parts):
+            samples = cut.get((part.micro_step, part.term))
+            if part.shard.batched or samples is None:
+                return None
+            shapes.add(part.shard.shape)
+            for axis, length in enumerate(part.shard.shape):
+                lengths.setdefault(axis, set()).add((length, samples))
+    if len({len(shape) for shape in shapes}) != 1:
+        return None
+    for axis, seen in lengths.items():
+        if len({length for length, _ in seen}) > 1:
+            found.add(axis)
+            if any(length * other != first * samples for length, samples in seen for first, other in seen):
+                return None
+    return found.pop() if len(found) == 1 else None

@@ -1,0 +1,270 @@
+"""Steps in which an optimizer evaluates the loss several times, by a closure or at parameters that were moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, Optimizer
+
+import traindiff
+
+STEPS = 3
+
+Faulty = Callable[[int, int], bool]
+"""Whether the model is wrong in a step and an evaluation."""
+
+
+class Slip(nn.Module):
+    """Returns its input, 1 % too large while `wrong` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrong = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1.01 if self.wrong else x
+
+
+class Twice(SGD):
+    """Moves along the gradient, has the closure called there, and steps from where it was (sharpness-aware).
+
+    Writes parameters by `.data`, which no version counter of torch's tells.
+    """
+
+    def step(self, closure: Callable[[], Tensor]) -> Tensor:  # type: ignore[override]
+        loss = closure()
+        parameters = [one for group in self.param_groups for one in group["params"]]
+        moves = [0.05 * one.grad.sign() for one in parameters]
+        for one, move in zip(parameters, moves, strict=True):
+            one.data.add_(move)
+        closure()
+        for one, move in zip(parameters, moves, strict=True):
+            one.data.sub_(move)
+        super().step()
+        return loss
+
+
+class Several(SGD):
+    """Calls the closure so many times, with a small step after each."""
+
+    times = 3
+
+    def step(self, closure: Callable[[], Tensor]) -> Tensor:  # type: ignore[override]
+        for _ in range(self.times):
+            loss = closure()
+            super().step()
+        return loss
+
+
+def train(
+    path: Path,
+    make: Callable[[nn.Module], Optimizer],
+    *,
+    wrong: Faulty = lambda step, evaluation: False,
+    micro_batches: int = 1,
+    zeroes: Callable[[int, int], bool] = lambda step, evaluation: True,
+) -> None:
+    """Train with a closure, and record it."""
+    torch.manual_seed(0)
+    slip = Slip()
+    model = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), slip, nn.Linear(16, 1))
+    optimizer = make(model)
+    with traindiff.record(path, model, optimizer, strict=True):
+        for step in range(STEPS):
+            points = torch.randn(32, 6, generator=torch.Generator().manual_seed(step))
+            evaluations = iter(range(100))
+
+            def closure(points: Tensor = points, step: int = step, evaluations: object = evaluations) -> Tensor:
+                number = next(evaluations)  # type: ignore[call-overload]
+                slip.wrong = wrong(step, number)
+                if zeroes(step, number):
+                    optimizer.zero_grad()
+                total = torch.zeros(())
+                for part in points.chunk(micro_batches):
+                    loss = (model(part) - part.sin().sum(1, keepdim=True)).square().mean() / micro_batches
+                    loss.backward()
+                    total = total + loss.detach()
+                return total
+
+            optimizer.step(closure)
+
+
+def lbfgs(model: nn.Module) -> Optimizer:
+    """LBFGS with a fixed number of evaluations."""
+    return LBFGS(model.parameters(), lr=0.1, max_iter=4)
+
+
+def wolfe(model: nn.Module) -> Optimizer:
+    """LBFGS with a line search."""
+    return LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+
+
+def twice(model: nn.Module) -> Optimizer:
+    """Two evaluations."""
+    return Twice(model.parameters(), lr=0.1)
+
+
+MAKERS = {"lbfgs": lbfgs, "wolfe": wolfe, "twice": twice}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("evaluation", [0, 1])
+def test_the_first_divergence_names_the_evaluation(name: str, evaluation: int, tmp_path: Path) -> None:
+    train(tmp_path / "baseline", MAKERS[name])
+    train(tmp_path / "candidate", MAKERS[name], wrong=lambda step, number: (step, number) == (1, evaluation))
+
+    first = traindiff.compare(tmp_path / "baseline", tmp_path / "candidate").first_divergence
+
+    assert first is not None
+    assert (first.step, first.evaluation, first.phase, first.path) == (1, evaluation, "forward", "3")
+    assert first.kind == "scale"
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_micro_batches_of_an_evaluation_merge(name: str, tmp_path: Path) -> None:
+    train(tmp_path / "baseline", MAKERS[name])
+    train(tmp_path / "candidate", MAKERS[name], micro_batches=4)
+
+    found = traindiff.compare(tmp_path / "baseline", tmp_path / "candidate")
+
+    assert found.findings == ()
+    assert found.verdict == "equivalent"
+
+
+def test_gradients_that_an_evaluation_adds_to_those_of_the_one_before_are_named(tmp_path: Path) -> None:
+    train(tmp_path / "baseline", lbfgs)
+    train(tmp_path / "candidate", lbfgs, zeroes=lambda step, number: (step, number) != (0, 2))
+
+    first = traindiff.compare(tmp_path / "baseline", tmp_path / "candidate").first_divergence
+
+    assert first is not None
+    assert (first.step, first.evaluation, first.kind) == (0, 2, "accumulated")
+    assert "of this evaluation and of the evaluation before" in first.message
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_check_takes_evaluations_for_no_contributions(name: str, tmp_path: Path) -> None:
+    train(tmp_path / "run", MAKERS[name], micro_batches=2)
+
+    found = traindiff.check(tmp_path / "run")
+
+    assert (found.verdict, found.warnings) == ("healthy", ())
+
+
+def test_more_evaluations_of_the_same_bits_are_a_finding(tmp_path: Path) -> None:
+    train(tmp_path / "baseline", lambda model: Several(model.parameters(), lr=0.01))
+    Several.times = 2
+    try:
+        train(tmp_path / "candidate", lambda model: Several(model.parameters(), lr=0.01))
+    finally:
+        Several.times = 3
+
+    found = traindiff.compare(tmp_path / "baseline", tmp_path / "candidate")
+    first = found.first_divergence
+
+    assert found.verdict == "diverged"
+    assert first is not None
+    assert (first.step, first.evaluation, first.kind) == (0, 2, "evaluations")
+    assert "evaluates the loss 2 times in this step, the baseline 3 times" in first.message
+
+
+def test_a_search_that_rounding_may_have_stopped_is_a_note(tmp_path: Path) -> None:
+    train(tmp_path / "baseline", lambda model: Several(model.parameters(), lr=0.01))
+    Several.times = 2
+    try:
+        train(tmp_path / "candidate", lambda model: Several(model.parameters(), lr=0.01), micro_batches=2)
+    finally:
+        Several.times = 3
+
+    found = traindiff.compare(tmp_path / "baseline", tmp_path / "candidate", steps=0)
+
+    assert found.findings == ()
+    assert found.verdict == "incomplete"
+    assert any(
+        "In step 0, the baseline evaluates the loss 3 times, the candidate 2 times" in one for one in found.notes
+    )
+
+
+def move_by_hand(path: Path, *, wrong: Faulty = lambda step, evaluation: False) -> None:
+    """A sharpness-aware loop without a closure: two backward passes, with parameters moved in between."""
+    torch.manual_seed(0)
+    slip = Slip()
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), slip, nn.Linear(16, 1))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with traindiff.record(path, model, optimizer, strict=True):
+        for step in range(STEPS):
+            points = torch.randn(32, 6, generator=torch.Generator().manual_seed(step))
+            for evaluation in range(2):
+                slip.wrong = wrong(step, evaluation)
+                model(points).square().mean().backward()
+                if evaluation:
+                    continue
+                with torch.no_grad():
+                    moves = [0.05 * one.grad.sign() for one in model.parameters() if one.grad is not None]
+                    for one, move in zip(model.parameters(), moves, strict=True):
+                        one.add_(move)
+                optimizer.zero_grad()
+            with torch.no_grad():
+                for one, move in zip(model.parameters(), moves, strict=True):
+                    one.sub_(move)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("evaluation", [0, 1])
+def test_parameters_that_move_between_two_backward_passes_begin_an_evaluation(evaluation: int, tmp_path: Path) -> None:
+    move_by_hand(tmp_path / "baseline")
+    move_by_hand(tmp_path / "candidate", wrong=lambda step, number: (step, number) == (1, evaluation))
+
+    first = traindiff.compare(tmp_path / "baseline", tmp_path / "candidate").first_divergence
+
+    assert first is not None
+    assert (first.step, first.evaluation, first.phase, first.path) == (1, evaluation, "forward", "2")
+    assert traindiff.check(tmp_path / "baseline").verdict == "healthy"
+
+
+def accumulate(path: Path, *, closure: bool) -> None:
+    """Two micro-batches, the last of them in a closure, as Lightning accumulates gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with traindiff.record(path, model, optimizer, strict=True):
+        for step in range(STEPS):
+            points = torch.randn(32, 6, generator=torch.Generator().manual_seed(step))
+
+            def backward(part: Tensor) -> Tensor:
+                loss = model(part).square().mean() / 2
+                loss.backward()
+                return loss
+
+            backward(points[:16])
+            if closure:
+                optimizer.step(lambda: backward(points[16:]))  # noqa: B023
+            else:
+                backward(points[16:])
+                optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_closure_that_adds_to_gradients_goes_on_with_the_evaluation(tmp_path: Path) -> None:
+    accumulate(tmp_path / "baseline", closure=False)
+    accumulate(tmp_path / "candidate", closure=True)
+
+    assert traindiff.compare(tmp_path / "baseline", tmp_path / "candidate").verdict == "identical"
+
+
+def test_replicas_measure_each_evaluation(tmp_path: Path) -> None:
+    train(tmp_path / "baseline", lbfgs)
+    train(tmp_path / "again", lbfgs, micro_batches=2)
+    train(tmp_path / "legal", lbfgs, micro_batches=4)
+    train(tmp_path / "candidate", lbfgs, wrong=lambda step, number: (step, number) == (0, 1))
+    noise = tmp_path / "again"
+
+    assert traindiff.compare(tmp_path / "baseline", tmp_path / "legal", noise=noise).findings == ()
+    first = traindiff.compare(tmp_path / "baseline", tmp_path / "candidate", noise=noise).first_divergence
+    assert first is not None
+    assert (first.evaluation, first.path) == (1, "3")
