@@ -135,7 +135,11 @@ class RunningComparison:
         """The comparison of the steps so far."""
         baseline, candidate = self.runs.runs
         calibration = self._measured.calibration
-        notes, incomplete = limits(self.runs, learning_agrees=self._judge.learning_agrees and not self._forced)
+        notes, incomplete = limits(
+            self.runs,
+            learning_agrees=self._judge.learning_agrees and not self._forced,
+            same_bits=self._judge.same_bits,
+        )
         notes = [*calibration.notes(uncovered=self._uncovered), *notes, *self._further_notes()]
         findings, representation = self._explained(self._judge.findings), ()
         if not self._forced and self._judge.only_representation_differs:
