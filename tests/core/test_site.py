@@ -22,6 +22,7 @@ paths = st.lists(names, max_size=4).map(".".join)
         ("_fsdp_wrapped_module.layers.3._fsdp_wrapped_module.fc.weight", "layers.3.fc.weight"),
         ("layers.0._checkpoint_wrapped_module.fc", "layers.0.fc"),
         ("_torch_module._original_module.head", "head"),
+        ("_forward_module.module.head", "head"),
         ("module", ""),
         ("modules.0", "modules.0"),
         ("my_module.x", "my_module.x"),
@@ -52,6 +53,22 @@ def test_wrapped_and_plain_models_have_the_same_paths() -> None:
     wrapped = ["", "module", *(f"module.{path}" for path in plain[1:])]
 
     assert list(canonical_paths(wrapped).values()) == list(canonical_paths(plain).values()) == plain
+
+
+def test_a_model_that_a_wrapper_holds_twice_has_each_path_once() -> None:
+    model, layer, engine, wrapper = object(), object(), object(), object()
+    wrapped = {
+        "": wrapper, "_forward_module": engine, "_forward_module.module": model, "_forward_module.module.fc": layer,
+        "_original_module": model, "_original_module.fc": layer,
+    }  # fmt: skip
+
+    assert canonical_paths(wrapped) == {"_forward_module.module": "", "_forward_module.module.fc": "fc"}
+
+
+def test_two_models_in_a_wrapper_keep_their_own_paths() -> None:
+    wrapped = {"_forward_module.fc": object(), "_original_module.fc": object()}
+
+    assert canonical_paths(wrapped) == {path: path for path in wrapped}
 
 
 def test_a_layer_that_is_really_called_module_keeps_its_name_where_another_would_share_it() -> None:

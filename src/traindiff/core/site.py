@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 PHASES = ("batch", "forward", "loss", "backward", "grad", "optimizer", "update", "param")
@@ -22,6 +22,7 @@ WRAPPERS = frozenset(
         "_torch_module",  # ORTModule
         "_original_module",  # ORTModule
         "_flattened_module",  # ORTModule
+        "_forward_module",  # Lightning Fabric; beside it, `_original_module` holds the same model without its engine
     }
 )
 """Path components that wrappers insert; the same tensor has the same site with and without them."""
@@ -80,11 +81,13 @@ def canonical_paths(paths: Iterable[str]) -> dict[str, str]:
     """Map each module or parameter path to its canonical path.
 
     A wrapper and the module inside it have the same canonical path. The innermost module gets it and the wrapper is
-    left out, so that nothing is observed twice. If two modules that do not contain each other would get the same path
-    (a model may have a layer that is really called `module`), all of them keep their own paths.
+    left out, so that nothing is observed twice. A wrapper may hold one module under two names, of which one is left
+    out. If two modules that do not contain each other would get the same path (a model may have a layer that is really
+    called `module`), all of them keep their own paths.
 
     Args:
-        paths: Distinct paths as `named_modules` or `named_parameters` spell them.
+        paths: Distinct paths as `named_modules` or `named_parameters` spell them. A mapping tells what is at each, so
+            that two names of one object can be told from two objects.
 
     Returns:
         Canonical paths by original path, in the order of `paths`.
@@ -94,13 +97,19 @@ def canonical_paths(paths: Iterable[str]) -> dict[str, str]:
     for path in order:
         by_canonical.setdefault(canonical_path(path), []).append(path)
     chosen: dict[str, str] = {}
-    for canonical, originals in by_canonical.items():
+    for canonical, found in by_canonical.items():
+        originals = _of_one_object_each(found, paths) if isinstance(paths, Mapping) else found
         innermost = max(originals, key=len)
         if all(_contains(path, innermost) for path in originals):
             chosen[innermost] = canonical
         else:
             chosen.update((path, path) for path in originals)
     return {path: chosen[path] for path in order if path in chosen}
+
+
+def _of_one_object_each(paths: Iterable[str], objects: Mapping[str, object]) -> list[str]:
+    """The longest path of each object: another wrapper may be around it there."""
+    return list({id(objects[path]): path for path in sorted(paths, key=len)}.values())
 
 
 def _contains(outer: str, inner: str) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.analyse.merge.test_step_table import part
-from tests.made_up import CONTENT, GROUPS, Compared, Seen, Site, Step, at, random, record
+from tests.made_up import CONTENT, GROUPS, Compared, Edit, Seen, Site, Step, at, random, record
 from traindiff.analyse.align.pairs import align
 from traindiff.analyse.compare import compare
 from traindiff.analyse.merge.renames import parse_renames
@@ -205,13 +205,48 @@ def test_an_optimizer_that_does_not_hold_a_parameter_is_named(compared: Compared
     assert len(comparison.findings) == 1
 
 
-def test_what_could_not_be_observed_is_unknown_and_not_equal(compared: Compared) -> None:
-    def hidden(_step: int, sites: Step) -> None:
-        sites["forward", "", "fc", "output[0]"].about["unobserved"] = "a sparse tensor"
+def hidden(site: Site, why: str = "a sparse tensor") -> Edit:
+    def edit(_step: int, sites: Step) -> None:
+        sites[site].about["unobserved"] = why
 
-    for comparison in (compared(hidden), compared(hidden, baseline_edit=hidden)):
+    return edit
+
+
+HIDDEN: Site = ("forward", "", "fc", "output[0]")
+
+
+def test_what_one_run_could_not_observe_is_unknown_and_not_equal(compared: Compared) -> None:
+    for edits in ({"baseline_edit": hidden(HIDDEN, "a subclass")}, {}):
+        comparison = compared(hidden(HIDDEN), **edits)
+
         assert comparison.verdict == "incomplete"
-        assert "Not observed, so unknown: forward fc output[0] (a sparse tensor)." in comparison.notes
+        assert "Not observed, so unknown: forward fc output[0] (a " in comparison.notes[0]
+
+
+def test_runs_of_the_same_bits_are_identical_where_both_could_not_observe_the_same(compared: Compared) -> None:
+    comparison = compared(hidden(HIDDEN), baseline_edit=hidden(HIDDEN))
+
+    assert (comparison.verdict, comparison.exit_code) == ("identical", 0)
+    assert comparison.notes == ("Not observed, so unknown: forward fc output[0] (a sparse tensor).",)
+
+
+def test_what_neither_run_could_observe_stays_unknown_where_another_tensor_has_other_bits(compared: Compared) -> None:
+    rounded = at(("forward", "", "head", "output[0]"), lambda x: x * np.float32(1 + 2e-7))
+
+    def both(step: int, sites: Step) -> None:
+        hidden(HIDDEN)(step, sites)
+        rounded(step, sites)
+
+    assert compared(both, baseline_edit=hidden(HIDDEN)).verdict == "incomplete"
+
+
+def test_runs_of_which_neither_shows_what_is_learned_are_not_identical(compared: Compared) -> None:
+    def activations(_step: int, sites: Step) -> None:
+        for site, seen in sites.items():
+            if site[0] not in ("batch", "forward"):
+                seen.about["unobserved"] = "only its extremes are kept"
+
+    assert compared(activations, baseline_edit=activations).verdict == "incomplete"
 
 
 def test_a_batch_axis_that_was_not_recognized_is_explained(compared: Compared) -> None:

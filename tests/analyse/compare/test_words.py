@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.made_up import CONTENT, Compared, Seen, Step, at, record
+from tests.made_up import CONTENT, Compared, Edit, Seen, Step, at, record
 from traindiff.analyse.compare import compare
 from traindiff.errors import ConfigError, NotARecordingError
 
@@ -169,14 +169,29 @@ def test_circumstances_that_are_lists_are_written_out(compared: Compared) -> Non
     assert notes == ("Circumstances differ (baseline and candidate): devices none and cpu, cuda.",)
 
 
-def test_what_a_failed_tap_would_have_seen_leaves_the_verdict_open(compared: Compared) -> None:
-    def failed(_step: int, sites: Step) -> None:
-        about = {"unobserved": "the loss tap failed: ValueError"}
-        sites["loss", "", "traindiff", "loss"] = Seen(values=np.zeros(()), about=about)
+def failed(why: str = "ValueError") -> Edit:
+    def edit(step: int, sites: Step) -> None:
+        about = {"unobserved": f"the loss tap failed: {why}"}
+        if step == 1:
+            sites["loss", "", "traindiff", "loss"] = Seen(values=np.zeros(()), about=about)
 
-    comparison = compared(failed)
+    return edit
+
+
+def test_what_a_failed_tap_would_have_seen_leaves_the_verdict_open(compared: Compared) -> None:
+    comparison = compared(failed())
 
     assert comparison.verdict == "incomplete"
     assert comparison.notes[0] == (
-        "candidate: on rank 0, the loss tap failed: ValueError. What it would have seen from step 0 on is unknown."
+        "candidate: on rank 0, the loss tap failed: ValueError. What it would have seen from step 1 on is unknown."
+    )
+    assert compared(failed("KeyError"), baseline_edit=failed()).verdict == "incomplete"
+
+
+def test_a_tap_that_failed_alike_in_runs_of_the_same_bits_is_noted_once(compared: Compared) -> None:
+    comparison = compared(failed(), baseline_edit=failed())
+
+    assert comparison.verdict == "identical"
+    assert comparison.notes == (
+        "Both runs: on rank 0, the loss tap failed: ValueError. What it would have seen from step 1 on is unknown.",
     )

@@ -177,6 +177,22 @@ def test_a_gradient_that_compiled_code_shows_only_a_part_of_is_unobserved(contai
     assert len(rows(tmp_path / "run", phase="backward", path="first")) == len(case.batches)
 
 
+@pytest.mark.parametrize("observe", [None, ["backward", "loss"]])
+def test_two_equal_runs_of_compiled_code_that_returns_several_tensors_are_identical(
+    observe: list[str] | None, tmp_path: Path
+) -> None:
+    build, logits = CONTAINERS["namedtuple"]
+    options = {} if observe is None else {"observe": observe}
+    for name in ("baseline", "candidate"):
+        train(Case(build=lambda: Returning(build), logits=logits, options=options), whole, tmp_path / name)
+
+    comparison = traindiff.compare(tmp_path / "baseline", tmp_path / "candidate")
+
+    assert (comparison.verdict, comparison.exit_code) == ("identical", 0), str(comparison)
+    assert any("Not observed, so unknown: backward" in note for note in comparison.notes)
+    assert traindiff.check(tmp_path / "candidate").exit_code == 0
+
+
 def test_recomputation_is_seen_where_it_runs_as_it_was_written(tmp_path: Path) -> None:
     case = Case(build=CheckpointedNet, backend="eager")
     plain, recorded = train(case, full_graph, None), train(case, full_graph, tmp_path / "compiled")

@@ -19,6 +19,7 @@ from tests.observe.hooks.trainings import TRAININGS, batches
 from traindiff.core.kernels import summarize
 from traindiff.core.kernels.torch_arrays import sparse_parts
 from traindiff.core.shards import Shard
+from traindiff.observe.torch.session.models import unwrapped
 
 
 def fingerprint(tensor: Tensor) -> int:
@@ -338,27 +339,52 @@ def test_only_selected_modules_are_observed(tmp_path: Path) -> None:
     assert {seen.path for seen, _ in rows(tmp_path / "run", phase="backward")} == {"0.0", "0.1", "0.2"}
 
 
-def test_wrapped_and_plain_models_have_the_same_sites(tmp_path: Path) -> None:
-    class Wrapper(nn.Module):
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self.module = module
+class Wrapper(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.module(x)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)
 
-    torch.manual_seed(0)
-    plain = mlp()
-    wrapped = Wrapper(mlp())
-    wrapped.load_state_dict({f"module.{name}": value for name, value in plain.state_dict().items()})
-    record_one_step(tmp_path / "plain", plain, next(batches()))
-    record_one_step(tmp_path / "wrapped", wrapped, next(batches()))
+
+class HoldsTwice(nn.Module):
+    """As Fabric of Lightning: the model in its engine's wrapper, and beside it the model alone."""
+
+    def __init__(self, engine: nn.Module, model: nn.Module) -> None:
+        super().__init__()
+        self._forward_module = engine
+        self._original_module = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._forward_module(x)
+
+
+WRAPPINGS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "once": Wrapper,
+    "twice": lambda model: HoldsTwice(model, model),
+    "twice, once in an engine": lambda model: HoldsTwice(Wrapper(model), model),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPINGS.values(), ids=WRAPPINGS)
+def test_wrapped_and_plain_models_have_the_same_sites(wrap: Callable[[nn.Module], nn.Module], tmp_path: Path) -> None:
+    for name, made in (("plain", lambda model: model), ("wrapped", wrap)):
+        torch.manual_seed(0)
+        record_one_step(tmp_path / name, made(mlp()), next(batches()))
 
     actual, expected = (
         [(seen.phase, seen.stage, seen.path, seen.slot, bytes(s)) for seen, s in rows(tmp_path / name)]
         for name in ("wrapped", "plain")
     )
     assert actual == expected
+
+
+@pytest.mark.parametrize("wrap", WRAPPINGS.values(), ids=WRAPPINGS)
+def test_the_model_inside_wrappers_is_found(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    model = mlp()
+
+    assert unwrapped(wrap(model)) is model
 
 
 class PartlyUsed(nn.Module):

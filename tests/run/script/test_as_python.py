@@ -49,6 +49,40 @@ print(calls)
 """
 
 
+HOOK = """
+import importlib.util, sys
+
+class Finder:
+    looks = False
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "torch" or self.looks:
+            return None
+        self.looks = True
+        spec = importlib.util.find_spec(name)
+        loader, execute = spec.loader, spec.loader.exec_module
+
+        def exec_module(module):
+            {undo}
+            execute(module)
+            print("torch was imported")
+
+        loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
+"""Has a function called when torch has been imported, as tools for tracing do."""
+
+TRAINS = """
+import torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(3, 2)).sum().backward()
+optimizer.step()
+"""
+
+
 def both(tmp_path: Path, source: str, *arguments: str) -> None:
     """Hold what a script prints, and how it ends, against the same script by itself."""
     script = tmp_path / "script.py"
@@ -127,6 +161,13 @@ import torch
 print(torch.get_num_threads())
 """
     both(tmp_path, source)
+
+
+@pytest.mark.parametrize("undo", ["pass", "del loader.exec_module"])
+def test_an_import_hook_of_another_tool_works_and_the_script_is_recorded(undo: str, tmp_path: Path) -> None:
+    both(tmp_path, HOOK.format(undo=undo) + TRAINS)
+
+    assert (tmp_path / "run" / "run.json").exists()
 
 
 def test_the_recording_lies_where_it_was_asked_for_whatever_directory_the_script_changes_to(tmp_path: Path) -> None:

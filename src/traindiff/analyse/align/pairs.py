@@ -149,6 +149,7 @@ class Presence:
         not_recorded: By side: what it was not asked to record, and the other run has.
         unaligned: By side: sites without a counterpart.
         unobserved: Sites that a run could not observe, with the reason.
+        one_sided: Whether one run could not observe a site that the other observed, or could not for another reason.
         lack_stages: Sides that lack ranks with pipeline stages: a missing site may belong to these.
     """
 
@@ -157,6 +158,7 @@ class Presence:
         self.not_recorded: tuple[dict[str, None], dict[str, None]] = ({}, {})
         self.unaligned: tuple[_SitesAlone, _SitesAlone] = ({}, {})
         self.unobserved: dict[str, str] = {}
+        self.one_sided = False
         self.lack_stages: set[int] = set()
         self._reported: set[tuple[int, str]] = set()
         self._latest: dict[tuple[int, str, str, str], int] = {}  # the step that was counted last
@@ -170,12 +172,13 @@ class Presence:
             if not (baseline.unobserved or candidate.unobserved):
                 pairs.append(pair)
             elif baseline.unobserved and candidate.unobserved:
-                self._skip(baseline if not baseline.unobserved.startswith(NO_GRADIENT) else None)
+                unknown = candidate if baseline.unobserved.startswith(NO_GRADIENT) else baseline
+                self._skip(unknown, alike=baseline.unobserved == candidate.unobserved)
             elif (baseline.unobserved or candidate.unobserved).startswith(NO_GRADIENT):
                 side = 1 if candidate.unobserved else 0
                 findings += self._absent(baseline, side=side, step=step, lacking=(baseline, candidate)[side])
             else:
-                self._skip(baseline if baseline.unobserved else candidate)
+                self._skip(baseline if baseline.unobserved else candidate, alike=False)
         called = {
             (pair.baseline.key.path, pair.baseline.key.call) for pair in aligned.pairs if _is_output(pair.baseline)
         }
@@ -197,7 +200,7 @@ class Presence:
         if entry.key.path == "rng":
             return  # the number of passes that draw from it is compared elsewhere
         if entry.unobserved:
-            self._skip(entry if not entry.unobserved.startswith(NO_GRADIENT) else None)
+            self._skip(entry, alike=False)
         elif what := self._not_recorded(entry, side=1 - side):
             self.not_recorded[1 - side].setdefault(what, None)
         elif entry.key.phase == "optimizer" and entry.key.slot == SKIPPED:
@@ -260,10 +263,13 @@ class Presence:
         kind = "missing" if side else "extra"
         yield finding_at(entry, step=step, kind=kind, message=message, rank=only_rank(lacking or entry))
 
-    def _skip(self, entry: MergedSite | None) -> None:
-        if entry is not None:
-            key = entry.key
-            self.unobserved.setdefault(f"{key.phase} {label(key.path, key.slot)}", entry.unobserved)
+    def _skip(self, entry: MergedSite, *, alike: bool) -> None:
+        """Note a site without numbers; `alike` if the other run has none for the same reason."""
+        if entry.unobserved.startswith(NO_GRADIENT):
+            return  # there was nothing to observe
+        key = entry.key
+        self.unobserved.setdefault(f"{key.phase} {label(key.path, key.slot)}", entry.unobserved)
+        self.one_sided |= not alike
 
     def _add(self, side: int, entry: MergedSite, step: int, why: str = "") -> None:
         key = entry.key

@@ -143,6 +143,7 @@ class RunningComparison:
             self.runs,
             learning_agrees=self._judge.learning_agrees and not self._forced,
             learning_compared=self._judge.learning_compared and not self._forced,
+            same_bits=self._judge.same_bits,
         )
         notes = [*calibration.notes(uncovered=self._uncovered), *notes, *self._further_notes()]
         notes += self._evaluation_notes()

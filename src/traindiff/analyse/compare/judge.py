@@ -25,6 +25,9 @@ from traindiff.core.summary import rounding
 FOLLOWS = 0.05
 """If all gradients together differ by more than this part of the activations' difference, they may follow from it."""
 
+_LEARNING = frozenset({"loss", "grad", "update"})
+"""Phases that tell what a training learns."""
+
 
 def is_uncalled(finding: Finding) -> bool:
     """True if a finding says that one run does not call a module."""
@@ -109,7 +112,16 @@ class Judge:
     @property
     def learning_compared(self) -> bool:
         """True if losses, gradients and updates were compared."""
-        return {"loss", "grad", "update"} <= {row.phase for row in self.differences.values()}
+        return self._phases >= _LEARNING
+
+    @property
+    def same_bits(self) -> bool:
+        """True if losses, gradients or updates were compared, and all observed tensors have the same bits."""
+        return self.all_equal and not self._found and not self._phases.isdisjoint(_LEARNING)
+
+    @property
+    def _phases(self) -> set[str]:
+        return {row.phase for row in self.differences.values()}
 
     def _is_representation(self, finding: Finding) -> bool:
         if is_uncalled(finding):

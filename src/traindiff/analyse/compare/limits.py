@@ -12,18 +12,21 @@ from traindiff.core.site import label
 from traindiff.core.tap_registry import NOT_BY_DEFAULT
 from traindiff.storage import Run
 
-_ACTIVATIONS = ("forward", "backward")
+_BEFORE_LEARNING = ("batch", "forward", "backward")
+"""Phases of tensors that losses, gradients and updates follow from."""
 
 
-def limits(runs: TwoRuns, *, learning_agrees: bool, learning_compared: bool) -> tuple[list[str], bool]:
+def limits(runs: TwoRuns, *, learning_agrees: bool, learning_compared: bool, same_bits: bool) -> tuple[list[str], bool]:
     """Sentences that limit the verdict after all steps, and whether they leave it incomplete.
 
     Args:
         runs: The two runs.
-        learning_agrees: Whether losses, gradients and updates were compared and agree. Then activations that were not
-            compared are noted, and leave nothing open.
+        learning_agrees: Whether losses, gradients and updates were compared and agree. Then batches and activations
+            that were not compared are noted, and leave nothing open.
         learning_compared: Whether losses, gradients and updates were compared. Then activations whose rows have no
             counterpart leave nothing open: a fault there shows in these.
+        same_bits: Whether losses, gradients or updates were compared, and all observed tensors have the same bits. Then
+            tensors that neither run observed, for the same reason, are noted, and leave nothing open.
     """
     endings = [
         f"{name}: {status.message}"
@@ -32,13 +35,16 @@ def limits(runs: TwoRuns, *, learning_agrees: bool, learning_compared: bool) -> 
         if (status := run.status(rank)).message  # of a rank whose recording was not closed
     ]
     gaps = [*_missing_ranks(runs), *_missing_steps(runs), *_unstepped(runs)]
+    failures = list(_failures(runs))
     not_recorded, partly = _not_recorded(runs)
+    notes = [*endings, *failures, *gaps, *_unobserved(runs), *not_recorded]
     phases = {site.partition(" ")[0] for site in runs.presence.unobserved}
     phases.update(phase for side in runs.presence.unaligned for phase, _, _ in side)
-    open_sites = phases.difference(_ACTIVATIONS) if learning_agrees else phases
-    notes = [*endings, *gaps, *_unobserved(runs), *not_recorded]
+    open_sites = phases.difference(_BEFORE_LEARNING) if learning_agrees else phases
+    if same_bits and not any(runs.presence.unaligned) and _unseen_alike(runs):
+        failures, open_sites = [], set()
     without_rows = bool(runs.uneven.left_out) and not learning_compared
-    return notes, bool(gaps) or partly or bool(open_sites) or without_rows
+    return notes, bool(gaps) or bool(failures) or partly or bool(open_sites) or without_rows
 
 
 def not_followed(runs: TwoRuns) -> list[str]:
@@ -55,10 +61,25 @@ def hints(runs: TwoRuns) -> list[str]:
     return [f"{label(one.path, one.slot)}: {one.why}." for one in runs.presence.sides()[0] if one.why][:3]
 
 
+def _unseen_alike(runs: TwoRuns) -> bool:
+    """True if both runs failed to observe the same tensors for the same reasons."""
+    baseline, candidate = (failed.notes() for failed in runs.failed)
+    return baseline == candidate and not runs.presence.one_sided
+
+
+def _failures(runs: TwoRuns) -> Iterator[str]:
+    """Sentences about what taps failed to observe; what both runs share is said once."""
+    baseline, candidate = (dict.fromkeys(failed.notes()) for failed in runs.failed)
+    for name, own, other in ((RUNS[0], baseline, candidate), (RUNS[1], candidate, baseline)):
+        for message in own:
+            if message not in other:
+                yield f"{name}: {message[0].lower()}{message[1:]}"
+            elif own is baseline:
+                yield f"Both runs: {message[0].lower()}{message[1:]}"
+
+
 def _missing_ranks(runs: TwoRuns) -> Iterator[str]:
-    """Sentences about data that are missing: failed taps, missing ranks, and ranks without the steps of other ranks."""
-    for name, failed in zip(RUNS, runs.failed, strict=True):
-        yield from (f"{name}: {message[0].lower()}{message[1:]}" for message in failed.notes())
+    """Sentences about missing ranks, and about ranks without the steps of other ranks."""
     for name, run, side in zip(RUNS, runs.runs, runs.sides, strict=True):
         if run.missing_ranks:
             ranks = ranks_text(run.missing_ranks, capital=False)

@@ -58,7 +58,7 @@ class _Finder(MetaPathFinder):
             execute = loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                del loader.exec_module  # this loader's own attribute, which hid its class's method
+                vars(loader).pop("exec_module", None)  # another tool's hook may have removed it already
                 execute(module)
                 if self in sys.meta_path:
                     sys.meta_path.remove(self)

@@ -74,7 +74,7 @@ def outermost_around(module: nn.Module) -> nn.Module:
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside the wrappers around it."""
     children = list(model.named_children())
-    if len(children) != 1 or children[0][0] not in WRAPPERS:
+    if not children or any(name not in WRAPPERS for name, _ in children):
         return model
     return unwrapped(children[0][1])
 
