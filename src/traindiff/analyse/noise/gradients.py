@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from traindiff.analyse.merge.distance import Pair, best_fit
+from traindiff.analyse.merge.distance import Pair, best_fit, equal_bits
 from traindiff.analyse.merge.site import SiteKey
 from traindiff.analyse.noise.uncalibrated import Floors
 from traindiff.core.shards import Shard
@@ -117,6 +117,30 @@ def share_of_noise(gradient: Any, shape: Sequence[int], difference: float) -> fl
         return 0.0
     error = NOISE_SIZE * difference * float(norm(gradient)) / math.sqrt(count)
     return float(np.count_nonzero(largest[:used] <= error)) / used
+
+
+FEW_TURNED = 3.0
+"""Elements of a gradient that may turn around if its smallest one lies within its own error."""
+
+
+def turned_share(gradient: Pair, difference: float) -> float:
+    """Share of a gradient's elements that may have either sign, so that an adaptive update makes full steps of both.
+
+    The profile shows groups of noise. Single elements near zero are known by the smallest one: if it lies within its
+    error, or if other elements are zero in the two runs, a few may turn around. None does if no bit differs.
+
+    Args:
+        gradient: Of both runs.
+        difference: Relative L2 difference that was measured or is expected.
+    """
+    sides = (gradient.baseline.summary, gradient.candidate.summary)
+    share = share_of_noise(sides[0], gradient.baseline.shape, difference)
+    count, size = int(sides[0]["count"]), float(norm(sides[0]))
+    if not count or not size or equal_bits(gradient):
+        return share
+    error = NOISE_SIZE * difference * size / math.sqrt(count)
+    near_zero = min(float(one["smallest"]) for one in sides) <= error
+    return max(share, FEW_TURNED / count) if near_zero or sides[0]["zero"] != sides[1]["zero"] else share
 
 
 def gradient_floor(pair: Pair, terms: Mapping[str, Terms], floors: Floors, *, accumulated: int) -> float:
