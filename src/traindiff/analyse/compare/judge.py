@@ -10,6 +10,7 @@ from typing import Any
 
 from traindiff.analyse.align import exact
 from traindiff.analyse.align.two_runs import RUNS
+from traindiff.analyse.compare.moved_moments import SYSTEMATIC
 from traindiff.analyse.compare.verdict import SiteDifference
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import Pair, difference, equal_bits, size_of
@@ -108,7 +109,7 @@ class Judge:
             return True
         if finding.kind in exact.EXACT_KINDS:
             return bool(finding.evidence.get("permuted"))
-        if finding.kind in ("missing", "extra", "non-finite", "shape", "recomputed"):
+        if finding.kind in ("missing", "extra", "non-finite", "shape", "recomputed", SYSTEMATIC):
             return False
         return finding.phase in ("forward", "backward") or finding.path in self.run.permuted
 

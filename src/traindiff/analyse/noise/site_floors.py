@@ -7,10 +7,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from traindiff.analyse.merge.distance import ESTIMATED_PERMUTED_NORMS, Pair, equal_bits, norms_apart
-from traindiff.analyse.merge.site import MergedSite, SiteKey
+from traindiff.analyse.merge.site import SiteKey
 from traindiff.analyse.noise.coherent import CoherentErrors
-from traindiff.analyse.noise.gradients import Terms, gradient_floor, share_of_noise, summed_rows, terms_by_module
+from traindiff.analyse.noise.gradients import Terms, gradient_floor, summed_rows, terms_by_module, turned_share
 from traindiff.analyse.noise.measured import FEW, SAFETY, Calibration, StepNoise, basis
+from traindiff.analyse.noise.moments import MomentFloors, Moved
 from traindiff.analyse.noise.uncalibrated import GAIN, Floors
 from traindiff.core.summary import UNIT_ROUNDOFF, distance, finite_count, norm, rounding
 
@@ -111,14 +112,16 @@ class SiteFloors:
         self._parameters = parameters
         self._samples = samples
         self._micro_steps = micro_steps
-        self._noise = noise
+        self._noise = noise.sizes if noise else None
+        self._noise_of_moments = noise.moments if noise else {}
+        self._moments = MomentFloors()
         self._calibration = calibration
         self._terms: Mapping[str, Terms] = terms_by_module(pairs)
         self._coherent = CoherentErrors(self._terms, parameters)
         self._rounded = 0.0  # largest unit roundoff of the baseline so far in the step
         self._noise_flow = 0.0  # largest difference of a replica so far in the step
         self._gradient_apart = self._gradient_size = 0.0  # of all gradients together
-        self._seen: dict[str, MergedSite] = {}  # the baseline's gradients, by parameter
+        self._seen: dict[str, Pair] = {}  # gradients, by parameter
         self._gradients: dict[str, float] = {}  # measured floors of gradients, by parameter
         self._alone = Floors(
             settings_differ=run.settings_differ, coefficients=run.coefficients
@@ -200,6 +203,8 @@ class SiteFloors:
             permuted = key.path in self._run.permuted
             estimated = ESTIMATED_PERMUTED_NORMS if permuted and not pair.candidate.exact else 0.0
             self._run.learning_differs |= (norms_apart(pair) if permuted else size) > max(floor, estimated)
+        if key.phase in ("forward", "backward", "loss"):
+            self._moments.saw(pair, handed_on=not self._forced)
         if self._forced:
             return
         expected = None if self._noise is None else self._noise.get(key)
@@ -213,7 +218,7 @@ class SiteFloors:
             self._run.states[key] = float(norm(pair.baseline.summary))
         elif key.phase == "grad" and key.slot == "grad":
             floors.saw_gradient(key.path, size)
-            self._seen[key.path] = pair.baseline
+            self._seen[key.path] = pair
             self._learned(pair, norms_apart(pair) if key.path in self._run.permuted else size)
         if key.phase in ("forward", "backward", "loss") or (key.phase == "grad" and not key.stage):
             floors.saw(size)
@@ -240,6 +245,22 @@ class SiteFloors:
         dtypes = (pair.baseline.dtype, pair.candidate.dtype)
         derived = self._floors.factor(pair.baseline.key.path, dtypes, left_over=left_over, storage=self.storage(pair))
         return self._joined(pair, self.measured(pair), derived)
+
+    def moved(self, pair: Pair, floor: float) -> Moved | None:
+        """The norm or sum of a pair, if it moved further than rounding moves it; None if that cannot be told.
+
+        It is judged where both runs compute with the same parameters, so in the first step and in forced ones.
+
+        Args:
+            pair: Both sides.
+            floor: Floor of their relative L2 difference.
+        """
+        key = pair.baseline.key
+        of_a_parameter = (key.phase, key.stage, key.slot) == ("grad", "", "grad")
+        if not (of_a_parameter or key.phase in ("forward", "backward", "loss")) or self._floors.parameters:
+            return None
+        measured = SAFETY * self._calibration.constant(key.phase) * self._noise_of_moments.get(key, 0.0)
+        return self._moments.moved(pair, floor, measured)
 
     def storage(self, pair: Pair) -> float:
         """Norm of a parameter over norm of its update; 0 for anything but updates.
@@ -328,8 +349,8 @@ class SiteFloors:
         seen = self._seen.get(pair.baseline.key.path)
         if seen is None:
             return 0.0
-        expected = max(self._run.gradients.get(pair.baseline.key.path, 0.0), rounding(seen.dtype))
-        return 2.0 * math.sqrt(share_of_noise(seen.summary, seen.shape, expected))
+        expected = max(self._run.gradients.get(pair.baseline.key.path, 0.0), rounding(seen.baseline.dtype))
+        return 2.0 * math.sqrt(turned_share(seen, expected))
 
     def _gated(self, pair: Pair) -> float:
         key = pair.baseline.key
