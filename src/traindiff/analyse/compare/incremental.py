@@ -243,6 +243,11 @@ class RunningComparison:
                 f"A choice of rows (of a router, of a mask) that rounding may turn was made otherwise, first at "
                 f"{self._judge.turned[0]}. What follows in such a step was not judged."
             )
+        if self._judge.choices:
+            notes.append(
+                f"Rounding turned some choices of rows (of a router), first at {self._judge.choices[0]}. The floors of "
+                "what follows allow for it, and rows that were chosen otherwise are not compared one by one."
+            )
         if self._judge.nan_in_both:
             notes.append(f"NaN at the same places in both runs, first at {self._judge.nan_in_both[0]}.")
         notes += [f"--rename {rule} changes no path of the candidate." for rule in self._rename.unused]

@@ -48,6 +48,7 @@ class Judge:
         previous: The baseline's summaries in the step before, by site.
         nan_in_both: Places at which both runs hold the same NaN.
         turned: Places where a choice that rounding may change, such as a router's, selected another number of rows.
+        choices: Places where rounding turned a part of a router's choices, and how many.
         absent: Paths of parameters that one run does not train; their further differences are not reported.
     """
 
@@ -67,6 +68,7 @@ class Judge:
         self.previous: dict[SiteKey, Any] = {}
         self.nan_in_both: list[str] = []
         self.turned: list[str] = []
+        self.choices: list[str] = []
         self.absent: set[str] = set()
         self._history = history
         self._found: dict[tuple[SiteKey, str], Finding] = {}

@@ -91,6 +91,7 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
         floors.saw_other_inputs(math.inf)
     found = sorted((*given.found, *StepJudge(judge, given, floors).judge()), key=lambda finding: finding.order)
     floors.finish()
+    judge.choices += [f"step {given.step}, {one.where}: about {one.turned:,} of {one.rows:,}" for one in floors.turned]
     if judge.forced and any(finding.slot != LOGGED for finding in found):
         # Logged numbers cannot be forced, so they may follow from the other findings.
         found = [finding for finding in found if finding.slot != LOGGED]
@@ -155,6 +156,9 @@ class StepJudge:
         if key.phase == "param" and key.slot == "value" and not self._judge.judges_parameters:
             return None  # it follows from the parameter before the step and the update
         floor = self._floors.of(pair)
+        if size > floor and self._floors.choice_at(pair) is not None:
+            self._turned(pair)
+            return None
         moved = self._moved(pair, size, floor)
         self._floors.saw(pair, size)
         finding = self._finding(pair, size, floor, moved=moved)
@@ -185,6 +189,8 @@ class StepJudge:
     def _is_turned(self, pair: Pair) -> bool:
         """True if other inputs explain that a choice (of a router, a mask) picked another number of rows."""
         key, baseline, candidate = pair.baseline.key, pair.baseline.shape, pair.candidate.shape
+        if baseline != candidate and key.phase in ("forward", "backward") and self._floors.choice_at(pair) is not None:
+            return True
         before = self._judge.previous.get(key)
         if key.phase not in ("forward", "backward") or baseline == candidate or before is None:
             return False
@@ -195,6 +201,9 @@ class StepJudge:
 
     def _turned(self, pair: Pair) -> None:
         baseline, step = pair.baseline, self._given.step
+        if self._floors.choice_at(pair) is not None:  # the floors of what is computed from these rows allow for it
+            self._judge.note(pair, step, math.inf, math.inf)
+            return
         self._judge.turned.append(
             f"step {step}, {baseline.key.phase} of {baseline.key.path} {baseline.key.slot}: "
             f"{pair.candidate.shape[0]} rows, {baseline.shape[0]} in the baseline"

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from traindiff.analyse.merge.distance import ESTIMATED_PERMUTED_NORMS, Pair, equal_bits, norms_apart
 from traindiff.analyse.merge.site import SiteKey
+from traindiff.analyse.noise.choices import Choice, choices
 from traindiff.analyse.noise.coherent import CoherentErrors
 from traindiff.analyse.noise.gradients import Terms, gradient_floor, summed_rows, terms_by_module, turned_share
 from traindiff.analyse.noise.measured import FEW, SAFETY, Calibration, StepNoise, basis
 from traindiff.analyse.noise.moments import MomentFloors, Moved
-from traindiff.analyse.noise.uncalibrated import GAIN, Floors
-from traindiff.core.summary import UNIT_ROUNDOFF, distance, finite_count, norm, rounding
+from traindiff.analyse.noise.uncalibrated import GAIN, SEEN_FLIPS, Floors
+from traindiff.core.summary import UNIT_ROUNDOFF, distance, finite_count, largest, norm, rounding
 
 LINEAR_STATE = frozenset({"momentum_buffer", "step"})
 """State slots of optimizers whose update is linear in the gradient."""
@@ -116,6 +117,9 @@ class SiteFloors:
         self._noise_of_moments = noise.moments if noise else {}
         self._moments = MomentFloors()
         self._calibration = calibration
+        pairs = tuple(pairs)
+        self._choices = choices(pairs)
+        self._explained: dict[Choice, bool] = {}  # whether rounding may have turned so many, for those come to
         self._terms: Mapping[str, Terms] = terms_by_module(pairs)
         self._coherent = CoherentErrors(self._terms, parameters)
         self._rounded = 0.0  # largest unit roundoff of the baseline so far in the step
@@ -141,7 +145,27 @@ class SiteFloors:
         """
         inputs = max(self._floors.flow, self._floors.parameters)
         hidden = rows * inputs
-        return max(1.0, GAIN * hidden) if hidden >= 0.1 else 0.0
+        return max(1.0, GAIN * hidden) if hidden >= SEEN_FLIPS else 0.0
+
+    @property
+    def turned(self) -> list[Choice]:
+        """The choices of the step that rounding turned."""
+        return [one for one, explained in self._explained.items() if explained]
+
+    def choice_at(self, pair: Pair) -> Choice | None:
+        """The choice of rows that a module computes, if rounding turned a part of it: then rows do not correspond."""
+        of_module = (one for one in self._turned_choices(pair) if one.gathered and pair.baseline.key.path in one.chosen)
+        return next(of_module, None)
+
+    def _turned_choices(self, pair: Pair) -> Iterator[Choice]:
+        """Choices before a pair that were made otherwise, and no more of them than their inputs explain.
+
+        Each is held against its inputs at the first pair after it: later differences may follow from the choice.
+        """
+        before = (one for one in self._choices if one.order <= pair.baseline.order)
+        for one in before:
+            if self._explained.setdefault(one, one.turned <= self.turned_rows(one.rows)):
+                yield one
 
     def of(self, pair: Pair) -> float:
         """Floor of a pair: the largest relative difference that is not a finding."""
@@ -352,12 +376,27 @@ class SiteFloors:
         expected = max(self._run.gradients.get(pair.baseline.key.path, 0.0), rounding(seen.baseline.dtype))
         return 2.0 * math.sqrt(turned_share(seen, expected))
 
+    def _chosen(self, pair: Pair) -> float:
+        """Floor of a tensor because of choices that rounding turned; 0 if none shows. More may hide than show."""
+        key, summary, inputs = pair.baseline.key, pair.baseline.summary, max(self._floors.flow, self._floors.parameters)
+        power, shares = float(summary["sum_of_squares"]), [0.0]
+        gradient = key.phase == "backward" and power > 0.0
+        peak = float(largest(summary)) ** 2 * int(summary["count"]) / power if gradient else 1.0
+        rows = math.prod(pair.baseline.shape[:-1])
+        for one in self._turned_choices(pair):
+            hidden = one.rows * inputs
+            shares.append(one.share(hidden if hidden >= SEEN_FLIPS else 0.0, key.path, rows, peak))
+        return math.sqrt(max(shares))
+
     def _gated(self, pair: Pair) -> float:
         key = pair.baseline.key
-        if key.phase != "backward":
+        if key.phase not in ("forward", "backward"):
             return 0.0
+        chosen = self._chosen(pair)
+        if key.phase == "forward":
+            return chosen
         turned = self._turned_signs.get(key._replace(phase="forward")) if self._leaky else None
-        return self._floors.gated(pair.baseline.summary, pair.candidate.summary, turned)
+        return max(chosen, self._floors.gated(pair.baseline.summary, pair.candidate.summary, turned))
 
 
 def _at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> Floors:
