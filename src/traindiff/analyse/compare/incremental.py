@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -203,6 +204,7 @@ class RunningComparison:
                 factors=tuple(scale_factors(*scales)),
                 clipped=tuple(clip_factor(*clipped)),
                 leaky=not _LEAKY.isdisjoint(self._facts[0].modules.values()),
+                norms={path: name for path, name in self._facts[0].modules.items() if _OVER_POSITIONS.search(name)},
             ),
         )
         if agreed and self._judge.findings and not is_uncalled(self._judge.findings[0]):
@@ -266,6 +268,9 @@ class RunningComparison:
             return "incomplete"
         return "identical" if self._judge.all_equal and not self._judge.findings else "equivalent"
 
+
+_OVER_POSITIONS = re.compile("(Batch|Instance|Group)Norm")
+"""Modules that take means over the positions of an image or a sequence, some of them without running statistics."""
 
 _LEAKY = frozenset({"LeakyReLU", "PReLU", "RReLU"})
 """Modules with gates that leave no zeros when they shut."""

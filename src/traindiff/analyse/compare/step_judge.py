@@ -52,6 +52,7 @@ class StepInput:
         factors: Known factors, with what to say about each.
         clipped: The same for gradients only.
         leaky: Whether the model has gates that leave no zeros when they shut.
+        norms: Class names of the norms over positions, by path.
     """
 
     step: int
@@ -70,6 +71,7 @@ class StepInput:
     factors: tuple[tuple[float, str], ...] = ()
     clipped: tuple[tuple[float, str], ...] = ()
     leaky: bool = False
+    norms: Mapping[str, str] = field(default_factory=dict)
 
 
 LOGGED = "logged"
@@ -85,7 +87,7 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
     floors = SiteFloors(
         judge.run, parameters=given.parameters, pairs=given.pairs, samples=given.samples,
         micro_steps=given.most_micro_steps, noise=given.noise, calibration=given.calibration, forced=judge.forced,
-        leaky=given.leaky,
+        leaky=given.leaky, norms=given.norms,
     )  # fmt: skip
     if any(finding.kind == "random-state" for finding in given.found):
         floors.saw_other_inputs(math.inf)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -52,18 +53,27 @@ class Terms:
     Attributes:
         norm: Its norm.
         count: Its elements.
-        channels: Number of channels with running statistics; 0 if there are none.
+        summed: Number of elements that each mean of the module is taken of, at most; 0 if it is no norm over positions.
     """
 
     norm: float
     count: int
-    channels: int = 0
+    summed: float = 0.0
 
 
-def terms_by_module(pairs: Iterable[Pair]) -> dict[str, Terms]:
-    """Terms by path of the module, over all its calls."""
+NO_NORMS: Mapping[str, str] = MappingProxyType({})
+
+
+def terms_by_module(pairs: Iterable[Pair], norms: Mapping[str, str] = NO_NORMS) -> dict[str, Terms]:
+    """Terms by path of the module, over all its calls.
+
+    Args:
+        pairs: Of a step.
+        norms: Class names of the norms over positions, by path.
+    """
     found: dict[str, Terms] = {}
     channels: dict[str, int] = {}
+    summed: dict[str, float] = {}
     for pair in pairs:
         key, summary = pair.baseline.key, pair.baseline.summary
         if key.slot == "buffer" and key.path.endswith(".running_mean") and pair.baseline.shape:
@@ -72,7 +82,14 @@ def terms_by_module(pairs: Iterable[Pair]) -> dict[str, Terms]:
             before = found.get(key.path, Terms(norm=0.0, count=0))
             size, count = math.hypot(before.norm, float(norm(summary))), before.count + int(summary["count"])
             found[key.path] = Terms(norm=size, count=count)
-    return {path: replace(terms, channels=channels.get(path, 0)) for path, terms in found.items()}
+            if key.path in norms and len(pair.baseline.shape) > 2:
+                # Of [samples, channels, positions...] an InstanceNorm sums positions, a GroupNorm also channels.
+                first = 2 if "Instance" in norms[key.path] else 1
+                summed[key.path] = float(math.prod(pair.baseline.shape[first:]))
+    for path, number in channels.items():
+        if path in found:
+            summed.setdefault(path, found[path].count / number)
+    return {path: replace(terms, summed=summed.get(path, 0.0)) for path, terms in found.items()}
 
 
 def summed_rows(pair: Pair, terms: Mapping[str, Terms]) -> float:
@@ -84,7 +101,7 @@ def summed_rows(pair: Pair, terms: Mapping[str, Terms]) -> float:
     key, shape = pair.baseline.key, pair.baseline.shape
     if key.phase == "forward" or key.slot == "buffer":
         module = terms.get(key.path if key.phase == "forward" else key.path.rpartition(".")[0])
-        return max(1.0, module.count / module.channels) if module is not None and module.channels else 1.0
+        return max(1.0, module.summed) if module is not None else 1.0
     added = terms.get(key.path.rpartition(".")[0])
     if key.phase != "grad" or key.slot == "norm" or added is None or not shape or not shape[0]:
         return 1.0

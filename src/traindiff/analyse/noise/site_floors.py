@@ -10,7 +10,14 @@ from traindiff.analyse.merge.distance import ESTIMATED_PERMUTED_NORMS, Pair, equ
 from traindiff.analyse.merge.site import SiteKey
 from traindiff.analyse.noise.choices import Choice, choices
 from traindiff.analyse.noise.coherent import CoherentErrors
-from traindiff.analyse.noise.gradients import Terms, gradient_floor, summed_rows, terms_by_module, turned_share
+from traindiff.analyse.noise.gradients import (
+    NO_NORMS,
+    Terms,
+    gradient_floor,
+    summed_rows,
+    terms_by_module,
+    turned_share,
+)
 from traindiff.analyse.noise.measured import FEW, SAFETY, Calibration, StepNoise, basis
 from traindiff.analyse.noise.moments import MomentFloors, Moved
 from traindiff.analyse.noise.uncalibrated import GAIN, SEEN_FLIPS, Floors
@@ -91,6 +98,7 @@ class SiteFloors:
         forced: Whether the candidate was given the baseline's tensors after each operation, so that all inputs agree
             and each operation is judged alone.
         leaky: Whether the model has gates that leave no zeros when they shut, as LeakyReLU.
+        norms: Class names of the norms over positions, by path.
     """
 
     def __init__(
@@ -105,6 +113,7 @@ class SiteFloors:
         calibration: Calibration,
         forced: bool = False,
         leaky: bool = False,
+        norms: Mapping[str, str] = NO_NORMS,
     ) -> None:
         self._run = run
         self._forced = forced
@@ -120,7 +129,7 @@ class SiteFloors:
         pairs = tuple(pairs)
         self._choices = choices(pairs)
         self._explained: dict[Choice, bool] = {}  # whether rounding may have turned so many, for those come to
-        self._terms: Mapping[str, Terms] = terms_by_module(pairs)
+        self._terms: Mapping[str, Terms] = terms_by_module(pairs, norms)
         self._coherent = CoherentErrors(self._terms, parameters)
         self._rounded = 0.0  # largest unit roundoff of the baseline so far in the step
         self._noise_flow = 0.0  # largest difference of a replica so far in the step
