@@ -109,7 +109,7 @@ def output_type(module: nn.Module, x: Tensor) -> torch.dtype:
 def rms_norm(module: nn.RMSNorm, x: Tensor) -> Tensor:
     """By its formula, in float32."""
     y = wide(x)
-    eps = torch.finfo(x.dtype).eps if module.eps is None else module.eps
+    eps = torch.finfo(y.dtype).eps if module.eps is None else module.eps  # torch takes that of the dtype it computes in
     found = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     return (found * module.weight).to(output_type(module, x))
 

@@ -38,7 +38,8 @@ SeedOption = Annotated[int, typer.Option(help="Seed of torch's, NumPy's and Pyth
 ReplicaOption = Annotated[
     list[str] | None,
     typer.Option(
-        help="Replica of the baseline to measure its noise from. Repeatable; ulp:1, ulp:2, reorder:1 if left out."
+        help="Replica of the baseline to measure its noise from. Repeatable; ulp:1, ulp:2, reorder:1 if left out, "
+        "and channel:1 for a model with BatchNorm."
     ),
 ]
 AsInCompareOption = Annotated[

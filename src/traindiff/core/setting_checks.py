@@ -25,7 +25,7 @@ SampleOrder = Literal["blocks", "interleaved"]
 
 SAMPLE_ORDERS: tuple[SampleOrder, ...] = ("blocks", "interleaved")
 
-_SEEDED = ("ulp", "reorder")
+_SEEDED = ("ulp", "reorder", "channel")
 _REPLICAS = (*_SEEDED, "float64")
 _REPLICA = re.compile(r"(?P<kind>[^:]*)(:(?P<seed>[0-9]{1,18}))?")
 
@@ -35,7 +35,7 @@ class ReplicaSetting:
     """How a training is perturbed within rounding.
 
     Attributes:
-        kind: `ulp`, `reorder` or `float64`.
+        kind: `ulp`, `reorder`, `channel` or `float64`.
         seed: Number of the perturbation; 0 for `float64`, which is not random.
     """
 
@@ -47,13 +47,13 @@ class ReplicaSetting:
 
 
 def parse_replica(value: object, *, where: str) -> ReplicaSetting | Problem | None:
-    """Read `"ulp:1"`, `"reorder:1"` or `"float64"`; None means no replica. Without a seed, the seed is 0."""
+    """Read `"ulp:1"`, `"reorder:1"`, `"channel:1"` or `"float64"`; None means no replica. The seed is 0 by default."""
     if value is None or isinstance(value, ReplicaSetting):
         return value
     written = _REPLICA.fullmatch(value) if isinstance(value, str) else None
     if written is None:
         what = f"{value!r} is not a replica."
-        return Problem(where=where, what=what, fix='Write "ulp:1", "reorder:1" or "float64".')
+        return Problem(where=where, what=what, fix='Write "ulp:1", "reorder:1", "channel:1" or "float64".')
     kind, seed = written["kind"], written["seed"]
     if kind not in _REPLICAS:
         return Problem.unknown_name(where=where, kind="a replica", found=kind, known=_REPLICAS)

@@ -11,7 +11,7 @@ import pytest
 from tests.made_up import Array, random, summary_of
 from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.site import MergedSite, SiteKey
-from traindiff.analyse.noise.measured import SAFETY, Calibration, NoiseRecording
+from traindiff.analyse.noise.measured import SAFETY, Calibration, NoiseRecording, StepNoise
 from traindiff.analyse.noise.site_floors import RunFloors, SiteFloors
 from traindiff.analyse.noise.uncalibrated import ADAPTIVE_GAIN, GAIN
 from traindiff.core.summary import rounding
@@ -57,6 +57,8 @@ def step(run: RunFloors | None = None, **given: Any) -> SiteFloors:
         "parameters": {}, "pairs": (), "samples": 1, "micro_steps": 1, "noise": None, "calibration": Calibration(),
         **given,
     }  # fmt: skip
+    if about["noise"] is not None:
+        about["noise"] = StepNoise(sizes=about["noise"])
     return SiteFloors(run or RunFloors(), **about)
 
 

@@ -23,7 +23,7 @@ def test_a_replica_is_read_from_its_name(written: str | None, expected: ReplicaS
     assert record_settings(replica=written).replica == expected
 
 
-@pytest.mark.parametrize("written", ["ulp:1", "reorder:0", "float64"])
+@pytest.mark.parametrize("written", ["ulp:1", "reorder:0", "channel:2", "float64"])
 def test_a_replica_is_written_as_it_is_read(written: str) -> None:
     assert record_settings(replica=written).to_json()["replica"] == written
 
@@ -31,10 +31,10 @@ def test_a_replica_is_written_as_it_is_read(written: str) -> None:
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        ("ulps:1", ["  record(replica='ulps:1')", '"ulps" is not a replica.', 'Did you mean "ulp"? Known: float64,']),
+        ("ulps:1", ["  record(replica='ulps:1')", '"ulps" is not a replica.', 'Did you mean "ulp"? Known: channel,']),
         ("float32", ['Did you mean "float64"? ']),
         ("float64:1", ["'float64:1' has a seed, but nothing of a float64 replica is random."]),
-        ("ulp:x", ["'ulp:x' is not a replica.", 'Write "ulp:1", "reorder:1" or "float64".']),
+        ("ulp:x", ["'ulp:x' is not a replica.", 'Write "ulp:1", "reorder:1", "channel:1" or "float64".']),
         ("ulp:-1", ["'ulp:-1' is not a replica."]),
         (1, ["1 is not a replica."]),
     ],

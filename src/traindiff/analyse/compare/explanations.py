@@ -57,6 +57,12 @@ def surroundings(finding: Finding, pairs: Iterable[Pair], aligned: Aligned) -> t
 
 _OWN_STATISTICS = re.compile(r"(Lazy)?BatchNorm[123]d")
 
+
+def has_batch_statistics(classes: Iterable[str]) -> bool:
+    """True if one of these classes of modules normalizes by the statistics of a batch, on each rank alone."""
+    return any(map(_OWN_STATISTICS.fullmatch, classes))
+
+
 _RANDOM = re.compile(r"(Alpha|FeatureAlpha)?Dropout([123]d)?|RReLU")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -291,6 +292,7 @@ class RunningComparison:
                 evaluation=given.evaluation,
                 whole=whole,
                 leaky=not _LEAKY.isdisjoint(self._facts[0].modules.values()),
+                norms={path: name for path, name in self._facts[0].modules.items() if _OVER_POSITIONS.search(name)},
             ),
         )
         if agreed and self._judge.findings and not is_uncalled(self._judge.findings[0]):
@@ -338,6 +340,11 @@ class RunningComparison:
                 f"A choice of rows (of a router, of a mask) that rounding may turn was made otherwise, first at "
                 f"{self._judge.turned[0]}. What follows in such a step was not judged."
             )
+        if self._judge.choices:
+            notes.append(
+                f"Rounding turned some choices of rows (of a router), first at {self._judge.choices[0]}. The floors of "
+                "what follows allow for it, and rows that were chosen otherwise are not compared one by one."
+            )
         if self._judge.nan_in_both:
             notes.append(f"NaN at the same places in both runs, first at {self._judge.nan_in_both[0]}.")
         notes += [f"--rename {rule} changes no path of the candidate." for rule in self._rename.unused]
@@ -368,6 +375,9 @@ class RunningComparison:
             return "incomplete"
         return "identical" if self._judge.all_equal and not self._judge.findings else "equivalent"
 
+
+_OVER_POSITIONS = re.compile("(Batch|Instance|Group)Norm")
+"""Modules that take means over the positions of an image or a sequence, some of them without running statistics."""
 
 _LEAKY = frozenset({"LeakyReLU", "PReLU", "RReLU"})
 """Modules with gates that leave no zeros when they shut."""

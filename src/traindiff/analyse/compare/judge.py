@@ -10,6 +10,7 @@ from typing import Any
 
 from traindiff.analyse.align import exact
 from traindiff.analyse.align.two_runs import RUNS
+from traindiff.analyse.compare.moved_moments import SYSTEMATIC
 from traindiff.analyse.compare.verdict import SiteDifference
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import Pair, difference, equal_bits, size_of
@@ -50,6 +51,7 @@ class Judge:
         previous: The baseline's summaries in the step before, by site.
         nan_in_both: Places at which both runs hold the same NaN.
         turned: Places where a choice that rounding may change, such as a router's, selected another number of rows.
+        choices: Places where rounding turned a part of a router's choices, and how many.
         absent: Paths of parameters that one run does not train; their further differences are not reported.
     """
 
@@ -69,6 +71,7 @@ class Judge:
         self.previous: dict[SiteKey, Any] = {}
         self.nan_in_both: list[str] = []
         self.turned: list[str] = []
+        self.choices: list[str] = []
         self.absent: set[str] = set()
         self._history = history
         self._found: dict[tuple[SiteKey, str], Finding] = {}
@@ -128,7 +131,7 @@ class Judge:
             return True
         if finding.kind in exact.EXACT_KINDS:
             return bool(finding.evidence.get("permuted"))
-        if finding.kind in ("missing", "extra", "non-finite", "shape", "recomputed"):
+        if finding.kind in ("missing", "extra", "non-finite", "shape", "recomputed", SYSTEMATIC):
             return False
         return finding.phase in ("forward", "backward") or finding.path in self.run.permuted
 

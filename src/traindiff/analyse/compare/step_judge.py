@@ -11,6 +11,7 @@ from traindiff.analyse.align import exact
 from traindiff.analyse.compare.diagnosis import Case, Diagnosis, diagnose
 from traindiff.analyse.compare.factors import factor_meaning, factor_text
 from traindiff.analyse.compare.judge import Judge
+from traindiff.analyse.compare.moved_moments import systematic
 from traindiff.analyse.findings import Finding, ranks_text
 from traindiff.analyse.merge.distance import (
     Pair,
@@ -25,6 +26,7 @@ from traindiff.analyse.merge.recorded_calls import Samples
 from traindiff.analyse.merge.site import SiteKey, finding_at, only_rank
 from traindiff.analyse.noise.gradients import common_factor
 from traindiff.analyse.noise.measured import Calibration, StepNoise
+from traindiff.analyse.noise.moments import Moved
 from traindiff.analyse.noise.site_floors import SiteFloors
 from traindiff.core.observation import is_of_evaluation
 from traindiff.core.summary import nonfinite_count, norm
@@ -53,6 +55,7 @@ class StepInput:
         leaky: Whether the model has gates that leave no zeros when they shut.
         evaluation: Number of the evaluation of the loss; None in a step with one.
         whole: True if the pairs include those of the whole step: updates, and the optimizer's state.
+        norms: Class names of the norms over positions, by path.
     """
 
     step: int
@@ -73,6 +76,7 @@ class StepInput:
     leaky: bool = False
     evaluation: int | None = None
     whole: bool = True
+    norms: Mapping[str, str] = field(default_factory=dict)
 
 
 LOGGED = "logged"
@@ -88,12 +92,13 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
     floors = SiteFloors(
         judge.run, parameters=given.parameters, pairs=given.pairs, samples=given.samples,
         micro_steps=given.most_micro_steps, noise=given.noise, calibration=given.calibration, forced=judge.forced,
-        leaky=given.leaky,
+        leaky=given.leaky, norms=given.norms,
     )  # fmt: skip
     if any(finding.kind == "random-state" for finding in given.found):
         floors.saw_other_inputs(math.inf)
     found = sorted((*given.found, *StepJudge(judge, given, floors).judge()), key=lambda finding: finding.order)
     floors.finish()
+    judge.choices += [f"step {given.step}, {one.where}: about {one.turned:,} of {one.rows:,}" for one in floors.turned]
     if judge.forced and any(finding.slot != LOGGED for finding in found):
         # Logged numbers cannot be forced, so they may follow from the other findings.
         found = [finding for finding in found if finding.slot != LOGGED]
@@ -170,8 +175,12 @@ class StepJudge:
         if key.phase == "param" and key.slot == "value" and not self._judge.judges_parameters:
             return None  # it follows from the parameter before the step and the update
         floor = self._floors.of(pair)
+        if size > floor and self._floors.choice_at(pair) is not None:
+            self._turned(pair)
+            return None
+        moved = self._moved(pair, size, floor)
         self._floors.saw(pair, size)
-        finding = self._finding(pair, size, floor)
+        finding = self._finding(pair, size, floor, moved=moved)
         return None if key.path in self._judge.absent else finding
 
     def _batch(self, pair: Pair) -> Finding | None:
@@ -199,6 +208,8 @@ class StepJudge:
     def _is_turned(self, pair: Pair) -> bool:
         """True if other inputs explain that a choice (of a router, a mask) picked another number of rows."""
         key, baseline, candidate = pair.baseline.key, pair.baseline.shape, pair.candidate.shape
+        if baseline != candidate and key.phase in ("forward", "backward") and self._floors.choice_at(pair) is not None:
+            return True
         before = self._judge.previous.get(key)
         if key.phase not in ("forward", "backward") or baseline == candidate or before is None:
             return False
@@ -209,6 +220,9 @@ class StepJudge:
 
     def _turned(self, pair: Pair) -> None:
         baseline, step = pair.baseline, self._given.step
+        if self._floors.choice_at(pair) is not None:  # the floors of what is computed from these rows allow for it
+            self._judge.note(pair, step, math.inf, math.inf)
+            return
         self._judge.turned.append(
             f"step {step}, {baseline.key.phase} of {baseline.key.path} {baseline.key.slot}: "
             f"{pair.candidate.shape[0]} rows, {baseline.shape[0]} in the baseline"
@@ -230,7 +244,8 @@ class StepJudge:
             if whole is None or size is None:
                 continue
             seen.append((pair, max(whole, size)))
-            finding = self._finding(judged, size, floors[pair.baseline.key], observed=pair)
+            floor = floors[pair.baseline.key]
+            finding = self._finding(judged, size, floor, observed=pair, moved=self._moved(judged, size, floor))
             if finding:
                 found.append(finding)
         for pair, size in seen:
@@ -253,14 +268,32 @@ class StepJudge:
         evidence = {**finding.evidence, "factor": factor, "parameters": len(pairs)}
         return replace(finding, kind="scale", message=message, evidence=evidence)
 
-    def _finding(self, pair: Pair, size: float, floor: float, *, observed: Pair | None = None) -> Finding | None:
-        """A finding if the difference exceeds its floor. `observed` is the pair before it was rescaled."""
+    def _moved(self, pair: Pair, size: float, floor: float) -> Moved | None:
+        """The norm or sum of a pair that is within its floor, if it moved further than rounding moves it."""
+        return self._floors.moved(pair, floor) if size <= floor and self._judge.tolerance is None else None
+
+    def _finding(
+        self, pair: Pair, size: float, floor: float, *, observed: Pair | None = None, moved: Moved | None = None
+    ) -> Finding | None:
+        """A finding if the difference exceeds its floor, or if the norm or the sum moved too far.
+
+        Args:
+            pair: Both sides.
+            size: Their difference.
+            floor: Its floor.
+            observed: The pair before it was rescaled.
+            moved: Norm or sum that moved too far.
+        """
         floor = self._factor_floor(pair, size, self._judge.floor(pair, floor))
-        self._judge.note(observed or pair, self._given.step, size, floor)
+        moved = moved if size <= floor else None
+        shown = (size, floor) if moved is None else (moved.apart, moved.floor)
+        self._judge.note(observed or pair, self._given.step, *shown)
         baseline = pair.baseline
         if int(baseline.summary["nan"]) and int(pair.candidate.summary["nan"]) and math.isfinite(size):
             where = f"step {self._given.step}, {baseline.key.phase} of {baseline.key.path} {baseline.key.slot}"
             self._judge.nan_in_both.append(where)
+        if moved is not None:
+            return self._as_finding(pair, *shown, systematic(pair, moved))
         if not size > floor:
             return None
         return self._as_finding(pair, size, floor, self._shape(pair, size, floor))

@@ -28,16 +28,16 @@ class CoherentErrors:
     the floor of independent errors for a convolution's weight over 16,384 rows.
 
     Args:
-        terms: By path of the module: the terms that its bias sums, with the channels that have statistics.
+        terms: By path of the module: the terms that its bias sums, with the elements that norms take means of.
         parameters: By path: the parameters as the step found them, on both sides.
     """
 
     def __init__(self, terms: Mapping[str, Terms], parameters: Mapping[str, Pair]) -> None:
         self._terms = terms
         self._parameters = parameters
-        normalized = [one for one in terms.values() if one.channels]
+        normalized = [one for one in terms.values() if one.summed]
         u = UNIT_ROUNDOFF["float32"]  # in which kernels sum, also for shorter dtypes
-        self._own = max((SAFETY * math.sqrt(one.count / one.channels) * u for one in normalized), default=0.0)
+        self._own = max((SAFETY * math.sqrt(one.summed) * u for one in normalized), default=0.0)
         self._most = max((one.count for one in normalized), default=0)
 
     def floor(self, pair: Pair, inputs: float, own: float) -> float:

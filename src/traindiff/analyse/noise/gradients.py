@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from traindiff.analyse.merge.distance import Pair, best_fit
+from traindiff.analyse.merge.distance import Pair, best_fit, equal_bits
 from traindiff.analyse.merge.site import SiteKey
 from traindiff.analyse.noise.uncalibrated import Floors
 from traindiff.core.shards import Shard
@@ -52,18 +53,27 @@ class Terms:
     Attributes:
         norm: Its norm.
         count: Its elements.
-        channels: Number of channels with running statistics; 0 if there are none.
+        summed: Number of elements that each mean of the module is taken of, at most; 0 if it is no norm over positions.
     """
 
     norm: float
     count: int
-    channels: int = 0
+    summed: float = 0.0
 
 
-def terms_by_module(pairs: Iterable[Pair]) -> dict[str, Terms]:
-    """Terms by path of the module, over all its calls."""
+NO_NORMS: Mapping[str, str] = MappingProxyType({})
+
+
+def terms_by_module(pairs: Iterable[Pair], norms: Mapping[str, str] = NO_NORMS) -> dict[str, Terms]:
+    """Terms by path of the module, over all its calls.
+
+    Args:
+        pairs: Of a step.
+        norms: Class names of the norms over positions, by path.
+    """
     found: dict[str, Terms] = {}
     channels: dict[str, int] = {}
+    summed: dict[str, float] = {}
     for pair in pairs:
         key, summary = pair.baseline.key, pair.baseline.summary
         if key.slot == "buffer" and key.path.endswith(".running_mean") and pair.baseline.shape:
@@ -72,7 +82,14 @@ def terms_by_module(pairs: Iterable[Pair]) -> dict[str, Terms]:
             before = found.get(key.path, Terms(norm=0.0, count=0))
             size, count = math.hypot(before.norm, float(norm(summary))), before.count + int(summary["count"])
             found[key.path] = Terms(norm=size, count=count)
-    return {path: replace(terms, channels=channels.get(path, 0)) for path, terms in found.items()}
+            if key.path in norms and len(pair.baseline.shape) > 2:
+                # Of [samples, channels, positions...] an InstanceNorm sums positions, a GroupNorm also channels.
+                first = 2 if "Instance" in norms[key.path] else 1
+                summed[key.path] = float(math.prod(pair.baseline.shape[first:]))
+    for path, number in channels.items():
+        if path in found:
+            summed.setdefault(path, found[path].count / number)
+    return {path: replace(terms, summed=summed.get(path, 0.0)) for path, terms in found.items()}
 
 
 def summed_rows(pair: Pair, terms: Mapping[str, Terms]) -> float:
@@ -84,7 +101,7 @@ def summed_rows(pair: Pair, terms: Mapping[str, Terms]) -> float:
     key, shape = pair.baseline.key, pair.baseline.shape
     if key.phase == "forward" or key.slot == "buffer":
         module = terms.get(key.path if key.phase == "forward" else key.path.rpartition(".")[0])
-        return max(1.0, module.count / module.channels) if module is not None and module.channels else 1.0
+        return max(1.0, module.summed) if module is not None else 1.0
     added = terms.get(key.path.rpartition(".")[0])
     if key.phase != "grad" or key.slot == "norm" or added is None or not shape or not shape[0]:
         return 1.0
@@ -117,6 +134,30 @@ def share_of_noise(gradient: Any, shape: Sequence[int], difference: float) -> fl
         return 0.0
     error = NOISE_SIZE * difference * float(norm(gradient)) / math.sqrt(count)
     return float(np.count_nonzero(largest[:used] <= error)) / used
+
+
+FEW_TURNED = 3.0
+"""Elements of a gradient that may turn around if its smallest one lies within its own error."""
+
+
+def turned_share(gradient: Pair, difference: float) -> float:
+    """Share of a gradient's elements that may have either sign, so that an adaptive update makes full steps of both.
+
+    The profile shows groups of noise. Single elements near zero are known by the smallest one: if it lies within its
+    error, or if other elements are zero in the two runs, a few may turn around. None does if no bit differs.
+
+    Args:
+        gradient: Of both runs.
+        difference: Relative L2 difference that was measured or is expected.
+    """
+    sides = (gradient.baseline.summary, gradient.candidate.summary)
+    share = share_of_noise(sides[0], gradient.baseline.shape, difference)
+    count, size = int(sides[0]["count"]), float(norm(sides[0]))
+    if not count or not size or equal_bits(gradient):
+        return share
+    error = NOISE_SIZE * difference * size / math.sqrt(count)
+    near_zero = min(float(one["smallest"]) for one in sides) <= error
+    return max(share, FEW_TURNED / count) if near_zero or sides[0]["zero"] != sides[1]["zero"] else share
 
 
 def gradient_floor(pair: Pair, terms: Mapping[str, Terms], floors: Floors, *, accumulated: int) -> float:

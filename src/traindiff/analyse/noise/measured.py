@@ -13,6 +13,7 @@ from traindiff.analyse.findings import finite
 from traindiff.analyse.merge.distance import Pair, size_of
 from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.site import Part, SiteKey
+from traindiff.analyse.noise.moments import moments_apart
 from traindiff.core.site import PHASES
 from traindiff.core.summary import UNIT_ROUNDOFF, finite_count
 from traindiff.storage import Run
@@ -69,8 +70,18 @@ def basis(
 UNMEASURED = ("batch", "rng")
 """Phases and paths that are compared bit by bit, or not at all."""
 
-StepNoise = Mapping[SiteKey, tuple[float, ...]]
-"""By site: relative L2 difference of each replica that has it. inf: whole numbers that differ."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepNoise:
+    """How far replicas are from the baseline in one step, by site.
+
+    Attributes:
+        sizes: Relative L2 difference of each replica that has the site. inf: whole numbers that differ.
+        moments: How far the norm or the sum of any of them is from the baseline's; see `moments_apart`.
+    """
+
+    sizes: Mapping[SiteKey, tuple[float, ...]] = field(default_factory=dict)
+    moments: Mapping[SiteKey, float] = field(default_factory=dict)
 
 
 def made_as(recording: Run) -> str:
@@ -131,13 +142,15 @@ class Replicas:
 
 def step_noise(of_runs: Iterable[Sequence[Pair]]) -> StepNoise:
     """Differences from the baseline in one step, from the pairs of each noise recording with it."""
-    noise: dict[SiteKey, tuple[float, ...]] = {}
+    sizes: dict[SiteKey, tuple[float, ...]] = {}
+    moments: dict[SiteKey, float] = {}
     for pairs in of_runs:
         for pair in pairs:
             key = pair.baseline.key
             if is_measured(key):
-                noise[key] = (*noise.get(key, ()), size_of(pair))
-    return noise
+                sizes[key] = (*sizes.get(key, ()), size_of(pair))
+                moments[key] = max(moments.get(key, 0.0), *moments_apart(pair).values())
+    return StepNoise(sizes=sizes, moments=moments)
 
 
 def _pairs(baseline: SideStep, replica: SideStep) -> list[Pair]:

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from traindiff.analyse.merge.distance import ESTIMATED_PERMUTED_NORMS, Pair, equal_bits, norms_apart
-from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
+from traindiff.analyse.merge.site import SiteKey, StepTable
+from traindiff.analyse.noise.choices import Choice, choices
 from traindiff.analyse.noise.coherent import CoherentErrors
-from traindiff.analyse.noise.gradients import Terms, gradient_floor, share_of_noise, summed_rows, terms_by_module
+from traindiff.analyse.noise.gradients import (
+    NO_NORMS,
+    Terms,
+    gradient_floor,
+    summed_rows,
+    terms_by_module,
+    turned_share,
+)
 from traindiff.analyse.noise.measured import FEW, SAFETY, Calibration, StepNoise, basis
-from traindiff.analyse.noise.uncalibrated import GAIN, Floors
-from traindiff.core.summary import UNIT_ROUNDOFF, distance, finite_count, norm, rounding
+from traindiff.analyse.noise.moments import MomentFloors, Moved
+from traindiff.analyse.noise.uncalibrated import GAIN, SEEN_FLIPS, Floors
+from traindiff.core.summary import UNIT_ROUNDOFF, distance, finite_count, largest, norm, rounding
 
 LINEAR_STATE = frozenset({"momentum_buffer", "step"})
 """State slots of optimizers whose update is linear in the gradient."""
@@ -98,6 +107,7 @@ class SiteFloors:
         forced: Whether the candidate was given the baseline's tensors after each operation, so that all inputs agree
             and each operation is judged alone.
         leaky: Whether the model has gates that leave no zeros when they shut, as LeakyReLU.
+        norms: Class names of the norms over positions, by path.
     """
 
     def __init__(
@@ -112,6 +122,7 @@ class SiteFloors:
         calibration: Calibration,
         forced: bool = False,
         leaky: bool = False,
+        norms: Mapping[str, str] = NO_NORMS,
     ) -> None:
         self._run = run
         self._forced = forced
@@ -120,15 +131,20 @@ class SiteFloors:
         self._parameters = parameters
         self._samples = samples
         self._micro_steps = micro_steps
-        self._noise = noise
+        self._noise = noise.sizes if noise else None
+        self._noise_of_moments = noise.moments if noise else {}
+        self._moments = MomentFloors()
         self._calibration = calibration
-        self._terms: Mapping[str, Terms] = terms_by_module(pairs)
+        pairs = tuple(pairs)
+        self._choices = choices(pairs)
+        self._explained: dict[Choice, bool] = {}  # whether rounding may have turned so many, for those come to
+        self._terms: Mapping[str, Terms] = terms_by_module(pairs, norms)
         self._coherent = CoherentErrors(self._terms, parameters)
         self._rounded = 0.0  # largest unit roundoff of the baseline so far in the step
         self._noise_flow = 0.0  # largest difference of a replica so far in the step
         self._gradient_apart = self._gradient_size = self._gradient_change = 0.0  # of all gradients together
         self._moved = math.sqrt(sum(float(norm(one.baseline.summary)) ** 2 for one in pairs if _is_update(one)))
-        self._seen: dict[str, MergedSite] = {}  # the baseline's gradients, by parameter
+        self._seen: dict[str, Pair] = {}  # gradients, by parameter
         self._gradients: dict[str, float] = {}  # measured floors of gradients, by parameter
         self._alone = Floors(
             settings_differ=run.settings_differ, coefficients=run.coefficients
@@ -148,7 +164,27 @@ class SiteFloors:
         """
         inputs = max(self._floors.flow, self._floors.parameters)
         hidden = rows * inputs
-        return max(1.0, GAIN * hidden) if hidden >= 0.1 else 0.0
+        return max(1.0, GAIN * hidden) if hidden >= SEEN_FLIPS else 0.0
+
+    @property
+    def turned(self) -> list[Choice]:
+        """The choices of the step that rounding turned."""
+        return [one for one, explained in self._explained.items() if explained]
+
+    def choice_at(self, pair: Pair) -> Choice | None:
+        """The choice of rows that a module computes, if rounding turned a part of it: then rows do not correspond."""
+        of_module = (one for one in self._turned_choices(pair) if one.gathered and pair.baseline.key.path in one.chosen)
+        return next(of_module, None)
+
+    def _turned_choices(self, pair: Pair) -> Iterator[Choice]:
+        """Choices before a pair that were made otherwise, and no more of them than their inputs explain.
+
+        Each is held against its inputs at the first pair after it: later differences may follow from the choice.
+        """
+        before = (one for one in self._choices if one.order <= pair.baseline.order)
+        for one in before:
+            if self._explained.setdefault(one, one.turned <= self.turned_rows(one.rows)):
+                yield one
 
     def of(self, pair: Pair) -> float:
         """Floor of a pair: the largest relative difference that is not a finding."""
@@ -210,6 +246,8 @@ class SiteFloors:
             permuted = key.path in self._run.permuted
             estimated = ESTIMATED_PERMUTED_NORMS if permuted and not pair.candidate.exact else 0.0
             self._run.learning_differs |= (norms_apart(pair) if permuted else size) > max(floor, estimated)
+        if key.phase in ("forward", "backward", "loss"):
+            self._moments.saw(pair, handed_on=not self._forced)
         if self._forced:
             return
         expected = None if self._noise is None else self._noise.get(key)
@@ -223,7 +261,7 @@ class SiteFloors:
             self._run.states[key] = float(norm(pair.baseline.summary))
         elif key.phase == "grad" and key.slot == "grad":
             floors.saw_gradient(key.path, size)
-            self._seen[key.path] = pair.baseline
+            self._seen[key.path] = pair
             self._learned(pair, norms_apart(pair) if key.path in self._run.permuted else size)
         if key.phase in ("forward", "backward", "loss") or (key.phase == "grad" and not key.stage):
             floors.saw(size)
@@ -255,6 +293,22 @@ class SiteFloors:
         dtypes = (pair.baseline.dtype, pair.candidate.dtype)
         derived = self._floors.factor(pair.baseline.key.path, dtypes, left_over=left_over, storage=self.storage(pair))
         return self._joined(pair, self.measured(pair), derived)
+
+    def moved(self, pair: Pair, floor: float) -> Moved | None:
+        """The norm or sum of a pair, if it moved further than rounding moves it; None if that cannot be told.
+
+        It is judged where both runs compute with the same parameters, so in the first step and in forced ones.
+
+        Args:
+            pair: Both sides.
+            floor: Floor of their relative L2 difference.
+        """
+        key = pair.baseline.key
+        of_a_parameter = (key.phase, key.stage, key.slot) == ("grad", "", "grad")
+        if not (of_a_parameter or key.phase in ("forward", "backward", "loss")) or self._floors.parameters:
+            return None
+        measured = SAFETY * self._calibration.constant(key.phase) * self._noise_of_moments.get(key, 0.0)
+        return self._moments.moved(pair, floor, measured)
 
     def storage(self, pair: Pair) -> float:
         """Norm of a parameter over norm of its update; 0 for anything but updates.
@@ -362,15 +416,30 @@ class SiteFloors:
         seen = self._seen.get(pair.baseline.key.path)
         if seen is None:
             return 0.0
-        expected = max(self._run.gradients.get(pair.baseline.key.path, 0.0), rounding(seen.dtype))
-        return 2.0 * math.sqrt(share_of_noise(seen.summary, seen.shape, expected))
+        expected = max(self._run.gradients.get(pair.baseline.key.path, 0.0), rounding(seen.baseline.dtype))
+        return 2.0 * math.sqrt(turned_share(seen, expected))
+
+    def _chosen(self, pair: Pair) -> float:
+        """Floor of a tensor because of choices that rounding turned; 0 if none shows. More may hide than show."""
+        key, summary, inputs = pair.baseline.key, pair.baseline.summary, max(self._floors.flow, self._floors.parameters)
+        power, shares = float(summary["sum_of_squares"]), [0.0]
+        gradient = key.phase == "backward" and power > 0.0
+        peak = float(largest(summary)) ** 2 * int(summary["count"]) / power if gradient else 1.0
+        rows = math.prod(pair.baseline.shape[:-1])
+        for one in self._turned_choices(pair):
+            hidden = one.rows * inputs
+            shares.append(one.share(hidden if hidden >= SEEN_FLIPS else 0.0, key.path, rows, peak))
+        return math.sqrt(max(shares))
 
     def _gated(self, pair: Pair) -> float:
         key = pair.baseline.key
-        if key.phase != "backward":
+        if key.phase not in ("forward", "backward"):
             return 0.0
+        chosen = self._chosen(pair)
+        if key.phase == "forward":
+            return chosen
         turned = self._turned_signs.get(key._replace(phase="forward")) if self._leaky else None
-        return self._floors.gated(pair.baseline.summary, pair.candidate.summary, turned)
+        return max(chosen, self._floors.gated(pair.baseline.summary, pair.candidate.summary, turned))
 
 
 def _is_update(pair: Pair) -> bool:

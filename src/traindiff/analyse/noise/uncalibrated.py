@@ -24,6 +24,10 @@ from traindiff.core.summary import UNIT_ROUNDOFF, largest, rounding
 GAIN = 8.0
 """Factor by which one observed operation may enlarge the relative difference of its inputs."""
 
+SEEN_FLIPS = 0.1
+"""Gates that may turn without changing their number are left out below this: then two flips hide each other with a
+chance of less than 1 %."""
+
 REPEATED = 1.5
 """Roundings of a parameter's gradient, as a multiple of those of one operation: a recurrent cell sums it position by
 position in its compute dtype. Measured with torch's GRU on the CPU: 2 roundings in bfloat16, over 12 positions."""
@@ -68,8 +72,7 @@ class Floors:
         A gate whose input lies within its own error of the threshold may be open in one run and shut in the other. Then
         the whole element differs: relative to the tensor, sqrt(k / n) for k of n elements. Shut gates leave exact
         zeros. k is the change in their number, plus the gates that opened and shut without changing it: of elements of
-        unit size about a share e lies within e of a threshold. Less than a tenth of an element is left out: then two
-        flips hide each other with a chance of less than 1 %.
+        unit size about a share e lies within e of a threshold. Less than `SEEN_FLIPS` of an element is left out.
 
         Args:
             baseline: The baseline's summary.
@@ -82,7 +85,7 @@ class Floors:
         if not power or math.isinf(self.flow) or ((not all(zeros) or zeros[0] == count) and turned is None):
             return 0.0
         hidden = count * max(self.flow, self.parameters)
-        flips = (abs(zeros[0] - zeros[1]) if turned is None else turned) + (hidden if hidden >= 0.1 else 0.0)
+        flips = (abs(zeros[0] - zeros[1]) if turned is None else turned) + (hidden if hidden >= SEEN_FLIPS else 0.0)
         # Their mean square, and the deviation from it if there are few.
         mean, most = power / (count - zeros[0]), float(largest(baseline)) ** 2
         return math.sqrt((flips * mean + math.sqrt(flips) * most) / power)

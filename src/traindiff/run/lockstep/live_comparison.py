@@ -152,7 +152,7 @@ class _LiveNoise(Noise):
             self._calibrating.refuse_what_does_not_align()
         self._first = False
         self.calibration = self._calibrating.calibration()
-        return noise or None
+        return noise if noise.sizes else None
 
 
 def joined(comparisons: Sequence[Comparison]) -> Comparison:

@@ -226,10 +226,10 @@ def _measured(work: _Work, request: VerifyRequest) -> Trusted:
     if kept is not None and all((directory / name / "run.json").exists() for name in kept["recordings"]):
         trusted = trusted_of(runs, request, [str(directory / name) for name in kept["recordings"]])
     else:
-        names = names_of_runs(request.replicas, repeat=request.repeat)
-        runs.check(names)
+        runs.check(names_of_runs(request.replicas, repeat=request.repeat))
         trusted = record_trusted(runs, request)
-        _write(directory / _TRUSTED, key, {"recordings": names})
+        recordings = [Path(one).name for one in (trusted.baseline, *trusted.noise)]
+        _write(directory / _TRUSTED, key, {"recordings": recordings})
     work.measured[message] = trusted
     return trusted
 

@@ -33,6 +33,9 @@ from traindiff.storage import open_recording
 REPLICAS = ("ulp:1", "ulp:2", "reorder:1")
 """Default replicas from which noise floors are measured."""
 
+OF_BATCHES = "channel:1"
+"""One more of them if the model takes statistics of batches."""
+
 LOGS = "logs"
 """Directory, beside the recordings, of the output of launched ranks."""
 

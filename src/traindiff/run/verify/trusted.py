@@ -7,13 +7,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from traindiff.analyse.compare import Comparison, Pinned, Verification, compare
+from traindiff.analyse.compare.explanations import has_batch_statistics
 from traindiff.analyse.compare.verification import FailedRun
+from traindiff.analyse.rules import run_facts
 from traindiff.errors import ConfigError, Problem, RecordingError
 from traindiff.run.verify.failed import RunFailedError, compiler_log, refused
 from traindiff.run.verify.pinning import ForcedSteps, pin_down, precisions, why_not_forced, zoom_in
 from traindiff.run.verify.recipe import Named, recipe_name
 from traindiff.run.verify.request import Pin, VerifyRequest
-from traindiff.run.verify.runs import LOGS, Runs
+from traindiff.run.verify.runs import LOGS, OF_BATCHES, REPLICAS, Runs
+from traindiff.storage import open_recording
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +36,8 @@ class Trusted:
 
 def trusted_of(runs: Runs, request: VerifyRequest, recordings: Sequence[str]) -> Trusted:
     """The trusted training whose recordings `runs` have made, the baseline's first."""
-    forced = ForcedSteps(runs, request.recipe, setup=request.baseline_setup, replicas=request.replicas)
+    replicas = replicas_of(request.replicas, recordings[0])
+    forced = ForcedSteps(runs, request.recipe, setup=request.baseline_setup, replicas=replicas)
     return Trusted(baseline=recordings[0], noise=tuple(recordings[1:]), forced=forced)
 
 
@@ -70,7 +74,7 @@ def with_replicas(runs: Runs, request: VerifyRequest, recorded: Sequence[str]) -
     """
     replicas = [
         runs.run(request.recipe, _name(one), num_steps=request.steps, setup=request.baseline_setup, replica=one)
-        for one in request.replicas
+        for one in replicas_of(request.replicas, recorded[0])
     ]
     return trusted_of(runs, request, [*recorded, *replicas])
 
@@ -84,9 +88,22 @@ def needed(runs: Runs) -> Iterator[None]:
         raise refused(failed, runs.asked_by) from (failed.error.__cause__ if failed.error else failed)
 
 
+def replicas_of(replicas: Sequence[str], baseline: str) -> tuple[str, ...]:
+    """The replicas that were asked for; with the default ones, another if the model takes statistics of batches.
+
+    Args:
+        replicas: Those that were asked for.
+        baseline: The baseline's recording, which names the classes of the modules.
+    """
+    if tuple(replicas) != REPLICAS or not has_batch_statistics(run_facts(open_recording(baseline)).modules.values()):
+        return tuple(replicas)
+    return (*REPLICAS, OF_BATCHES)
+
+
 def names_of_runs(replicas: Sequence[str], *, repeat: bool) -> list[str]:
-    """The names of the runs of `record_trusted`."""
-    return ["baseline", *(["repeated"] if repeat else []), *map(_name, replicas)]
+    """The names of the runs that `record_trusted` makes, or may make."""
+    further = [OF_BATCHES] if tuple(replicas) == REPLICAS else []
+    return ["baseline", *(["repeated"] if repeat else []), *map(_name, (*replicas, *further))]
 
 
 def _name(replica: str) -> str:

@@ -9,6 +9,7 @@ from torch import nn
 
 from traindiff.core.setting_checks import ReplicaSetting
 from traindiff.errors import ConfigError, Problem
+from traindiff.observe.torch.perturb.channel import ChannelReplica
 from traindiff.observe.torch.perturb.precision import PrecisionReplica
 from traindiff.observe.torch.perturb.reorder import ReorderReplica
 from traindiff.observe.torch.perturb.replica import Replica, compiled_parts
@@ -37,6 +38,8 @@ def make_replica(setting: ReplicaSetting, root: nn.Module, names: Mapping[int, s
         )
     if setting.kind == "reorder":
         return ReorderReplica(setting.seed)
+    if setting.kind == "channel":
+        return ChannelReplica(setting.seed)
     if setting.kind == "ulp":
         return UlpReplica(setting.seed, root, names)
     wrappers = {type(module).__name__ for module in root.modules()}

@@ -82,6 +82,12 @@ def randomly_rounded(tensor: Tensor, key: int) -> Tensor:
     return rounded.copy_(moved.view(dtype).view(tensor.shape))
 
 
+def random_signs(values: Tensor, key: int) -> Tensor:
+    """-1, 0 or 1 for each element of a vector [n], in its dtype, by a hash of key, index and value."""
+    values = values.detach().contiguous()
+    return _thirds(values.view(_INTEGERS[values.dtype]), key).to(values.dtype)
+
+
 def _moved(bits: Tensor, *, infinity: int, key: int) -> Tensor:
     """Floating-point numbers as integers [n], moved; adding 1 moves a number by 1 ulp away from zero."""
     magnitude = bits & torch.iinfo(bits.dtype).max

@@ -91,7 +91,8 @@ def record(
         replica: Perturb the training within rounding, **on purpose**, so that comparing it with the
             training as it is measures how far apart correct runs are: `"ulp:SEED"` (every output of a
             module, its gradient and every parameter's gradient randomly rounded by one unit in the last
-            place), `"reorder:SEED"` (sums added up in another order) or
+            place), `"reorder:SEED"` (sums added up in another order),
+            `"channel:SEED"` (statistics of batches off by what one sum after the other is off) or
             `"float64"` (everything computed in it). The same seed makes the same replica.
             See docs/noise.md.
 

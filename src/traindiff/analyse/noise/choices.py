@@ -1,0 +1,128 @@
+"""Choices of rows, such as a router's of experts: how many were made otherwise, as far as the recordings show it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from traindiff.analyse.merge.distance import Pair, equal_bits
+from traindiff.core.summary import UNIT_ROUNDOFF, distance
+
+MOST_CHOICES = 64
+"""Whole numbers in a last axis of at most so many are the choices of one row."""
+
+
+MOST_OF_A_ROW = 8
+"""Experts that one row chooses, at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Choice:
+    """One group of rows that choose.
+
+    Attributes:
+        order: Place in execution order from which on the choice has an effect.
+        where: Where the recordings show it.
+        rows: Number of choices.
+        turned: About how many of those were made otherwise. Two that change places in a group do not show.
+        chosen: By path of a module that computes with the rows that chose it: their number.
+        gathered: Whether these modules get only such rows, so that the rows of two runs do not correspond.
+    """
+
+    order: int
+    where: str
+    rows: int
+    turned: int
+    chosen: Mapping[str, int] = field(default_factory=dict)
+    gathered: bool = False
+
+    def share(self, hidden: float, path: str, rows: int, peak: float = 1.0) -> float:
+        """Relative size, squared, that a difference may have because of choices made otherwise.
+
+        A row that chose another expert is another row, of the same size: two such differ by sqrt(2) of it. Rows have
+        different sizes, so a few of them may hold more than their share.
+
+        Args:
+            hidden: Number of further choices that may have turned unseen.
+            path: The module.
+            rows: Of the tensor. Each may have made a few of the choices.
+            peak: Square of the largest element over the mean square, for gradients, of which a few rows may hold most.
+        """
+        turned = self.turned + hidden
+        several = rows and self.rows % rows == 0 and self.rows // rows <= MOST_OF_A_ROW
+        chosen = self.chosen.get(path, rows if several else self.rows)
+        return min(2.0, 2.0 * (turned + math.sqrt(turned) * peak) / max(1, chosen))
+
+
+def choices(pairs: Sequence[Pair]) -> list[Choice]:
+    """The choices of a step that were made otherwise.
+
+    They show in the whole numbers that a router returns, in the numbers of rows that experts get, and in the rows of
+    zeros that are left where an expert was not chosen.
+    """
+    forward = {pair.baseline.key.path: pair.baseline.order for pair in pairs if pair.baseline.key.phase == "forward"}
+    return [*_by_numbers(pairs), *_by_rows(pairs), *_by_zeros(pairs, forward)]
+
+
+def _by_numbers(pairs: Iterable[Pair]) -> Iterator[Choice]:
+    for pair in pairs:
+        entry, shape = pair.baseline, pair.baseline.shape
+        if entry.key.phase != "forward" or entry.dtype in UNIT_ROUNDOFF or pair.candidate.shape != shape:
+            continue
+        if equal_bits(pair) or not shape or (len(shape) > 1 and shape[-1] > MOST_CHOICES):
+            continue
+        # Of numbers up to m, two different ones are m (m + 1) / 6 apart in the mean square.
+        most = max(1.0, float(entry.summary["maximum"]))
+        mean_square = max(1.0, most * (most + 1.0) / 6.0)
+        turned = max(1, round(float(distance(entry.summary, pair.candidate.summary)) ** 2 / mean_square))
+        yield Choice(order=entry.order, where=entry.key.path, rows=int(entry.summary["count"]), turned=turned)
+
+
+def _by_rows(pairs: Iterable[Pair]) -> Iterator[Choice]:
+    """Siblings that get other numbers of rows in the two runs, and the same in all."""
+    forward = (pair for pair in pairs if pair.baseline.key.phase == "forward" and pair.baseline.shape)
+    for siblings in _siblings(pair for pair in forward if len(pair.baseline.shape) == len(pair.candidate.shape)):
+        changes = [pair.candidate.shape[0] - pair.baseline.shape[0] for pair in siblings]
+        turned = sum(map(abs, changes)) // 2
+        if turned and sum(changes) == 0:
+            first = min(siblings, key=lambda pair: pair.baseline.order).baseline
+            chosen = {pair.baseline.key.path: pair.baseline.shape[0] for pair in siblings}
+            yield Choice(
+                order=first.order, where=first.key.path, rows=sum(chosen.values()), turned=turned, chosen=chosen,
+                gathered=True,
+            )  # fmt: skip
+
+
+def _by_zeros(pairs: Iterable[Pair], forward: Mapping[str, int]) -> Iterator[Choice]:
+    """Siblings of which other numbers of rows are zero in the two runs, such as the gradients of experts."""
+    for siblings in _siblings(pair for pair in pairs if _zero_rows(pair) and pair.baseline.key.path in forward):
+        zeros = {pair.baseline.key.path: _zero_rows(pair) for pair in siblings}
+        changes = sum(abs(candidate - baseline) for baseline, candidate in zeros.values())
+        if changes:
+            first, rows = min(zeros, key=lambda path: forward[path]), math.prod(siblings[0].baseline.shape[:-1])
+            chosen = {path: rows - baseline for path, (baseline, _) in zeros.items()}
+            yield Choice(order=forward[first], where=first, rows=rows, turned=-(-changes // 2), chosen=chosen)
+
+
+def _siblings(pairs: Iterable[Pair]) -> Iterable[Sequence[Pair]]:
+    """Pairs whose paths differ in one number only (`experts.0`, `experts.1`), with rows of the same shape."""
+    groups: dict[tuple[object, ...], list[Pair]] = {}
+    for pair in pairs:
+        key, path = pair.baseline.key, f".{pair.baseline.key.path}"
+        for found in re.finditer(r"(?<=\.)\d+(?=\.|$)", path):
+            pattern = (path[: found.start()], path[found.end() :], key.phase, key.slot, key.call)
+            groups.setdefault((*pattern, pair.baseline.shape[1:]), []).append(pair)
+    return [siblings for siblings in groups.values() if len(siblings) > 1]
+
+
+def _zero_rows(pair: Pair) -> tuple[int, ...]:
+    """Number of rows that are zero in each run; empty if zeros are not whole rows in both, or there are none."""
+    shape = pair.baseline.shape
+    if pair.baseline.key.phase not in ("forward", "backward") or len(shape) < 2 or pair.candidate.shape != shape:
+        return ()
+    zeros = [int(entry.summary["zero"]) for entry in (pair.baseline, pair.candidate)]
+    if shape[-1] < 2 or not all(zeros) or any(count % shape[-1] for count in zeros):
+        return ()
+    return tuple(count // shape[-1] for count in zeros)

@@ -1,0 +1,108 @@
+"""A router's choices that rounding turns: how many, where the recordings show it, and what they may change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.analyse.noise.test_moments import rounded
+from tests.made_up import Array, Seen, Step, random, record, same
+from traindiff.analyse.compare import Comparison, compare
+
+TOKENS, WIDTH = 256, 16
+HALF = {"dtype": "bfloat16"}
+SHOWN = ("numbers", "rows", "zeros")
+
+
+def chosen(turned: int) -> Array:
+    """The expert of each token; some tokens of expert 0 take expert 1."""
+    found = np.random.default_rng(0).integers(0, 4, TOKENS)
+    found[np.flatnonzero(found == 0)[:turned]] = 1
+    return found
+
+
+def routed(shown: str, turned: int, *, noise: float = 0.5, spoiled: int = 0) -> Step:
+    """A step in bfloat16: `turned` tokens chose another expert, and `spoiled` further rows are wrong."""
+
+    def half(values: Array, seed: int) -> Seen:
+        moved = values * (1 + noise * 2.0**-8 * random(*values.shape, seed=seed))
+        return Seen(values=rounded(moved), about=HALF)
+
+    of_experts = [random(TOKENS, WIDTH, seed=20 + number) for number in range(4)]
+    experts = chosen(turned)
+    found: Step = {("param", "before", "moe.router.weight", "value"): Seen(values=random(4, WIDTH, seed=1))}
+    found["forward", "", "fc", "output[0]"] = half(random(TOKENS, WIDTH, seed=2), 102)
+    if shown == "numbers":
+        found["forward", "", "moe.router", "output[1]"] = Seen(values=experts)
+    for number, rows in enumerate(of_experts):
+        kept = rows[experts == number] if shown == "rows" else rows
+        found["forward", "", f"moe.experts.{number}", "output[0]"] = half(kept, 110 + number)
+    mixed = np.select([experts[:, None] == number for number in range(4)], of_experts).astype(np.float32)
+    if spoiled:
+        mixed[TOKENS - spoiled :] = random(spoiled, WIDTH, seed=3)
+    found["forward", "", "moe", "output[0]"] = half(mixed, 120)
+    found["forward", "", "head", "output[0]"] = half(mixed[:, :8] * 2, 121)
+    if shown == "zeros":
+        for number in range(4):
+            values = random(TOKENS, WIDTH, seed=30 + number) * (experts[:, None] == number)
+            found["backward", "", f"moe.experts.{number}", "output[0]"] = half(values.astype(np.float32), 130 + number)
+    found["grad", "", "moe.router.weight", "grad"] = Seen(values=random(4, WIDTH, seed=4))
+    found["param", "", "moe.router.weight", "value"] = Seen(values=random(4, WIDTH, seed=1) * np.float32(0.9))
+    return found
+
+
+def compared(here: Path, baseline: Step, candidate: Step) -> Comparison:
+    paths = [
+        record(here / name, same, steps=1, build=lambda _, found=found: found)
+        for name, found in (("b", baseline), ("c", candidate))
+    ]
+    return compare(*paths)
+
+
+@pytest.mark.parametrize("shown", SHOWN)
+@pytest.mark.parametrize("turned", [1, 2])
+def test_tokens_that_rounding_sends_to_another_expert_are_no_finding(shown: str, turned: int, tmp_path: Path) -> None:
+    found = compared(tmp_path, routed(shown, 0, noise=0.0), routed(shown, turned))
+
+    assert found.findings == (), str(found)
+    (note,) = (one for one in found.notes if "choices of rows" in one)
+    place = "moe.router" if shown == "numbers" else "moe.experts.0"
+    about = 1 if shown == "numbers" else turned  # of numbers up to 3, two are 1.4 apart in the mean
+    assert f"first at step 0, {place}: about {about} of 256." in note
+    row = next(one for one in found.differences if (one.phase, one.path) == ("forward", "moe"))
+    assert row.difference > 8 * 2.0**-8 or turned == 1  # more than the gain of what came in
+    assert row.floor < 0.6
+
+
+@pytest.mark.parametrize("shown", SHOWN)
+def test_with_equal_inputs_no_token_may_choose_otherwise(shown: str, tmp_path: Path) -> None:
+    found = compared(tmp_path, routed(shown, 0, noise=0.0), routed(shown, 1, noise=0.0))
+
+    assert found.verdict == "diverged"
+    assert not any("choices of rows" in one for one in found.notes)
+
+
+@pytest.mark.parametrize("shown", SHOWN)
+def test_more_tokens_than_rounding_turns_are_a_finding(shown: str, tmp_path: Path) -> None:
+    found = compared(tmp_path, routed(shown, 0, noise=0.0), routed(shown, 60))
+
+    assert found.verdict == "diverged"
+
+
+@pytest.mark.parametrize("shown", SHOWN)
+def test_wrong_rows_beside_a_turned_choice_are_found(shown: str, tmp_path: Path) -> None:
+    found = compared(tmp_path, routed(shown, 0, noise=0.0), routed(shown, 1, spoiled=40))
+
+    assert found.first_divergence is not None
+    assert found.first_divergence.path == "moe"
+
+
+@pytest.mark.parametrize("shown", SHOWN)
+def test_wrong_rows_without_a_turned_choice_are_held_against_their_inputs(shown: str, tmp_path: Path) -> None:
+    """Two of 256 rows: less than a turned choice may change, which no recording shows here."""
+    found = compared(tmp_path, routed(shown, 0, noise=0.0), routed(shown, 0, spoiled=2))
+
+    assert found.first_divergence is not None
+    assert found.first_divergence.path == "moe"
