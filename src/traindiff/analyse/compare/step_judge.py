@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from traindiff.analyse.align import exact
-from traindiff.analyse.compare.diagnosis import Case, Diagnosis, diagnose
+from traindiff.analyse.compare.case import Case, Diagnosis
+from traindiff.analyse.compare.diagnosis import diagnose
 from traindiff.analyse.compare.factors import factor_meaning, factor_text
 from traindiff.analyse.compare.judge import Judge
+from traindiff.analyse.compare.mixtures import Mixture, common_mixture
 from traindiff.analyse.findings import Finding, ranks_text
 from traindiff.analyse.merge.distance import (
     Pair,
@@ -35,10 +37,12 @@ class StepInput:
 
     Attributes:
         step: Its number.
+        optimizer: Name of the optimizer whose step it is.
         first: Whether it is the first step that is compared.
         pairs: Aligned sites in the baseline's execution order.
         found: Findings of the step that need no measuring.
         contributions: By path: gradients of the candidate's micro-batches.
+        expected: The same of the baseline.
         parameters: By path: the parameters as this step found them, on both sides.
         micro_steps: Micro-batches in the candidate's step.
         most_micro_steps: The same of the run that has more of them.
@@ -49,14 +53,17 @@ class StepInput:
         calibration: The calibration; empty without replicas.
         factors: Known factors, with what to say about each.
         clipped: The same for gradients only.
+        carried: Part that a gradient which was not set to zero has in the next one, relative to that one's own part.
         leaky: Whether the model has gates that leave no zeros when they shut.
     """
 
     step: int
+    optimizer: str
     first: bool
     pairs: tuple[Pair, ...]
     found: tuple[Finding, ...]
     contributions: Mapping[str, Mapping[tuple[int, int], Any]]
+    expected: Mapping[str, Mapping[tuple[int, int], Any]]
     parameters: Mapping[str, Pair]
     micro_steps: int
     most_micro_steps: int
@@ -67,6 +74,7 @@ class StepInput:
     calibration: Calibration = field(default_factory=Calibration)
     factors: tuple[tuple[float, str], ...] = ()
     clipped: tuple[tuple[float, str], ...] = ()
+    carried: float = 1.0
     leaky: bool = False
 
 
@@ -85,15 +93,13 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
         micro_steps=given.most_micro_steps, noise=given.noise, calibration=given.calibration, forced=judge.forced,
         leaky=given.leaky,
     )  # fmt: skip
-    if any(finding.kind == "random-state" for finding in given.found):
-        floors.saw_other_inputs(math.inf)
     found = sorted((*given.found, *StepJudge(judge, given, floors).judge()), key=lambda finding: finding.order)
     floors.finish()
     if judge.forced and any(finding.slot != LOGGED for finding in found):
         # Logged numbers cannot be forced, so they may follow from the other findings.
         found = [finding for finding in found if finding.slot != LOGGED]
     judge.add(found)
-    judge.previous = {
+    judge.previous[given.optimizer] = {
         pair.baseline.key: pair.baseline.summary
         for pair in given.pairs
         if pair.baseline.key.phase in ("forward", "backward", "grad", "optimizer")
@@ -118,13 +124,18 @@ class StepJudge:
         self._judge = judge
         self._given = given
         self._floors = floors
+        self._previous = judge.previous.get(given.optimizer, {})
+        self._mixture: Mixture | None = None  # of the gradients that are judged together
 
     def judge(self) -> list[Finding]:
         """Findings of the step. Gradients of one optimizer call are judged together."""
         found: list[Finding | None] = []
         gradients: list[Pair] = []
+        drawn = min((one.order for one in self._given.found if one.kind == "random-state"), default=math.inf)
         for pair in self._given.pairs:
             key = pair.baseline.key
+            if pair.baseline.order >= drawn:  # what comes before, as an evaluation, does not follow from what is drawn
+                self._floors.saw_other_inputs(math.inf)
             judged_together = key.phase == "grad" and key.slot == "grad" and key.stage != "micro"
             if gradients and not (judged_together and key.stage == gradients[0].baseline.key.stage):
                 found += self._gradients(gradients)
@@ -182,7 +193,7 @@ class StepJudge:
     def _is_turned(self, pair: Pair) -> bool:
         """True if other inputs explain that a choice (of a router, a mask) picked another number of rows."""
         key, baseline, candidate = pair.baseline.key, pair.baseline.shape, pair.candidate.shape
-        before = self._judge.previous.get(key)
+        before = self._previous.get(key)
         if key.phase not in ("forward", "backward") or baseline == candidate or before is None:
             return False
         depends_on_data = int(before["count"]) != int(pair.baseline.summary["count"])
@@ -203,7 +214,9 @@ class StepJudge:
         if not pairs:
             return []
         floors = {pair.baseline.key: self._floors.of(pair) for pair in pairs}
-        factor = None if self._judge.floor(pairs[0], math.nan) >= 0 else common_factor(pairs, floors)
+        self._mixture = common_mixture(pairs, self._previous)
+        by_user = self._judge.floor(pairs[0], math.nan) >= 0
+        factor = None if by_user or self._mixture else common_factor(pairs, floors)
         found: list[Finding] = []
         seen: list[tuple[Pair, float]] = []
         for pair in pairs:
@@ -268,6 +281,8 @@ class StepJudge:
         apart = differing_ranks(pair, floor)
         rank = only_rank(pair.candidate) if len(apart) != 1 else apart[0]
         aside = f" Only what {ranks_text(apart, capital=False)} holds differs." if apart else ""
+        if pair.baseline.dtype != pair.candidate.dtype:
+            aside += f" It is {pair.baseline.dtype} in the baseline and {pair.candidate.dtype} in the candidate."
         return finding_at(
             pair.baseline, step=self._given.step, kind=shape.kind, message=shape.message + aside, difference=size,
             floor=floor, rank=rank, micro_step=shape.evidence.get("micro_step", only),
@@ -302,8 +317,9 @@ class StepJudge:
             Case(
                 baseline=baseline, candidate=candidate, difference=size, floor=floor,
                 micro_steps=self._given.micro_steps, ranks=self._given.ranks,
-                previous=self._judge.previous.get(baseline.key),
+                previous=self._previous.get(baseline.key), mixture=self._mixture, carried=self._given.carried,
                 contributions=self._given.contributions.get(baseline.key.path, {}) if summed else {},
+                expected=self._given.expected.get(baseline.key.path, {}) if summed else {},
                 factors=self._factors(pair),
             )
         )  # fmt: skip
