@@ -140,6 +140,7 @@ RANK: Demand = shaped(
         "modules": mapped(TEXT),
         "module_settings": mapped(mapped(TEXT)),
         "surroundings": mapped(mapped(TEXT)),
+        "gradient_paths": mapped(TEXT),
         "parameters": _TENSORS,
         "buffers": _TENSORS,
         "tied": mapped(TEXT),

@@ -14,6 +14,9 @@ from traindiff.core.site import ROOT
 from traindiff.core.summary import number
 
 _MOST_NAMED = 8
+_GRADIENT = "gradient"
+"""Setting of a module that says whether gradients flow through it: a word of `gradient_paths` in `rank.json`."""
+
 _WITHOUT_EFFECT = frozenset({"class", "forward", "inplace"})
 """Settings that often differ between runs that compute the same; they explain a finding, and are not listed."""
 
@@ -101,8 +104,10 @@ class Configurations:
         if finding.phase not in ("forward", "loss", "backward", "grad", "optimizer", "update"):
             return finding
         own, owner = finding.path, finding.path.rpartition(".")[0]
+        consumers = _consumers(finding)
+        cut = [one for one in consumers if _GRADIENT in self._differing.get(one, {})]
         known = self._differing.keys() | self._evaluates.keys()
-        path = next((one for one in (own, owner, _consumer(finding)) if one in known), own)
+        path = next((one for one in (*cut, own, owner, *consumers[::-1]) if one in known), own)
         told = list(self._differing.get(path, {}).values())[:_MOST_NAMED]
         if path in self._evaluates and self._evaluates[path][1] <= finding.step:
             run, step = self._evaluates[path]
@@ -139,10 +144,16 @@ class Configurations:
         return [f"Settings differ: {'; '.join(listed[:_MOST_NAMED])}{more}."]
 
 
-def _consumer(finding: Finding) -> str:
-    """The module that handed a wrong gradient back: the gradient at its own output is the last that agrees."""
+def _consumers(finding: Finding) -> list[str]:
+    """The modules that may have handed a wrong gradient back, outermost first.
+
+    They are the module whose own gradient is the last that agrees, and those around it.
+    """
     after = str(finding.evidence.get("after") or "")
-    return after.rpartition(" ")[0] if finding.phase == "backward" else ""
+    if finding.phase != "backward" or not after:
+        return []
+    parts = after.rpartition(" ")[0].split(".")
+    return [".".join(parts[: number + 1]) for number in range(len(parts))]
 
 
 def _settings(contents: Iterable[Mapping[str, Any]], rename: Rename) -> dict[str, dict[str, str]]:
@@ -151,6 +162,8 @@ def _settings(contents: Iterable[Mapping[str, Any]], rename: Rename) -> dict[str
     for content in contents:
         for path, settings in content.get("module_settings", {}).items():
             found.setdefault(rename(path), dict(settings))
+        for path, word in content.get("gradient_paths", {}).items():
+            found.setdefault(rename(path), {}).setdefault(_GRADIENT, word)
         for path, about in content.get("parameters", {}).items():
             if "requires_grad" in about:
                 found.setdefault(rename(path), {"requires_grad": str(about["requires_grad"])})
@@ -166,16 +179,23 @@ def _differences(baseline: Mapping[str, str], candidate: Mapping[str, str], *, w
         if name == "training":
             continue  # which may change from step to step
         before, after = baseline.get(name), candidate.get(name)
+        if name == _GRADIENT and None in (before, after):
+            continue  # one run did not see the graph
         if before != after:
             found[name] = _clause(name, before, after, what)
     if "class" in found:  # which has other settings
-        return {"class": found["class"], **({"forward": found["forward"]} if "forward" in found else {})}
+        return {name: found[name] for name in ("class", "forward", _GRADIENT) if name in found}
     return found
 
 
 def _clause(name: str, before: str | None, after: str | None, what: str) -> str:
     if name == "class":
         return f"{what} is {_short(before)} in the baseline and {_short(after)} in the candidate"
+    if name == _GRADIENT:
+        run, word = ("baseline", before) if after == "through" else ("candidate", after)
+        if word == "unneeded":
+            return f"what it is given needs no gradient in the {run} (is it detached, or frozen, before?)"
+        return f"no gradient flows back through it in the {run} (is something detached inside?)"
     if name == "forward":
         if before is None or after is None:
             run, function = ("candidate", after) if before is None else ("baseline", before)

@@ -199,7 +199,10 @@ class SiteFloors:
             floor = max(measured, self._derived(pair, self._alone))
             permuted = key.path in self._run.permuted
             estimated = ESTIMATED_PERMUTED_NORMS if permuted and not pair.candidate.exact else 0.0
-            self._run.learning_differs |= (norms_apart(pair) if permuted else size) > max(floor, estimated)
+            apart = norms_apart(pair) if permuted else size
+            self._run.learning_differs |= apart > max(floor, estimated)
+            if key.phase == "grad" and not self._forced:  # adaptive updates follow what differs within the floor
+                self._alone.saw_gradient(key.path, min(apart, floor))
         if self._forced:
             return
         expected = None if self._noise is None else self._noise.get(key)
