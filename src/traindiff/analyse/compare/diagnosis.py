@@ -181,8 +181,8 @@ def precision(case: Case) -> Diagnosis | None:
     )
 
 
-_FEWEST_ZEROS = 16
-"""Fewer zeros more or less are nothing to speak of."""
+_FEWEST_ZEROS, _FEWEST_OF_ROWS = 16, 4
+"""Fewer zeros more or less are nothing to speak of; whole rows of a batch may be shorter."""
 
 
 def zeros(case: Case) -> Diagnosis | None:
@@ -199,14 +199,17 @@ def zeros(case: Case) -> Diagnosis | None:
     sizes = [float(one["sum_of_squares"]) for one in (sides if after > before else sides[::-1])]
     apart = float(distance(*sides)) ** 2
     evidence = {"baseline_zeros": before, "candidate_zeros": after}
+    samples = case.baseline.shape[0] if case.baseline.batched and case.baseline.shape else 0
+    each = count // samples if samples else 0
+    whole = bool(each) and more % each == 0
     # Setting elements to zero takes their squares out of the sum; the sketch estimates them to a factor of 2 (4 sigma).
-    if more and apart and 0.5 < (sizes[0] - sizes[1]) / apart < 2.0 and case.baseline.exact and case.candidate.exact:
-        samples = case.baseline.shape[0] if case.baseline.batched and case.baseline.shape else 0
-        each = count // samples if samples else 0
-        rows = f", as many as {more // each} of its {samples} rows hold" if each and more % each == 0 else ""
+    lost = (sizes[0] - sizes[1]) / apart if apart else 0.0
+    exact = case.baseline.exact and case.candidate.exact
+    if exact and 0.5 < lost < 2.0 and more >= (_FEWEST_OF_ROWS if whole else _FEWEST_ZEROS):
+        rows = f", as many as {more // each} of its {samples} rows hold" if whole else ""
         message = (
-            f"{more} of {count} elements are zero in the {run} and not in the {other}{rows}; that explains the whole "
-            "difference."
+            f"{more} of {count} elements are zero in the {run} and not in the {other}{rows}. The difference is about "
+            "as large as that makes it."
         )
         return Diagnosis(kind="zeros", message=message, evidence=evidence)
     if more < max(_FEWEST_ZEROS, 4.0 * math.sqrt(count)):

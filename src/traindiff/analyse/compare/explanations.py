@@ -103,7 +103,9 @@ def batch_statistics_message(
         return ""
     for run, entries in (("candidate", aligned.only_baseline), ("baseline", aligned.only_candidate)):
         if any(entry.key.path == f"{finding.path}.{_COUNTER}" for entry in entries):
-            return f" The {run}'s {name} does not take note of this batch, the other run's does: is it in eval mode?"
+            return (
+                f" The {run}'s {name} does not take note of this batch, the other run's does: is it in evaluation mode?"
+            )
     if micro_steps[0] != micro_steps[1]:
         return (
             f" {name} takes the statistics of each micro-batch, and the step has {micro_steps[0]} in the baseline and "
