@@ -15,7 +15,7 @@ from traindiff.analyse.merge.site import MergedSite, RankPart, SiteKey, StepTabl
 from traindiff.analyse.rules.rule import Rule
 from traindiff.core.observation import BOUNDARY, PLACE
 from traindiff.core.site import label
-from traindiff.core.summary import norm
+from traindiff.core.summary import norm, number
 
 _STAGE = re.compile(r"stage\[(\d{1,9})\]")
 _SENT = re.compile(r"sent(\[\d+\].*)")
@@ -157,6 +157,9 @@ def _how(table: StepTable, entry: MergedSite) -> str:
     """A sentence about how two copies differ that should be the same; empty for whole numbers."""
     usual, odd = _differing_copies(entry)
     pair = Pair(baseline=_alone(entry, usual), candidate=_alone(entry, odd))
+    if int(usual.summary["count"]) == 1:
+        values = (f"{number(one.summary):.6g} on rank {one.rank}" for one in (usual, odd))
+        return f" It is {' and '.join(values)}."
     for one in (odd, usual):
         if float(norm(one.summary)) == 0.0:
             return f" What rank {one.rank} holds is all zero."
@@ -171,7 +174,7 @@ def _how(table: StepTable, entry: MergedSite) -> str:
     if left_over <= _FITS and abs(factor - 1.0) > _FITS:
         return f" What rank {odd.rank} holds is {factor:.4g} x what rank {usual.rank} holds."
     size = difference(pair)
-    return "" if size is None else f" They are {size:.2g} of its size apart (relative L2)."
+    return "" if size is None else f" They differ by {size:.2g} of their size (relative L2)."
 
 
 _FITS = 0.01
