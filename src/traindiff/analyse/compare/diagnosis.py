@@ -14,7 +14,7 @@ from traindiff.analyse.compare.gradient_sums import accumulated, late, lost_cont
 from traindiff.analyse.merge.distance import Pair, best_fit, rounded_to
 from traindiff.analyse.merge.site import MergedSite
 from traindiff.core.shards import BUCKETS, OPEN, Shard
-from traindiff.core.summary import UNIT_ROUNDOFF, distance, finite_count, nonfinite_count, norm, number
+from traindiff.core.summary import SKETCH_SIZE, UNIT_ROUNDOFF, distance, finite_count, nonfinite_count, norm, number
 
 
 def diagnose(case: Case) -> Diagnosis:
@@ -205,7 +205,9 @@ def zeros(case: Case) -> Diagnosis | None:
     # Setting elements to zero takes their squares out of the sum; the sketch estimates them to a factor of 2 (4 sigma).
     lost = (sizes[0] - sizes[1]) / apart if apart else 0.0
     exact = case.baseline.exact and case.candidate.exact
-    if exact and 0.5 < lost < 2.0 and more >= (_FEWEST_OF_ROWS if whole else _FEWEST_ZEROS):
+    few = more < (_FEWEST_OF_ROWS if whole else _FEWEST_ZEROS)
+    small = whole and count <= SKETCH_SIZE and 0.9 < lost < 1.1  # the sketch of few elements is nearly exact
+    if exact and 0.5 < lost < 2.0 and (small or not few):
         rows = f", as many as {more // each} of its {samples} rows hold" if whole else ""
         message = (
             f"{more} of {count} elements are zero in the {run} and not in the {other}{rows}. The difference is about "
