@@ -23,7 +23,7 @@ from time import perf_counter
 
 import torch
 from benchmarks.machine import machine
-from benchmarks.zoo.faults import AT, Fault, faults
+from benchmarks.zoo.faults import Fault, faults
 from benchmarks.zoo.language import LANGUAGE
 from benchmarks.zoo.legal import Variation, variations
 from benchmarks.zoo.others import OTHERS
@@ -158,7 +158,7 @@ def outcomes(
                 if names in name:
                     base = fault.base(recipe)
                     own = bench if base is recipe else Bench(base, Path(here, name))
-                    step = min(AT if AT in fault.place.steps else 0, recipe.steps - 1)
+                    step = min(fault.place.steps[0], recipe.steps - 1)
                     for mode, found in own.compare(fault.change(base), modes, step=step):
                         yield outcome(recipe, name, mode, found, fault)
 

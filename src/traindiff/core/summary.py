@@ -46,6 +46,10 @@ LARGEST = {
 """Largest finite number of a dtype; larger numbers overflow."""
 
 
+SMALLEST_NORMAL = {"float64": 2.0**-1022, "float32": 2.0**-126, "float16": 2.0**-14, "bfloat16": 2.0**-126}
+"""Smallest number of a dtype with all its digits; smaller ones are subnormal, or round to 0."""
+
+
 def rounding(dtype: str) -> float:
     """Noise floor of one operation in `dtype`: `c * u`; 0 for dtypes without fractions."""
     u = UNIT_ROUNDOFF.get(dtype, 0.0)

@@ -139,6 +139,8 @@ RANK: Demand = shaped(
         "model": TEXT,
         "modules": mapped(TEXT),
         "module_settings": mapped(mapped(TEXT)),
+        "surroundings": mapped(mapped(TEXT)),
+        "gradient_paths": mapped(TEXT),
         "parameters": _TENSORS,
         "buffers": _TENSORS,
         "tied": mapped(TEXT),

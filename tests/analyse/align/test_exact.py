@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.analyse.merge.test_step_table import only, part
-from tests.made_up import CONTENT, Array, Compared, Edit, Seen, Step, at, observed
+from tests.made_up import CONTENT, Array, Compared, Edit, Seen, Step, at, both, observed, plain_step, random, record
 from traindiff.analyse.align.exact import check_batch, permuted_paths
 from traindiff.analyse.compare import compare
 from traindiff.analyse.findings import Finding
@@ -287,3 +287,25 @@ def test_a_setting_that_is_not_finite_is_no_setting_of_zero(compared: Compared, 
 
     assert (finding.kind, finding.evidence["baseline"]) == ("hyper-parameter", 0.0)
     assert np.array_equal(finding.evidence["candidate"], value, equal_nan=True)
+
+
+EVALUATED = ("forward", "evaluation", "fc", "output[0]")
+
+
+def evaluating(step: int) -> Step:
+    """A step that begins with an evaluation, and then draws random numbers."""
+    sites = plain_step(step)
+    sites["batch", "after", "rng", "cpu"].values = np.full(4, step + 100, dtype=np.uint8)
+    return {EVALUATED: Seen(values=random(5, 8, seed=step)), **sites}
+
+
+@pytest.mark.parametrize(("size", "first"), [(1e-2, "value"), (1e-9, "random-state")])
+def test_an_evaluation_before_the_random_state_is_judged_without_it(tmp_path: Path, size: float, first: str) -> None:
+    state = at(("batch", "before", "rng", "cpu"), lambda values: values + 9, step=1)
+    other = both(state, at(EVALUATED, lambda x: x + np.float32(size) * random(5, 8, seed=9), step=1))
+    found = compare(record(tmp_path / "a", build=evaluating), record(tmp_path / "b", other, build=evaluating))
+
+    assert found.first_divergence is not None
+    assert (found.first_divergence.kind, found.first_divergence.step) == (first, 1)
+    row = next(one for one in found.differences if one.stage == "evaluation")
+    assert (row.ratio > 1.0) is (first == "value")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import traindiff
-from tests.made_up import CONTENT, Edit, Seen, Step, at, record
+from tests.made_up import CONTENT, Edit, Seen, Step, at, random, record
 
 
 def on_ranks(path: Path, world_size: int, edits: Mapping[int, Edit], *, steps: int = 3) -> Path:
@@ -73,7 +73,76 @@ def test_a_rank_that_is_alone_is_named(site: tuple[str, str, str, str], where: s
     assert (finding.kind, finding.step, finding.rank, finding.phase, finding.slot) == (
         "ranks-disagree", 1, 1, site[0], site[3],
     )  # fmt: skip
-    assert finding.message == f"Rank 1 holds another copy of {where} than ranks 0 and 2."
+    assert finding.message.startswith(f"Rank 1 holds another copy of {where} than ranks 0 and 2. ")
+
+
+GRADIENT = ("grad", "", "fc.weight", "grad")
+
+
+def contributed(rank: int, edit: Edit | None = None) -> Edit:
+    """A rank of three whose micro-batch contributes its own share of a gradient, which all ranks then hold."""
+
+    def both(step: int, sites: Step) -> None:
+        shares = [random(8, 6, seed=100 * step + number) for number in range(3)]
+        about = {"micro_step": 0, "merge": "sum", "term": rank}
+        sites["grad", "micro", "fc.weight", "grad"] = Seen(values=shares[rank], about=about)
+        sites[GRADIENT].values = (shares[0] + shares[1] + shares[2]) / np.float32(3)
+        if edit:
+            edit(step, sites)
+
+    return both
+
+
+def not_reduced(rank: int) -> Edit:
+    return lambda step, sites: sites[GRADIENT].__setattr__("values", random(8, 6, seed=100 * step + rank))
+
+
+@pytest.mark.parametrize(
+    ("edits", "reason"),
+    [
+        ({1: at(GRADIENT, lambda values: values * 0)}, "What rank 1 holds is all zero."),
+        ({1: at(GRADIENT, lambda values: values * 3)}, "What rank 1 holds is 3 x what rank 0 holds."),
+        ({1: not_reduced(1)}, "What rank 1 holds is its own contribution alone: not reduced?"),
+        (
+            {0: not_reduced(0), 1: not_reduced(1), 2: not_reduced(2)},
+            "What ranks 0 and 1 hold is their own contribution alone: not reduced?",
+        ),
+        ({1: at(GRADIENT, lambda values: values + random(8, 6, seed=9))}, "They differ by "),
+    ],
+)
+def test_the_way_in_which_a_copy_differs_is_named(edits: dict[int, Edit], reason: str, tmp_path: Path) -> None:
+    run = on_ranks(tmp_path / "run", 3, {rank: contributed(rank, edits.get(rank)) for rank in range(3)})
+
+    first = traindiff.check(run).findings[0]
+    assert (first.kind, first.path) == ("ranks-disagree", "fc.weight")
+    assert reason in first.message
+
+
+def test_without_contributions_gradients_that_all_differ_are_asked_about(tmp_path: Path) -> None:
+    edits = {rank: not_reduced(rank) for rank in range(3)}
+
+    assert (
+        traindiff.check(on_ranks(tmp_path / "run", 3, edits))
+        .findings[0]
+        .message.endswith("No two ranks hold the same: was it never reduced?")
+    )
+
+
+def test_a_number_that_differs_is_given_for_both_ranks(tmp_path: Path) -> None:
+    site = ("optimizer", "", "optimizer.groups[0]", "lr")
+    run = on_ranks(tmp_path / "run", 3, {1: at(site, lambda values: values + 1, step=1)})
+
+    assert traindiff.check(run).findings[0].message.endswith(" It is 0.1 on rank 0 and 1.1 on rank 1.")
+
+
+def test_ranks_that_were_given_other_samples_are_not_said_to_have_the_same(tmp_path: Path) -> None:
+    def both(step: int, sites: Step) -> None:
+        other_random_state(step, sites)
+        sites["batch", "", "", "input[0]"].values = random(5, 6, seed=77 + step)
+
+    verdict = traindiff.check(on_ranks(tmp_path / "run", 3, {0: draws, 1: draws, 2: both}))
+
+    assert "same samples" not in str(verdict)
 
 
 def test_what_is_wrong_in_several_steps_is_one_finding(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_a_run_that_forgot_to_leave_evaluation_mode_is_named(run: str, tmp_path:
 
     assert (first.step, first.phase, first.path) == (2, "forward", "1")
     assert first.message.endswith(
-        f"The {run}'s BatchNorm1d does not take note of this batch, the other run's does: is it in eval mode?"
+        f"The {run}'s BatchNorm1d does not take note of this batch, the other run's does: is it in evaluation mode?"
     )
 
 

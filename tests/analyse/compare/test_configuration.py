@@ -122,3 +122,57 @@ def test_evaluation_mode_in_one_run_is_named_with_its_first_step(tmp_path: Path)
         assert first.message.startswith(said)
     both = traindiff.compare(tmp_path / "from-2", dropping(tmp_path / "again", evaluates_from=2))
     assert (both.verdict, both.notes) == ("identical", ())
+
+
+def adversaries(path: Path, *, evaluates_from: int) -> Path:
+    """The critic's steps end in the middle of the loop, so the generator changes its mode inside a step."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"generator": nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5)), "critic": nn.Linear(8, 1)})
+    generator, critic = model["generator"], model["critic"]
+    optimizers = {name: torch.optim.SGD(model[name].parameters(), lr=0.1) for name in ("critic", "generator")}
+    with traindiff.record(path, model, optimizers):
+        for step in range(4):
+            torch.manual_seed(step)
+            if step == evaluates_from:
+                generator[1].eval()  # type: ignore[index]
+            made = generator(torch.randn(6, 4))
+            critic(made.detach()).mean().backward()
+            optimizers["critic"].step()
+            optimizers["critic"].zero_grad()
+            (-critic(made)).mean().backward()
+            optimizers["generator"].step()
+            optimizers["generator"].zero_grad()
+    return path
+
+
+def test_a_mode_that_changes_inside_a_step_is_named_where_it_shows(tmp_path: Path) -> None:
+    found = traindiff.compare(
+        adversaries(tmp_path / "a", evaluates_from=9), adversaries(tmp_path / "b", evaluates_from=2)
+    )
+    first = found.first_divergence
+    assert first is not None
+    assert (first.phase, first.path) == ("forward", "generator.1")
+    assert first.message.startswith(f"generator.1: it is in evaluation mode in the candidate from step {first.step} on")
+
+
+def test_a_validation_in_one_run_only_is_not_said_to_change_modes(tmp_path: Path) -> None:
+    def trained(path: Path, *, validates: bool, factor: float) -> Path:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with traindiff.record(path, model, optimizer):
+            for step in range(3):
+                if validates:
+                    model.eval()
+                    with torch.no_grad():
+                        model(torch.ones(2, 4))
+                    model.train()
+                x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+                (model(x).square().mean() * (factor if step == 2 else 1.0)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return path
+
+    baseline = trained(tmp_path / "a", validates=False, factor=1.0)
+    found = traindiff.compare(baseline, trained(tmp_path / "b", validates=True, factor=1.5))
+    assert found.first_divergence is not None
+    assert "evaluation mode" not in str(found)

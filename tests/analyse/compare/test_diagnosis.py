@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from tests.made_up import Array, Compared, Edit, Step, at, plain_step, random, summary_of
-from traindiff.analyse.compare.diagnosis import Case, Diagnosis, diagnose, factor_meaning
+from traindiff.analyse.compare.case import Case, Diagnosis
+from traindiff.analyse.compare.diagnosis import diagnose
+from traindiff.analyse.compare.factors import factor_meaning
 from traindiff.analyse.merge.distance import best_fit
 from traindiff.analyse.merge.site import MergedSite, SiteKey
 from traindiff.core.summary import add, distance, norm
@@ -302,7 +304,8 @@ def test_only_a_count_of_steps_is_read_as_one() -> None:
 def test_another_activation_function_is_no_offset() -> None:
     gelu = X * (1 + np.tanh(0.8 * (X + 0.0447 * X**3))) / 2
 
-    assert look(np.maximum(X, 0), gelu.astype(np.float32)).kind == "value"
+    assert look(np.maximum(X, 0), gelu.astype(np.float32)).kind == "zeros"
+    assert look(np.tanh(X), gelu.astype(np.float32)).kind == "value"
 
 
 def test_none_of_these() -> None:
@@ -373,7 +376,11 @@ def test_another_gradient_on_top_is_not_that_of_the_step_before() -> None:
     before = entry(random(32, 40, seed=2)).summary
 
     assert look(X, X + NOISE * np.float32(0.3), previous=before).kind == "value"
-    assert look(X, X + NOISE * np.float32(0.3), previous=entry(NOISE * np.float32(0.2)).summary).kind == "value"
+    mixed = look(X, X + NOISE * np.float32(0.3), previous=entry(NOISE * np.float32(0.2)).summary)
+    assert mixed.message == (
+        "The candidate's is 1 x the baseline's of this step plus 1.5 x that of the step before: are gradients of "
+        "several steps mixed?"
+    )
 
 
 def test_the_sum_of_two_activations_is_nothing_that_zero_grad_explains() -> None:

@@ -120,6 +120,14 @@ def test_sites_in_another_dtype_are_said(compared: Compared) -> None:
     comparison = compared(at(("forward", "", "fc", "output[0]"), lambda x: x.astype(np.float16)))
 
     assert comparison.verdict == "equivalent"
-    assert "1 site is float32 in the baseline and float16 in the candidate; floors follow the shorter of the two." in (
-        comparison.notes
-    )
+    assert (
+        "1 site is float32 in the baseline and float16 in the candidate, first forward of fc output[0]; floors follow "
+        "the shorter of the two."
+    ) in comparison.notes
+
+
+def test_a_finding_at_a_site_of_another_dtype_names_both(compared: Compared) -> None:
+    comparison = compared(at(("forward", "", "fc", "output[0]"), lambda x: (x * 1.1).astype(np.float16)))
+
+    assert comparison.first_divergence is not None
+    assert comparison.first_divergence.message.endswith(" It is float32 in the baseline and float16 in the candidate.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,25 @@ def test_second_moments_that_float32_loses_are_found(tmp_path: Path) -> None:
     assert (finding.phase, finding.slot, finding.step) == ("optimizer", "exp_avg_sq", 0)
     assert finding.evidence["share"] > 0.9
     assert "Adam then divides by eps alone" in finding.message
+
+
+class Forgetful(Adam):
+    """Adam that sets its second moments to zero after each step."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for state in self.state.values():
+            state["exp_avg_sq"].zero_()
+        return result
+
+
+def test_second_moments_that_something_sets_to_zero_are_not_said_to_be_rounded(tmp_path: Path) -> None:
+    model = classifier()
+    verdict = traindiff.check(train(tmp_path / "run", model, Forgetful(model.parameters(), lr=1e-6), steps=8))
+
+    message = found(verdict, "zero-second-moment").message
+    assert "Rounding does not explain that: the squares are within the range of float32" in message
+    assert "float32, or scale the loss up" not in message
 
 
 def test_an_eps_that_is_larger_than_all_gradients_is_a_warning(tmp_path: Path) -> None:

@@ -60,6 +60,15 @@ def test_a_head_that_sends_zeros_or_nothing_finite_explains_rows_of_zeros() -> N
         assert findings(gradient(6), sent) == []
 
 
+def test_padded_labels_leave_zeros_at_whole_positions_and_hide_nothing() -> None:
+    sent = SENT.copy()
+    sent[1] = 0
+
+    assert len(findings(gradient(6), sent)) == 1
+    assert findings(gradient(0), sent) == []
+    assert findings(gradient(6), np.zeros_like(sent)) == []  # no label at all
+
+
 def test_short_dtypes_may_underflow() -> None:
     assert findings(gradient(6, dtype="float16")) == []
     assert findings(gradient(6, dtype="float64")) != []

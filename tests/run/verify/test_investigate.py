@@ -357,6 +357,30 @@ def test_verify_zooms_into_what_it_pins_down_where_it_is_asked_to(tmp_path: Path
     assert (plain.zoomed, plain.zoom_note) == (None, "")
 
 
+def test_what_no_module_computes_is_not_zoomed_into_and_named(tmp_path: Path) -> None:
+    def halved() -> Any:
+        training = mlp()()
+        model = training.model
+        assert isinstance(model, torch.nn.Module)
+
+        def after(*_: Any) -> None:
+            with torch.no_grad():
+                for one in model.parameters():
+                    one.mul_(0.9)
+
+        training.optimizer.register_step_post_hook(after)  # type: ignore[union-attr]
+        return training
+
+    found = traindiff.verify(mlp(), halved, tmp_path, steps=1, replicas=("ulp:1",), zoom=True)
+
+    assert any(one.comparison.findings for one in found.pinned)
+    assert found.zoomed is None
+    assert found.zoom_note.startswith(
+        "No operators were recorded: an operator of a module computes nothing of what is wrong alone (the update of "
+    )
+    assert "no module is wrong alone" not in str(found)
+
+
 RECIPES = """
 from tests.run.verify.recipes import mlp, other_epsilon
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from traindiff.analyse.align.side import Side, Tables
-from traindiff.analyse.findings import Finding, ranks_text
+from traindiff.analyse.findings import Finding, micro_steps_text, ranks_text
 from traindiff.analyse.merge.distance import Pair, difference, differing_ranks, equal_bits, is_transposed
 from traindiff.analyse.merge.parameters import Groups
 from traindiff.analyse.merge.recorded_calls import Sample, Samples
@@ -64,9 +64,18 @@ def samples_message(baseline: Sequence[Sample], candidate: Sequence[Sample]) -> 
             f"{len(fresh)} of its {len(candidate)} samples are none of the baseline's, first {_where(fresh[0])}"
         )
     elif missing:
-        lost = next(one for one in baseline if one.fingerprint in missing)
-        parts.append(f"{missing.total()} of the baseline's {len(baseline)} samples are missing, first {_where(lost)}")
+        lost = [one for one in baseline if one.fingerprint in missing]
+        first = _whole_micro_steps(lost, baseline) or f"first {_where(lost[0])}"
+        parts.append(f"{missing.total()} of the baseline's {len(baseline)} samples are missing, {first}")
     return f"holds other samples: {', and '.join(parts)}.{_only_on(baseline, candidate)}"
+
+
+def _whole_micro_steps(lost: Sequence[Sample], baseline: Sequence[Sample]) -> str:
+    """`all of micro-step 2`, if the samples that are lost are all those of some micro-steps."""
+    steps = sorted({one.micro_step for one in lost})
+    every = sum(one.micro_step in steps for one in baseline)
+    several = len(steps) < len({one.micro_step for one in baseline})
+    return f"all of {micro_steps_text(steps)}" if several and every == len(lost) else ""
 
 
 def _only_on(baseline: Sequence[Sample], candidate: Sequence[Sample]) -> str:

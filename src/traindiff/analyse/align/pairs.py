@@ -38,10 +38,14 @@ def align(baseline: StepTable, candidate: StepTable) -> Aligned:
     renamed = dict(candidate)
     pairs, unmerged, only_baseline = [], [], []
     split_alike = num_micro_steps(baseline) == num_micro_steps(candidate)
+    # If both batch axes are known and one run has more samples, no axis needs to be declared.
+    more_samples = any(key.phase == "batch" and _has_more_rows(entry, candidate) for key, entry in baseline.items())
     for key, entry in baseline.items():
         other = renamed.pop(key, None)
         if other is None:
             only_baseline.append(entry)
+        elif more_samples and _has_more_rows(entry, candidate):
+            pairs.append(Pair(baseline=entry, candidate=other))
         elif _is_unmerged(entry, other, split_alike=split_alike):
             unmerged.append(Pair(baseline=entry, candidate=other))
         else:
@@ -90,6 +94,14 @@ def _is_unmerged(baseline: MergedSite, candidate: MergedSite, *, split_alike: bo
         return len(axes) <= 1 or any(one.parts and len(one.parts) > 1 for one in (baseline, candidate))
     small, large = sorted((shapes[0][0], shapes[1][0]))
     return axes == [0] and small > 0 and large % small == 0
+
+
+def _has_more_rows(entry: MergedSite, others: StepTable) -> bool:
+    """True if the batch axis is known in both runs, and one has more rows there."""
+    other = others.get(entry.key)
+    if other is None or entry.unobserved or other.unobserved or not (entry.batched and other.batched):
+        return False
+    return entry.shape[:1] != other.shape[:1] and entry.shape[1:] == other.shape[1:]
 
 
 def _num_ranks(entry: MergedSite) -> int:

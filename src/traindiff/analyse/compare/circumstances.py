@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from traindiff.analyse.align.side import Side
-from traindiff.analyse.findings import Finding
+from traindiff.analyse.findings import Finding, more_text, phase_text
 from traindiff.analyse.merge.recorded_calls import EFFECT, Clip
-from traindiff.analyse.merge.site import finding_at
+from traindiff.analyse.merge.site import SiteKey, finding_at
+from traindiff.core.site import label
 from traindiff.core.summary import UNIT_ROUNDOFF
 from traindiff.storage.manifest import framework
 
@@ -37,9 +39,6 @@ _WATCHED = (
     ("environment", "machine"),
     ("environment", "devices"),
     ("environment", "num_threads"),
-    ("environment", "default_dtype"),
-    ("environment", "float32_matmul_precision"),
-    ("environment", "deterministic_algorithms"),
 )
 
 _OF_ANY_FRAMEWORK = (("environment", "machine"),)
@@ -52,13 +51,22 @@ def _show(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def other_dtypes(sites: Mapping[tuple[str, str], Set[object]]) -> list[str]:
-    """One sentence for each pair of different dtypes, with the number of their sites."""
+_MOST_NAMED = 3
+
+
+def other_dtypes(sites: Mapping[tuple[str, str], Collection[SiteKey]]) -> list[str]:
+    """One sentence for each pair of different dtypes, with the number of their sites and the first of them."""
     return [
         f"{len(found)} {'site is' if len(found) == 1 else 'sites are'} {baseline} in the baseline and {candidate} in "
-        "the candidate; floors follow the shorter of the two."
+        f"the candidate, first {_named(found)}; floors follow the shorter of the two."
         for (baseline, candidate), found in sites.items()
     ]
+
+
+def _named(sites: Collection[SiteKey]) -> str:
+    """The first sites of one pair of dtypes in execution order."""
+    names = [f"{phase_text(key.phase, key.stage)} of {label(key.path, key.slot)}" for key in islice(sites, _MOST_NAMED)]
+    return f"{', '.join(names)}{more_text(len(sites) - len(names), 'site')}"
 
 
 def other_models(baseline: Side, candidate: Side) -> list[str]:
@@ -107,11 +115,16 @@ KIND = "clipping"
 """Kind of a finding about clipping that differs between the runs."""
 
 
+def clip_coefficient(clipped: Iterable[Clip]) -> float:
+    """The factor that all calls that clip to a norm apply together."""
+    return math.prod(one.coefficient for one in clipped)
+
+
 def clip_factor(baseline: list[Clip], candidate: list[Clip]) -> list[tuple[float, str]]:
     """The factor that clipping leaves between the gradients of two runs, with what to say about it."""
     if len(baseline) > 1 or len(candidate) > 1:
         return []
-    before, after = (math.prod(one.coefficient for one in clipped) for clipped in (baseline, candidate))
+    before, after = clip_coefficient(baseline), clip_coefficient(candidate)
     if not before or not after or abs(after / before - 1.0) <= EFFECT:
         return []  # a gradient clipped to 0 has no factor
     return [(after / before, "= what clipping makes of them")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +14,49 @@ from traindiff.core.site import ROOT
 from traindiff.core.summary import number
 
 _MOST_NAMED = 8
+_GRADIENT = "gradient"
+"""Setting of a module that says whether gradients flow through it: a word of `gradient_paths` in `rank.json`."""
+
 _WITHOUT_EFFECT = frozenset({"class", "forward", "inplace"})
 """Settings that often differ between runs that compute the same; they explain a finding, and are not listed."""
+
+
+_EXPLAINS: Mapping[str, Collection[str]] = {
+    "torch": ("forward", "loss", "backward", "grad"),
+    "autocast": ("forward", "loss", "backward", "grad"),
+    "scaler": ("backward", "grad"),
+    "scheduler": ("optimizer", "update"),
+}
+"""Phases of a first divergence that a difference around the computation may explain, by what differs."""
+
+
+def _what(where: str) -> str:
+    """`scheduler` of `optimizer scheduler[1]`."""
+    return where.rpartition(" ")[2].partition("[")[0]
+
+
+def _around(*runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+    """What differs around the computation, as clauses by name: flags, autocast, the scaler, schedulers."""
+    sides = []
+    for contents in runs:
+        found: dict[str, Mapping[str, str]] = {}
+        for content in contents:
+            for where, settings in content.get("surroundings", {}).items():
+                found.setdefault(where, settings)
+        sides.append(found)
+    if not all(sides):
+        return {}  # one run does not record them
+    before, after = sides
+    differing: dict[str, dict[str, str]] = {}
+    for where in dict.fromkeys((*before, *after)):
+        if where in before and where in after:
+            texts = _differences(before[where], after[where], what="it")
+        else:
+            run, held = ("candidate", after) if where in after else ("baseline", before)
+            texts = {"class": f"only the {run} has one ({_short(held[where].get('class'))})"}
+        if texts:
+            differing[where] = texts
+    return differing
 
 
 class Configurations:
@@ -28,14 +69,15 @@ class Configurations:
     """
 
     def __init__(
-        self, baseline: Iterable[Mapping[str, Any]], candidate: Iterable[Mapping[str, Any]], rename: Rename = str
+        self, baseline: Sequence[Mapping[str, Any]], candidate: Sequence[Mapping[str, Any]], rename: Rename = str
     ) -> None:
         before, after = _settings(baseline, str), _settings(candidate, rename)
         self._differing: dict[str, dict[str, str]] = {}
         for path in before.keys() & after.keys():
-            found = _differences(before[path], after[path])
+            found = _differences(before[path], after[path], what="the module")
             if found:
                 self._differing[path] = found
+        self._around = _around(baseline, candidate)
         self._order = {path: place for place, path in enumerate(before)}
         self._modes = tuple({path: one.get("training") for path, one in side.items()} for side in (before, after))
         self._is_first = True
@@ -62,7 +104,10 @@ class Configurations:
         if finding.phase not in ("forward", "loss", "backward", "grad", "optimizer", "update"):
             return finding
         own, owner = finding.path, finding.path.rpartition(".")[0]
-        path = own if own in self._differing or own in self._evaluates else owner
+        consumers = _consumers(finding)
+        cut = [one for one in consumers if _GRADIENT in self._differing.get(one, {})]
+        known = self._differing.keys() | self._evaluates.keys()
+        path = next((one for one in (*cut, own, owner, *consumers[::-1]) if one in known), own)
         told = list(self._differing.get(path, {}).values())[:_MOST_NAMED]
         if path in self._evaluates and self._evaluates[path][1] <= finding.step:
             run, step = self._evaluates[path]
@@ -72,9 +117,22 @@ class Configurations:
         message = f"{path or ROOT}: {'; '.join(told)}. {finding.message}"
         return replace(finding, message=message, evidence={**finding.evidence, "settings": told})
 
+    def surrounded(self, first: Finding) -> Finding:
+        """The first finding, after what differs around the computation and may explain it."""
+        told = [
+            f"{where}: {'; '.join(texts.values())}"
+            for where, texts in self._around.items()
+            if first.phase in _EXPLAINS.get(_what(where), ())
+        ]
+        if not told:
+            return first
+        evidence = {**first.evidence, "surroundings": told}
+        return replace(first, message=f"{'. '.join(told)}. {first.message}", evidence=evidence)
+
     def notes(self) -> list[str]:
         """One sentence that lists the settings that differ and are numbers or words of a module, or nothing."""
-        listed = [
+        listed = [f"{where}: {text}" for where, texts in self._around.items() for text in texts.values()]
+        listed += [
             f"{path or ROOT}: {text}"
             for path in sorted(self._differing, key=lambda one: self._order.get(one, 0))
             for name, text in self._differing[path].items()
@@ -86,12 +144,26 @@ class Configurations:
         return [f"Settings differ: {'; '.join(listed[:_MOST_NAMED])}{more}."]
 
 
+def _consumers(finding: Finding) -> list[str]:
+    """The modules that may have handed a wrong gradient back, outermost first.
+
+    They are the module whose own gradient is the last that agrees, and those around it.
+    """
+    after = str(finding.evidence.get("after") or "")
+    if finding.phase != "backward" or not after:
+        return []
+    parts = after.rpartition(" ")[0].split(".")
+    return [".".join(parts[: number + 1]) for number in range(len(parts))]
+
+
 def _settings(contents: Iterable[Mapping[str, Any]], rename: Rename) -> dict[str, dict[str, str]]:
     """Settings by path, of modules, parameters and optimizers."""
     found: dict[str, dict[str, str]] = {}
     for content in contents:
         for path, settings in content.get("module_settings", {}).items():
             found.setdefault(rename(path), dict(settings))
+        for path, word in content.get("gradient_paths", {}).items():
+            found.setdefault(rename(path), {}).setdefault(_GRADIENT, word)
         for path, about in content.get("parameters", {}).items():
             if "requires_grad" in about:
                 found.setdefault(rename(path), {"requires_grad": str(about["requires_grad"])})
@@ -100,23 +172,30 @@ def _settings(contents: Iterable[Mapping[str, Any]], rename: Rename) -> dict[str
     return found
 
 
-def _differences(baseline: Mapping[str, str], candidate: Mapping[str, str]) -> dict[str, str]:
-    """A clause for each setting that differs, by its name."""
+def _differences(baseline: Mapping[str, str], candidate: Mapping[str, str], *, what: str) -> dict[str, str]:
+    """A clause for each setting that differs, by its name; `what` is the subject of one about the class."""
     found = {}
     for name in dict.fromkeys((*baseline, *candidate)):
         if name == "training":
             continue  # which may change from step to step
         before, after = baseline.get(name), candidate.get(name)
+        if name == _GRADIENT and None in (before, after):
+            continue  # one run did not see the graph
         if before != after:
-            found[name] = _clause(name, before, after)
+            found[name] = _clause(name, before, after, what)
     if "class" in found:  # which has other settings
-        return {"class": found["class"], **({"forward": found["forward"]} if "forward" in found else {})}
+        return {name: found[name] for name in ("class", "forward", _GRADIENT) if name in found}
     return found
 
 
-def _clause(name: str, before: str | None, after: str | None) -> str:
+def _clause(name: str, before: str | None, after: str | None, what: str) -> str:
     if name == "class":
-        return f"the module is {_short(before)} in the baseline and {_short(after)} in the candidate"
+        return f"{what} is {_short(before)} in the baseline and {_short(after)} in the candidate"
+    if name == _GRADIENT:
+        run, word = ("baseline", before) if after == "through" else ("candidate", after)
+        if word == "unneeded":
+            return f"what it is given needs no gradient in the {run} (is it detached, or frozen, before?)"
+        return f"no gradient flows back through it in the {run} (is something detached inside?)"
     if name == "forward":
         if before is None or after is None:
             run, function = ("candidate", after) if before is None else ("baseline", before)

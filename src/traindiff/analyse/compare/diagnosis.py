@@ -3,62 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from traindiff.analyse.compare.factors import contributed, factor_meaning, factor_text, odd_terms
-from traindiff.analyse.merge.distance import best_fit
+from traindiff.analyse.compare.case import Case, Diagnosis
+from traindiff.analyse.compare.factors import factor_meaning, factor_text
+from traindiff.analyse.compare.gradient_sums import accumulated, late, lost_contribution
+from traindiff.analyse.merge.distance import Pair, best_fit, rounded_to
 from traindiff.analyse.merge.site import MergedSite
 from traindiff.core.shards import BUCKETS, OPEN, Shard
-from traindiff.core.summary import UNIT_ROUNDOFF, distance, finite_count, nonfinite_count, norm, number
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
-    """A recognized shape: its kind, a message, and the numbers behind it."""
-
-    kind: str
-    message: str
-    evidence: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One difference, with everything that a test may look at.
-
-    Attributes:
-        baseline: The baseline's entry.
-        candidate: The candidate's entry.
-        contributions: Gradient of each micro-batch of the candidate, by micro-step and rank, if recorded.
-        micro_steps: Number of micro-batches in the candidate's step.
-        ranks: Number of ranks that share the batch, in the run that has more of them.
-        difference: Relative L2 difference.
-        floor: Its floor.
-        previous: The baseline's summary in the step before, or in the evaluation of the loss before, if it has one.
-        unit: The name of what lies before: `step` or `evaluation`.
-        factors: Known factors, with what to say about each.
-    """
-
-    baseline: MergedSite
-    candidate: MergedSite
-    contributions: Mapping[tuple[int, int], Any] = field(default_factory=dict)
-    micro_steps: int = 1
-    ranks: int = 1
-    difference: float = 0.0
-    floor: float = 0.0
-    previous: Any = None
-    unit: str = "step"
-    factors: Sequence[tuple[float, str]] = ()
-
-
-ADDED = 0.01
-"""Remainder that a sum of two gradients may leave: more than rounding, less than another gradient."""
-
-LATE = 0.02
-"""A tensor is one step late if its difference from the step before is at most this part of its difference."""
+from traindiff.core.summary import SKETCH_SIZE, UNIT_ROUNDOFF, distance, finite_count, nonfinite_count, norm, number
 
 
 def diagnose(case: Case) -> Diagnosis:
@@ -68,40 +24,6 @@ def diagnose(case: Case) -> Diagnosis:
             return found
     size = f"{case.difference:.2g}"
     return Diagnosis(kind="value", message=f"The values differ by {size} of the baseline's size (relative L2).")
-
-
-def late(case: Case) -> Diagnosis | None:
-    """The baseline's tensor of the step before."""
-    if case.previous is None or int(case.previous["count"]) != int(case.candidate.summary["count"]):
-        return None
-    size = float(norm(case.previous))
-    apart = float(distance(case.previous, case.candidate.summary)) / size if size else math.inf
-    if not apart <= LATE * min(case.difference, 1.0):
-        return None
-    return Diagnosis(
-        kind="late",
-        message=f"The candidate's is what the baseline has in the {case.unit} before: one {case.unit} late?",
-        evidence={"difference_from_the_step_before": apart},
-    )
-
-
-def accumulated(case: Case) -> Diagnosis | None:
-    """The sum of two steps' gradients: zero_grad() was left out."""
-    if case.previous is None or (case.baseline.key.phase, case.baseline.key.slot) != ("grad", "grad"):
-        return None
-    before, own, both = case.previous["sketch"], case.baseline.summary["sketch"], case.candidate.summary["sketch"]
-    size, added = float(np.linalg.norm(both)), float(np.linalg.norm(before))
-    if case.baseline.shape != case.candidate.shape or not size or added < 0.05 * size:
-        return None
-    left_over = float(np.linalg.norm(both - own - before)) / size
-    if not left_over <= ADDED:
-        return None
-    return Diagnosis(
-        kind="accumulated",
-        message=f"The candidate's is the sum of the baseline's of this {case.unit} and of the {case.unit} before: was "
-        "zero_grad() left out after that?",
-        evidence={"residual": left_over},
-    )
 
 
 def nonfinite(case: Case) -> Diagnosis | None:
@@ -246,58 +168,59 @@ def _bucket(entry: MergedSite, axis: str, bucket: int) -> str:
     return f"{where} (of {count})"
 
 
-_ROUNDED_ELEMENTS = 64
-"""With fewer elements, rounding cannot be told from other differences of its size."""
-
-
 def precision(case: Case) -> Diagnosis | None:
-    """A difference that looks like rounding to a shorter dtype, by its size and as it has no direction.
-
-    Rounding errors are independent and as often up as down: they add up to no more than a few of their norms, and no
-    multiple of the baseline explains a part of them. A wrong eps or a kernel's coherent error may have the same size.
-    """
-    if case.baseline.dtype not in ("float32", "float64") or case.candidate.dtype != case.baseline.dtype:
+    """A difference that looks like rounding to a shorter dtype, by its size and as it has no direction."""
+    dtype = rounded_to(Pair(baseline=case.baseline, candidate=case.candidate))
+    if not dtype:
         return None
-    baseline, candidate = case.baseline.summary, case.candidate.summary
-    moved, apart = abs(float(candidate["sum"] - baseline["sum"])), float(distance(baseline, candidate))
-    _, left_over = best_fit(case.baseline, case.candidate)
-    if int(finite_count(baseline)) < _ROUNDED_ELEMENTS or moved > 4.0 * apart or left_over < 0.8 * case.difference:
-        return None
-    for dtype in ("bfloat16", "float16"):
-        u = UNIT_ROUNDOFF[dtype]
-        if 0.15 * u < case.difference < 1.2 * u:
-            return Diagnosis(
-                kind="precision",
-                message=f"The difference, {case.difference:.2g} of the baseline's size, is as small as rounding to "
-                f"{dtype} would make it: a shorter dtype inside, or an approximation?",
-                evidence={"dtype": dtype},
-            )
-    return None
-
-
-def lost_contribution(case: Case) -> Diagnosis | None:
-    """A gradient that is not the sum of its micro-batches' gradients: of all ranks, or of one."""
-    by_step: dict[int, Any] = {}
-    for (micro_step, _), one in case.contributions.items():
-        by_step[micro_step] = by_step.get(micro_step, 0.0) + one["sketch"]
-    sketches = {place: one["sketch"] for place, one in case.contributions.items()}
-    if (found := odd_terms(by_step, case.candidate)) is not None:
-        odd, left_over = found
-        said = contributed([(f"micro-step {step}", factor) for step, factor in odd], len(by_step))
-        first, rank = odd[0][0], None
-    elif len(sketches) > len(by_step) and (found := odd_terms(sketches, case.candidate)) is not None:
-        odd, left_over = found
-        (first, rank) = odd[0][0]
-        names = [(f"rank {place[1]} in micro-step {place[0]}", factor) for place, factor in odd]
-        said = contributed(names, len(sketches))
-    else:
-        return None
-    evidence = {"micro_step": first, "factor": odd[0][1], "residual": left_over}
     return Diagnosis(
-        kind="lost-contribution",
-        message=f"The optimizer's gradient {said}.",
-        evidence=evidence if rank is None else {**evidence, "rank": rank},
+        kind="precision",
+        message=f"The difference, {case.difference:.2g} of the baseline's size, is as small as rounding to "
+        f"{dtype} would make it: a shorter dtype inside, or an approximation?",
+        evidence={"dtype": dtype},
     )
+
+
+_FEWEST_ZEROS, _FEWEST_OF_ROWS = 16, 4
+"""Fewer zeros more or less are nothing to speak of; whole rows of a batch may be shorter."""
+
+
+def zeros(case: Case) -> Diagnosis | None:
+    """Many more elements that are exactly zero in one run.
+
+    Two masks that are drawn with the same probability differ by a few times the root of the number of elements.
+    """
+    sides = (case.baseline.summary, case.candidate.summary)
+    count = int(finite_count(sides[0]))
+    before, after = (int(one["zero"]) for one in sides)
+    more, run, other = (after - before, "candidate", "baseline") if after > before else (
+        before - after, "baseline", "candidate"
+    )  # fmt: skip
+    sizes = [float(one["sum_of_squares"]) for one in (sides if after > before else sides[::-1])]
+    apart = float(distance(*sides)) ** 2
+    evidence = {"baseline_zeros": before, "candidate_zeros": after}
+    samples = case.baseline.shape[0] if case.baseline.batched and case.baseline.shape else 0
+    each = count // samples if samples else 0
+    whole = bool(each) and more % each == 0
+    # Setting elements to zero takes their squares out of the sum; the sketch estimates them to a factor of 2 (4 sigma).
+    lost = (sizes[0] - sizes[1]) / apart if apart else 0.0
+    exact = case.baseline.exact and case.candidate.exact
+    few = more < (_FEWEST_OF_ROWS if whole else _FEWEST_ZEROS)
+    small = whole and count <= SKETCH_SIZE and 0.9 < lost < 1.1  # the sketch of few elements is nearly exact
+    if exact and 0.5 < lost < 2.0 and (small or not few):
+        rows = f", as many as {more // each} of its {samples} rows hold" if whole else ""
+        message = (
+            f"{more} of {count} elements are zero in the {run} and not in the {other}{rows}. The difference is about "
+            "as large as that makes it."
+        )
+        return Diagnosis(kind="zeros", message=message, evidence=evidence)
+    if more < max(_FEWEST_ZEROS, 4.0 * math.sqrt(count)):
+        return None
+    message = (
+        f"{before} of {count} elements are zero in the baseline, and {after} in the candidate: was a mask, dropout or "
+        "a gate left out, or added?"
+    )
+    return Diagnosis(kind="zeros", message=message, evidence=evidence)
 
 
 TESTS: tuple[Callable[[Case], Diagnosis | None], ...] = (
@@ -312,6 +235,7 @@ TESTS: tuple[Callable[[Case], Diagnosis | None], ...] = (
     scaled,
     shifted,
     localized,
+    zeros,
     precision,
 )
 """The tests in the order in which they are tried; each is independent of the others."""

@@ -15,6 +15,7 @@ from traindiff.analyse.merge.parameters import Copies
 from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.rules.ranks import KIND as DISAGREEMENT
 from traindiff.core.site import label
+from traindiff.core.summary import UNIT_ROUNDOFF
 
 FLOW = ("batch", "forward", "loss", "backward")
 """Phases in which data flows from one site to the next in the order of execution."""
@@ -108,7 +109,9 @@ def batch_statistics_message(
         return ""
     for run, entries in (("candidate", aligned.only_baseline), ("baseline", aligned.only_candidate)):
         if any(entry.key.path == f"{finding.path}.{_COUNTER}" for entry in entries):
-            return f" The {run}'s {name} does not take note of this batch, the other run's does: is it in eval mode?"
+            return (
+                f" The {run}'s {name} does not take note of this batch, the other run's does: is it in evaluation mode?"
+            )
     if micro_steps[0] != micro_steps[1]:
         return (
             f" {name} takes the statistics of each micro-batch, and the step has {micro_steps[0]} in the baseline and "
@@ -130,6 +133,68 @@ def unseen_labels_message(finding: Finding, pairs: Iterable[Pair]) -> str:
     return (
         " Labels that only the loss receives are not recorded: if they may differ, "
         'traindiff.inspect("labels", labels) records them.'
+    )
+
+
+def shifted_labels_message(finding: Finding, pairs: Iterable[Pair]) -> str:
+    """A sentence if an input of whole numbers holds the same as another one in one run only; empty if not.
+
+    A model that shifts labels itself is given the tokens themselves as labels.
+    """
+    alike = [pair for pair in pairs if pair.baseline.dtype not in UNIT_ROUNDOFF and pair.baseline.key.path != "rng"]
+    site = (finding.phase, finding.path, finding.slot)
+    own = next((one for one in alike if one.baseline.key[:1] + one.baseline.key[2:4] == site), None)
+    if own is None:
+        return ""
+    for other in alike:
+        if other is own or (other.baseline.shape, other.baseline.dtype) != (own.baseline.shape, own.baseline.dtype):
+            continue
+        same = [
+            one.summary["fingerprint"] == two.summary["fingerprint"]
+            for one, two in ((own.baseline, other.baseline), (own.candidate, other.candidate))
+        ]
+        if same[0] != same[1]:
+            key, runs = other.baseline.key, ("baseline", "candidate") if same[0] else ("candidate", "baseline")
+            return (
+                f" In the {runs[0]} it is equal to {label(key.path, key.slot)}, in the {runs[1]} it is not: are labels "
+                "shifted in one run only?"
+            )
+    return ""
+
+
+def unreached_positions_message(finding: Finding, pairs: Iterable[Pair]) -> str:
+    """A sentence if the loss reaches another number of positions in each run; empty if not.
+
+    Labels that are shifted once more, or padded otherwise, leave whole rows of zeros in the gradient of the logits.
+    """
+    if finding.phase not in ("loss", "backward"):
+        return ""
+    backward = (pair for pair in pairs if pair.baseline.key.phase == "backward" and not pair.baseline.key.stage)
+    first = min(
+        (pair for pair in backward if len(pair.baseline.shape) > 1), key=lambda pair: pair.baseline.order, default=None
+    )
+    if first is None or first.baseline.shape != first.candidate.shape:
+        return ""
+    width = first.baseline.shape[-1]
+    zeros = [int(entry.summary["zero"]) for entry in (first.baseline, first.candidate)]
+    if width < 2 or zeros[0] == zeros[1] or any(number % width for number in zeros):
+        return ""
+    positions = int(first.baseline.summary["count"]) // width
+    return (
+        f" The loss gives no gradient to {zeros[0] // width} of {positions} positions in the baseline, and to "
+        f"{zeros[1] // width} in the candidate: are labels shifted, padded or masked otherwise?"
+    )
+
+
+def unseen_contributions_message(finding: Finding, pairs: Iterable[Pair], micro_steps: int) -> str:
+    """A hint that unrecorded gradients of micro-batches may explain another gradient; empty if not."""
+    if (finding.phase, finding.kind) != ("grad", "value") or micro_steps < 2:
+        return ""
+    if any(pair.baseline.key[:2] == ("grad", "micro") for pair in pairs):
+        return ""
+    return (
+        f' It is a sum over {micro_steps} micro-batches: record(observe=["grad.micro", ...]) shows what each of them '
+        "contributes."
     )
 
 

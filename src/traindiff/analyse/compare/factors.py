@@ -8,9 +8,11 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from traindiff.analyse.findings import micro_steps_text
 from traindiff.analyse.merge.site import MergedSite
+from traindiff.core.summary import UNIT_ROUNDOFF
 
 
 def factor_text(value: float) -> str:
@@ -64,25 +66,40 @@ def odd_terms(sketches: Mapping[Any, Any], sum_of_them: MergedSite) -> tuple[lis
     factors, *_ = np.linalg.lstsq(columns, target, rcond=None)
     size = float(np.linalg.norm(target))
     left_over = float(np.linalg.norm(columns @ factors - target)) / size if size else 0.0
-    # With two terms, either could be the odd one; each should have the factor 1.
-    common = float(np.median(factors)) if len(factors) > 2 else 1.0
-    if left_over > 1e-3 or abs(common) < 1e-12:
+    common = _common(factors)
+    unit = UNIT_ROUNDOFF.get(sum_of_them.dtype, 0.0)  # each addition may round by one
+    if left_over > max(1e-3, unit * math.sqrt(len(sketches))) or abs(common) < 1e-12:
         return None
     relative = factors / common
     odd = [(term, float(value)) for term, value in zip(sketches, relative, strict=True) if abs(value - 1.0) > 0.05]
     return (odd, left_over) if odd and len(odd) <= len(sketches) // 2 else None
 
 
-def contributed(odd: Sequence[tuple[str, float]], num_terms: int) -> str:
-    """Words about the odd terms of a gradient, from their factors."""
-    lost = [name for name, factor in odd if abs(factor) < 0.02]
+def _common(factors: NDArray[np.float64]) -> float:
+    """The factor that clipping or averaging gives to every term: the median, or of two terms the one that is not lost.
+
+    Of two terms that are both there, either could be the odd one, and each should have the factor 1.
+    """
+    if len(factors) > 2:
+        return float(np.median(factors))
+    small, large = sorted(map(float, factors), key=abs)
+    return large if abs(small) < LOST * abs(large) else 1.0
+
+
+LOST = 0.02
+"""A term with a smaller share of the common factor is lost."""
+
+
+def contributed(odd: Sequence[tuple[str, float]], num_terms: int, *, whose: str = "") -> str:
+    """Words about the odd terms of a gradient, from their factors; `whose` terms they are, if not its own."""
+    lost = [name for name, factor in odd if abs(factor) < LOST]
     rest = num_terms - len(odd)
     others = f"the other {rest} once" if rest > 1 else "the other one once"
     if len(lost) == len(odd):
         sum_of = f"it is the sum of the other {rest}" if rest > 1 else "it is that of the other one"
-        return f"lacks what {_listed(lost)} of {num_terms} contributed; {sum_of}"
+        return f"lacks what {_listed(lost)} of {whose}{num_terms} contributed; {sum_of}"
     held = [(name, factor) for name, factor in odd if name not in lost]
-    parts = [f"holds what {name} of {num_terms} contributed {_times(value)}" for name, value in held]
+    parts = [f"holds what {name} of {whose}{num_terms} contributed {_times(value)}" for name, value in held]
     lacks = [f"lacks what {_listed(lost)} contributed"] if lost else []
     return f"{', '.join([*parts, *lacks])}; {others}"
 

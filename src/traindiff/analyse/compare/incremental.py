@@ -13,6 +13,7 @@ from traindiff.analyse.align.side import gradient_norms
 from traindiff.analyse.align.two_runs import RUNS, AlignedStep, TwoRuns
 from traindiff.analyse.compare.circumstances import (
     circumstances,
+    clip_coefficient,
     clip_factor,
     clipping_findings,
     clipping_note,
@@ -27,7 +28,10 @@ from traindiff.analyse.compare.configuration import Configurations
 from traindiff.analyse.compare.explanations import (
     batch_statistics_message,
     explained,
+    shifted_labels_message,
     surroundings,
+    unreached_positions_message,
+    unseen_contributions_message,
     unseen_labels_message,
     with_each_ranks_own,
     with_names,
@@ -121,7 +125,7 @@ class RunningComparison:
         self._uncovered: list[int] = []
         self._turned_evaluations: list[tuple[int, int, int]] = []  # step, and evaluations of baseline and candidate
         self._notes: dict[str, None] = {}
-        self._other_dtypes: dict[tuple[str, str], set[SiteKey]] = {}
+        self._other_dtypes: dict[tuple[str, str], dict[SiteKey, None]] = {}
         self._operators = OperatorSearch(runs.runs, rename)
 
     def feed(self, baseline: RunStep | None, candidate: RunStep | None) -> ComparedStep | None:
@@ -254,7 +258,7 @@ class RunningComparison:
         for pair in pairs:
             if pair.baseline.dtype != pair.candidate.dtype:
                 dtypes = (pair.baseline.dtype, pair.candidate.dtype)
-                self._other_dtypes.setdefault(dtypes, set()).add(pair.baseline.key)
+                self._other_dtypes.setdefault(dtypes, {}).setdefault(pair.baseline.key, None)
         clipped = (clips(tables[0]), clips(tables[1]))
         scales = (loss_scale(tables[0]), loss_scale(tables[1]))
         self._notes.update(dict.fromkeys(filter(None, (clipping_note(*clipped), scale_note(*scales)))))
@@ -275,10 +279,12 @@ class RunningComparison:
             self._judge,
             StepInput(
                 step=step,
+                optimizer=given.baseline.optimizer,
                 first=given.first,
                 pairs=tuple(sorted(pairs, key=lambda pair: pair.baseline.order)),
                 found=tuple(found),
                 contributions=contributions(tables[1]),
+                expected=contributions(tables[0]),
                 parameters=given.parameters,
                 micro_steps=micro_steps[1],
                 most_micro_steps=max(micro_steps),
@@ -291,6 +297,7 @@ class RunningComparison:
                 clipped=tuple(clip_factor(*clipped)),
                 evaluation=given.evaluation,
                 whole=whole,
+                carried=clip_coefficient(clipped[0]) / scales[1],
                 leaky=not _LEAKY.isdisjoint(self._facts[0].modules.values()),
                 norms={path: name for path, name in self._facts[0].modules.items() if _OVER_POSITIONS.search(name)},
             ),
@@ -300,7 +307,10 @@ class RunningComparison:
             hop, self._evidence = surroundings(first, pairs, given.aligned)
             divided = (micro_steps[0], micro_steps[1])
             statistics = batch_statistics_message(first, self._facts[0].modules, given.aligned, divided)
-            self._remarks = statistics + unseen_labels_message(first, pairs) + hop
+            labels = unreached_positions_message(first, pairs) or unseen_labels_message(first, pairs)
+            shifted = shifted_labels_message(first, pairs)
+            unseen = unseen_contributions_message(first, pairs, max(micro_steps))
+            self._remarks = statistics + shifted + labels + unseen + hop
         return found
 
     def _noise(self, given: AlignedStep) -> StepNoise | None:
@@ -320,6 +330,7 @@ class RunningComparison:
         sizes = (self.runs.sides[0].data_parallel, self.runs.sides[1].data_parallel)
         first = with_each_ranks_own(first, self._facts[sizes.index(max(sizes))].modules, sizes)
         first = self._operators.told(explained(first, *(run.run for run in self.runs.runs)))
+        first = self._configurations.surrounded(first)
         late = self._evidence.get("one_hop_late", ())
         uncalled = [one for one in rest if is_uncalled(one) and label(one.path, one.slot) in late]
         rest = [one for one in rest if one not in uncalled]

@@ -48,7 +48,7 @@ class Judge:
         run: Numbers that determine the floors of later steps.
         differences: Largest difference of each site so far, in units of its floor.
         all_equal: True if every pair so far held the same bits.
-        previous: The baseline's summaries in the step before, by site.
+        previous: The baseline's summaries in the step before of each optimizer, by its name and by site.
         nan_in_both: Places at which both runs hold the same NaN.
         turned: Places where a choice that rounding may change, such as a router's, selected another number of rows.
         choices: Places where rounding turned a part of a router's choices, and how many.
@@ -68,7 +68,7 @@ class Judge:
         self.run = RunFloors(coefficients=coefficients)
         self.differences: dict[SiteKey, SiteDifference] = {}
         self.all_equal = True
-        self.previous: dict[SiteKey, Any] = {}
+        self.previous: dict[str, dict[SiteKey, Any]] = {}
         self.nan_in_both: list[str] = []
         self.turned: list[str] = []
         self.choices: list[str] = []

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from traindiff.analyse.align import exact
-from traindiff.analyse.compare.diagnosis import Case, Diagnosis, diagnose
+from traindiff.analyse.compare.case import Case, Diagnosis
+from traindiff.analyse.compare.diagnosis import diagnose
 from traindiff.analyse.compare.factors import factor_meaning, factor_text
 from traindiff.analyse.compare.judge import Judge
+from traindiff.analyse.compare.mixtures import Mixture, common_mixture
 from traindiff.analyse.compare.moved_moments import systematic
 from traindiff.analyse.findings import Finding, ranks_text
 from traindiff.analyse.merge.distance import (
@@ -38,10 +40,12 @@ class StepInput:
 
     Attributes:
         step: Its number.
+        optimizer: Name of the optimizer whose step it is.
         first: Whether it is the first step that is compared.
         pairs: Aligned sites in the baseline's execution order.
         found: Findings of the step that need no measuring.
         contributions: By path: gradients of the candidate's micro-batches.
+        expected: The same of the baseline.
         parameters: By path: the parameters as this step found them, on both sides.
         micro_steps: Micro-batches in the candidate's step.
         most_micro_steps: The same of the run that has more of them.
@@ -52,6 +56,7 @@ class StepInput:
         calibration: The calibration; empty without replicas.
         factors: Known factors, with what to say about each.
         clipped: The same for gradients only.
+        carried: Part that a gradient which was not set to zero has in the next one, relative to that one's own part.
         leaky: Whether the model has gates that leave no zeros when they shut.
         evaluation: Number of the evaluation of the loss; None in a step with one.
         whole: True if the pairs include those of the whole step: updates, and the optimizer's state.
@@ -59,10 +64,12 @@ class StepInput:
     """
 
     step: int
+    optimizer: str
     first: bool
     pairs: tuple[Pair, ...]
     found: tuple[Finding, ...]
     contributions: Mapping[str, Mapping[tuple[int, int], Any]]
+    expected: Mapping[str, Mapping[tuple[int, int], Any]]
     parameters: Mapping[str, Pair]
     micro_steps: int
     most_micro_steps: int
@@ -73,6 +80,7 @@ class StepInput:
     calibration: Calibration = field(default_factory=Calibration)
     factors: tuple[tuple[float, str], ...] = ()
     clipped: tuple[tuple[float, str], ...] = ()
+    carried: float = 1.0
     leaky: bool = False
     evaluation: int | None = None
     whole: bool = True
@@ -94,8 +102,6 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
         micro_steps=given.most_micro_steps, noise=given.noise, calibration=given.calibration, forced=judge.forced,
         leaky=given.leaky, norms=given.norms,
     )  # fmt: skip
-    if any(finding.kind == "random-state" for finding in given.found):
-        floors.saw_other_inputs(math.inf)
     found = sorted((*given.found, *StepJudge(judge, given, floors).judge()), key=lambda finding: finding.order)
     floors.finish()
     judge.choices += [f"step {given.step}, {one.where}: about {one.turned:,} of {one.rows:,}" for one in floors.turned]
@@ -108,7 +114,7 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
             for finding in found
         ]
     judge.add(found)
-    judge.previous = {
+    judge.previous[given.optimizer] = {
         pair.baseline.key: pair.baseline.summary
         for pair in given.pairs
         if pair.baseline.key.phase in ("forward", "backward", "grad", "optimizer")
@@ -140,13 +146,18 @@ class StepJudge:
         self._judge = judge
         self._given = given
         self._floors = floors
+        self._previous = judge.previous.get(given.optimizer, {})
+        self._mixture: Mixture | None = None  # of the gradients that are judged together
 
     def judge(self) -> list[Finding]:
         """Findings of the step. Gradients of one optimizer call are judged together."""
         found: list[Finding | None] = []
         gradients: list[Pair] = []
+        drawn = min((one.order for one in self._given.found if one.kind == "random-state"), default=math.inf)
         for pair in self._given.pairs:
             key = pair.baseline.key
+            if pair.baseline.order >= drawn:  # what comes before, as an evaluation, does not follow from what is drawn
+                self._floors.saw_other_inputs(math.inf)
             judged_together = key.phase == "grad" and key.slot == "grad" and key.stage != "micro"
             if gradients and not (judged_together and key.stage == gradients[0].baseline.key.stage):
                 found += self._gradients(gradients)
@@ -210,7 +221,7 @@ class StepJudge:
         key, baseline, candidate = pair.baseline.key, pair.baseline.shape, pair.candidate.shape
         if baseline != candidate and key.phase in ("forward", "backward") and self._floors.choice_at(pair) is not None:
             return True
-        before = self._judge.previous.get(key)
+        before = self._previous.get(key)
         if key.phase not in ("forward", "backward") or baseline == candidate or before is None:
             return False
         depends_on_data = int(before["count"]) != int(pair.baseline.summary["count"])
@@ -234,7 +245,9 @@ class StepJudge:
         if not pairs:
             return []
         floors = {pair.baseline.key: self._floors.of(pair) for pair in pairs}
-        factor = None if self._judge.floor(pairs[0], math.nan) >= 0 else common_factor(pairs, floors)
+        self._mixture = common_mixture(pairs, self._previous)
+        by_user = self._judge.floor(pairs[0], math.nan) >= 0
+        factor = None if by_user or self._mixture else common_factor(pairs, floors)
         found: list[Finding] = []
         seen: list[tuple[Pair, float]] = []
         for pair in pairs:
@@ -318,6 +331,8 @@ class StepJudge:
         apart = differing_ranks(pair, floor)
         rank = only_rank(pair.candidate) if len(apart) != 1 else apart[0]
         aside = f" Only what {ranks_text(apart, capital=False)} holds differs." if apart else ""
+        if pair.baseline.dtype != pair.candidate.dtype:
+            aside += f" It is {pair.baseline.dtype} in the baseline and {pair.candidate.dtype} in the candidate."
         return finding_at(
             pair.baseline, step=self._given.step, kind=shape.kind, message=shape.message + aside, difference=size,
             floor=floor, rank=rank, micro_step=shape.evidence.get("micro_step", only),
@@ -354,9 +369,10 @@ class StepJudge:
             Case(
                 baseline=baseline, candidate=candidate, difference=size, floor=floor,
                 micro_steps=self._given.micro_steps, ranks=self._given.ranks,
-                previous=self._judge.previous.get(baseline.key),
+                previous=self._previous.get(baseline.key), mixture=self._mixture, carried=self._given.carried,
                 unit="evaluation" if self._given.evaluation else "step",
                 contributions=self._given.contributions.get(baseline.key.path, {}) if summed else {},
+                expected=self._given.expected.get(baseline.key.path, {}) if summed else {},
                 factors=self._factors(pair),
             )
         )  # fmt: skip

@@ -11,7 +11,7 @@ import numpy as np
 
 from traindiff.analyse.merge.site import MergedSite, RankPart
 from traindiff.core.shards import BUCKETS, Shard
-from traindiff.core.summary import UNIT_ROUNDOFF, distance, norm, scale
+from traindiff.core.summary import UNIT_ROUNDOFF, distance, finite_count, norm, scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +134,30 @@ def best_fit(baseline: MergedSite, candidate: MergedSite) -> tuple[float, float]
     s = float(b @ c) / power
     size = float(np.sqrt(c @ c))
     return s, float(np.sqrt(np.square(c - s * b).sum())) / size if size else 0.0
+
+
+_ROUNDED_ELEMENTS = 64
+"""With fewer elements, rounding cannot be told from other differences of its size."""
+
+
+def rounded_to(pair: Pair) -> str:
+    """The shorter dtype to which rounding would make a difference as this; empty if there is none.
+
+    Rounding errors are independent and as often up as down: they add up to no more than a few of their norms, and no
+    multiple of the baseline explains a part of them. A wrong eps or a kernel's coherent error may have the same size.
+    """
+    dtypes = {pair.baseline.dtype, pair.candidate.dtype}
+    if len(dtypes) > 1 or not dtypes <= {"float32", "float64"}:
+        return ""
+    baseline, candidate = pair.baseline.summary, pair.candidate.summary
+    moved, apart = abs(float(candidate["sum"] - baseline["sum"])), float(distance(baseline, candidate))
+    size, (_, left_over) = size_of(pair), best_fit(pair.baseline, pair.candidate)
+    if int(finite_count(baseline)) < _ROUNDED_ELEMENTS or moved > 4.0 * apart or left_over < 0.8 * size:
+        return ""
+    near = (
+        dtype for dtype in ("bfloat16", "float16") if 0.15 * UNIT_ROUNDOFF[dtype] < size < 1.2 * UNIT_ROUNDOFF[dtype]
+    )
+    return next(near, "")
 
 
 CLEAR = 0.05

@@ -245,7 +245,10 @@ class SiteFloors:
             floor = max(measured, self._derived(pair, self._alone))
             permuted = key.path in self._run.permuted
             estimated = ESTIMATED_PERMUTED_NORMS if permuted and not pair.candidate.exact else 0.0
-            self._run.learning_differs |= (norms_apart(pair) if permuted else size) > max(floor, estimated)
+            apart = norms_apart(pair) if permuted else size
+            self._run.learning_differs |= apart > max(floor, estimated)
+            if key.phase == "grad" and not self._forced:  # adaptive updates follow what differs within the floor
+                self._alone.saw_gradient(key.path, min(apart, floor))
         if key.phase in ("forward", "backward", "loss"):
             self._moments.saw(pair, handed_on=not self._forced)
         if self._forced:

@@ -11,7 +11,7 @@ from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, is_loss_scale
 from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule, Rule, RunFacts
 from traindiff.core.observation import SKIPPED
-from traindiff.core.summary import largest, nonfinite_count, number
+from traindiff.core.summary import SMALLEST_NORMAL, largest, nonfinite_count, number
 
 SCHEDULED = "initial_lr"
 """Setting that torch's schedulers write into the groups of an optimizer when they are made."""
@@ -191,6 +191,7 @@ class SecondMomentsHold(RepeatedRule):
     Adam divides by the root of the second moment. If rounding removes the square of a gradient (below 1e-23 in float32,
     below 2e-4 in float16), Adam divides by eps alone, and the update is as large as lr x gradient / eps. Single
     parameters may have gradients that are mathematically 0, so the rule counts the elements of all parameters together.
+    If the lost squares are within the range of the dtype, the message says that rounding did not remove them.
     """
 
     name = "zero-second-moment"
@@ -203,6 +204,7 @@ class SecondMomentsHold(RepeatedRule):
     def _wrong(self, table: StepTable) -> Found | None:
         moving = lost = most = 0
         worst: MergedSite | None = None
+        rounds = True
         for one in adam_states(table):
             resting = int(one.first.summary["zero"])
             degenerate = int(one.second.summary["zero"]) + int(one.second.summary["subnormal"])
@@ -210,17 +212,37 @@ class SecondMomentsHold(RepeatedRule):
             moving += one.count - resting
             lost += own
             if own > most:
-                most, worst = own, one.second
+                most, worst, rounds = own, one.second, not _is_in_range(one, whole=own >= one.count - resting)
         if not moving:
             return None
-        return {"": (worst, {"share": lost / moving})} if worst and lost > self.limit("share") * moving else {}
+        numbers = {"share": lost / moving, "rounded": rounds}
+        return {"": (worst, numbers)} if worst and lost > self.limit("share") * moving else {}
 
     def _message(self, row: Repeated) -> str:
+        why = (
+            "Adam then divides by eps alone. Keep its state in float32, or scale the loss up."
+            if row.numbers["rounded"]
+            else f"Rounding does not explain that: the squares are within the range of {row.site.dtype}. Is the state "
+            "never written, or overwritten with zeros?"
+        )
         return (
             f"{row.numbers['share']:.0%} of all elements have a gradient whose square is lost: their second moment is "
-            f"0 or subnormal in {row.site.dtype}, most of them in {row.site.key.path}, in {row.num_steps} steps. Adam "
-            "then divides by eps alone. Keep its state in float32, or scale the loss up."
+            f"0 or subnormal in {row.site.dtype}, most of them in {row.site.key.path}, in {row.num_steps} steps. {why}"
         )
+
+
+_SMALLEST_WEIGHT = 1e-4
+"""Smallest share that the latest gradients have in a second moment: a tenth of 1 - beta for the usual 0.999."""
+
+
+def _is_in_range(state: AdamState, *, whole: bool) -> bool:
+    """True if the dtype of the second moment can hold the square of the smallest first moment.
+
+    Where all second moments are lost (`whole`), the square of the largest is enough.
+    """
+    first = state.first.summary
+    size = float(largest(first)) if whole else float(first["smallest"])
+    return _SMALLEST_WEIGHT * size * size > SMALLEST_NORMAL.get(state.second.dtype, math.inf)
 
 
 class EpsIsSmall(RepeatedRule):

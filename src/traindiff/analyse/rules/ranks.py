@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from traindiff.analyse.findings import Finding, micro_steps_text, ranks_text
-from traindiff.analyse.merge.distance import Pair, difference
+from traindiff.analyse.merge.distance import Pair, best_fit, difference, rounded_to
+from traindiff.analyse.merge.recorded_calls import contributions
 from traindiff.analyse.merge.site import MergedSite, RankPart, SiteKey, StepTable, finding_at, num_micro_steps
 from traindiff.analyse.rules.rule import Rule
 from traindiff.core.observation import BOUNDARY, PLACE
 from traindiff.core.site import label
-from traindiff.core.summary import UNIT_ROUNDOFF
+from traindiff.core.summary import norm, number
 
 _STAGE = re.compile(r"stage\[(\d{1,9})\]")
 _SENT = re.compile(r"sent(\[\d+\].*)")
@@ -101,9 +105,8 @@ def _message(
     other = next((one for one in sent.parts if one.summary["multiset"] == part.summary["multiset"]), None)
     if other is not None and other.micro_step != part.micro_step:
         return f"{message}: what it sent in micro-step {other.micro_step}. Was a buffer read before it was filled?"
-    for dtype in ("bfloat16", "float16"):
-        if size is not None and 0.15 * UNIT_ROUNDOFF[dtype] < size < 1.2 * UNIT_ROUNDOFF[dtype]:
-            return f"{message}: it differs by {size:.2g} of its size, as rounding to {dtype} would make it."
+    if dtype := rounded_to(Pair(baseline=_alone(sent, origin), candidate=_alone(sent, part))):
+        return f"{message}: it differs by {size:.2g} of its size, as rounding to {dtype} would make it."
     return f"{message}." if size is None else f"{message}: it differs by {size:.2g} of its size."
 
 
@@ -115,7 +118,7 @@ class CopiesAgree(Rule):
 
     The rule also compares random state, if a forward pass draws from it and ranks work on the same samples. It names
     the ranks that are not in the largest group that agrees. If there are only two ranks, it is unknown which one is
-    wrong.
+    wrong. It also says how the copies differ: one is zero, a multiple of the other, or a gradient that was not reduced.
     """
 
     name = "ranks-disagree"
@@ -143,17 +146,87 @@ class CopiesAgree(Rule):
                 )
             else:
                 message = f"{ranks_text(alone)} {hold} another copy of {where} than {ranks_text(most, capital=False)}."
+            if key.path != "rng":
+                message += _how(table, entry)
             rank = alone[0] if len(alone) == 1 and not tied else None
             evidence = {"ranks": [list(group) for group in entry.apart]}
             yield finding_at(entry, step=step, kind=KIND, message=message, rank=rank, evidence=evidence)
+
+
+def _how(table: StepTable, entry: MergedSite) -> str:
+    """A sentence about how two copies differ that should be the same; empty for whole numbers."""
+    usual, odd = _differing_copies(entry)
+    pair = Pair(baseline=_alone(entry, usual), candidate=_alone(entry, odd))
+    if int(usual.summary["count"]) == 1:
+        values = (f"{number(one.summary):.6g} on rank {one.rank}" for one in (usual, odd))
+        return f" It is {' and '.join(values)}."
+    for one in (odd, usual):
+        if float(norm(one.summary)) == 0.0:
+            return f" What rank {one.rank} holds is all zero."
+    if entry.key.phase == "grad":
+        own = [part for part in (odd, usual) if _is_its_own(table, entry, part)]
+        if own:
+            held = "hold is their own contribution" if len(own) > 1 else "holds is its own contribution"
+            return f" What {ranks_text(sorted(one.rank for one in own), capital=False)} {held} alone: not reduced?"
+        if len(entry.apart) == len({part.rank for part in entry.parts}):
+            return " No two ranks hold the same: was it never reduced?"
+    factor, left_over = best_fit(pair.baseline, pair.candidate)
+    if left_over <= _FITS and abs(factor - 1.0) > _FITS:
+        return f" What rank {odd.rank} holds is {factor:.4g} x what rank {usual.rank} holds."
+    size = difference(pair)
+    return "" if size is None else f" They differ by {size:.2g} of their size (relative L2)."
+
+
+_FITS = 0.01
+"""Part of a copy that a multiple of another one, or of a rank's own contribution, may leave."""
+
+
+def _differing_copies(entry: MergedSite) -> tuple[RankPart, RankPart]:
+    """The copy that most ranks hold, and one that differs from it."""
+    most, other = entry.apart[0][0], entry.apart[1][0]
+    of_rank = {(part.micro_step, part.shard): part for part in entry.parts if part.rank == most}
+    for part in entry.parts:
+        same = of_rank.get((part.micro_step, part.shard))
+        if part.rank == other and same and same.summary["fingerprint"] != part.summary["fingerprint"]:
+            return same, part
+    return next(part for part in entry.parts if part.rank == most), next(p for p in entry.parts if p.rank == other)
+
+
+def _is_its_own(table: StepTable, entry: MergedSite, part: RankPart) -> bool:
+    """True if a rank's gradient is a multiple of what its own micro-batches contributed, and not of all ranks' sum."""
+    found = contributions(table).get(entry.key.path, {})
+    own = [one["sketch"] for (_, rank), one in found.items() if rank == part.rank]
+    if not own or len(own) == len(found):
+        return False
+    left = [_left_over(np.sum(terms, axis=0), part.summary["sketch"]) for terms in (
+        own, [one["sketch"] for one in found.values()],
+    )]  # fmt: skip
+    return left[0] <= _FITS < left[1]
+
+
+def _left_over(term: NDArray[np.float64], target: NDArray[np.float64]) -> float:
+    """What the best multiple of a term leaves of a target, relative to the target."""
+    power, size = float(term @ term), float(np.linalg.norm(target))
+    if not power or not size:
+        return 1.0
+    return float(np.linalg.norm(target - float(term @ target) / power * term)) / size
 
 
 def _must_agree(table: StepTable, key: SiteKey) -> bool:
     """True if copies on several ranks are equal in a correct run. Buffers may hold a rank's own statistics."""
     if key.path == "rng":
         after = table.get(key._replace(stage="after"))
-        return key.stage == "before" and after is not None and _draws(table[key], after)
+        draws = key.stage == "before" and after is not None and _draws(table[key], after)
+        return draws and not _have_other_batches(table)
     return key.phase == "optimizer" or (key.phase, key.slot) == ("param", "value") or key[:2] == ("grad", "")
+
+
+def _have_other_batches(table: StepTable) -> bool:
+    """True if ranks that should work on the same samples were given different ones, or may have been."""
+    batches = [
+        entry for key, entry in table.items() if key.phase == "batch" and not key.stage and key.path != "rng"
+    ]  # fmt: skip
+    return any(entry.apart or entry.unobserved for entry in batches)
 
 
 def _draws(before: MergedSite, after: MergedSite) -> bool:

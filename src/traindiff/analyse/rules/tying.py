@@ -98,8 +98,8 @@ class TiedGradientsAddUp(Rule):
 
     A softmax over the vocabulary gives every row of the head a gradient. An embedding gives one only to the rows of the
     tokens in the batch. So the head's part is lost if the gradient has rows of zeros, although no element of the
-    gradient at the head's output is zero. Summaries of one run do not show a lost embedding part, or faults of weights
-    that are tied in another way.
+    gradient at the head's output is zero, or only whole positions are, as padded labels leave them. Summaries of one
+    run do not show a lost embedding part, or faults of weights that are tied in another way.
     """
 
     name = "tied-gradient"
@@ -121,7 +121,7 @@ class TiedGradientsAddUp(Rule):
             output = table.get(SiteKey("backward", "", heads[0], "output[0]"))
             if output is None or output.unobserved or gradient.unobserved or len(gradient.shape) != 2:
                 continue
-            if not gradient.exact or int(output.summary["zero"]) or nonfinite_count(output.summary):
+            if not gradient.exact or nonfinite_count(output.summary) or not _reaches_every_class(output):
                 continue
             zeros, width = int(gradient.summary["zero"]), gradient.shape[1]
             if zeros < width or UNIT_ROUNDOFF.get(gradient.dtype, 1.0) > UNIT_ROUNDOFF["float32"]:
@@ -131,3 +131,13 @@ class TiedGradientsAddUp(Rule):
                 f"of its {gradient.shape[0]} rows are zero, and the gradient at the output of {heads[0]} is so nowhere."
             )
             yield self.finding(gradient, message, step=step, zero_rows=zeros // width)
+
+
+def _reaches_every_class(output: MergedSite) -> bool:
+    """True if the gradient at a head's output is zero nowhere, or at whole positions only: those of padded labels."""
+    classes, zeros, count = (
+        output.shape[-1] if output.shape else 0,
+        int(output.summary["zero"]),
+        output.summary["count"],
+    )
+    return not zeros or bool(classes and zeros % classes == 0 and zeros < int(count))

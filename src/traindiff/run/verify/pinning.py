@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from traindiff.analyse.compare import Pinned, compare
-from traindiff.analyse.findings import Finding
+from traindiff.analyse.findings import Finding, more_text
 from traindiff.analyse.merge.renames import parse_renames
 from traindiff.errors import ConfigError
 from traindiff.run.config.setup import PLAIN, Setup
@@ -152,7 +152,7 @@ def zoom_in(
     """
     wrong = next((one for one in pinned if _zoomable(one)), None)
     if wrong is None:
-        return None, "No operators were recorded: given the baseline's tensors, no module is wrong alone."
+        return None, f"No operators were recorded: {_nothing_to_zoom(pinned)}"
     if request.baseline_setup.nproc != request.setup.nproc:
         return None, (
             f"No operators were recorded: the baseline has {request.baseline_setup.nproc} and the candidate "
@@ -175,6 +175,16 @@ def zoom_in(
         if any(zoom.cause in ("operator", "other-operators") for zoom in found.comparison.zooms):
             break
     return found, ""
+
+
+def _nothing_to_zoom(pinned: Sequence[Pinned]) -> str:
+    """The reason why no module's operators would show what is wrong."""
+    found = [finding for one in pinned for finding in one.comparison.findings]
+    if not found:
+        return "given the baseline's tensors, no module is wrong alone."
+    first = found[0]
+    where = f"the {first.phase} of {first.site}{more_text(len(found) - 1, 'site')}"
+    return f"an operator of a module computes nothing of what is wrong alone ({where})."
 
 
 def _zoomable(pinned: Pinned) -> list[Finding]:

@@ -32,6 +32,7 @@ class ScalerListener:
         before_unscaling: Called before `unscale_`, with the optimizer; also if `step` calls that.
         after_unscaling: Called after it.
         scaled: Called after `scale`, with its result and the scale, on its device. A disabled scaler does not call it.
+        scaling: Called before `scale`, with the scaler; not by a disabled one.
     """
 
     before: Callable[[Optimizer], None] = lambda _: None
@@ -39,6 +40,7 @@ class ScalerListener:
     before_unscaling: Callable[[Optimizer], None] = lambda _: None
     after_unscaling: Callable[[Optimizer], None] = lambda _: None
     scaled: Callable[[Any, Tensor], None] = lambda *_: None
+    scaling: Callable[[GradScaler], None] = lambda _: None
 
 
 _running: set[tuple[int, str]] = set()
@@ -91,6 +93,9 @@ def _once(name: str, original: Callable[..., Any], replacement: Callable[..., An
 
 
 def _scale(original: Callable[..., Any], scaler: GradScaler, outputs: Any) -> Any:
+    if scaler.is_enabled():
+        for listener in _listeners:
+            listener.scaling(scaler)
     scaled = original(scaler, outputs)
     if scaler.is_enabled() and (scale := scale_of(scaler)) is not None:
         for listener in _listeners:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from weakref import ReferenceType, ref
 
+import torch
 from torch import Tensor, nn
 
 from traindiff.core.observation import EDITED, MODE
@@ -17,6 +18,7 @@ from traindiff.observe.torch.hooks.nested import as_tensor
 def attach(context: TapContext) -> None:
     """Observe parameters and buffers around each step. The tap ends with the session, as all events do."""
     tap, guarded = ModelStateTap(context), partial(context.sink.guarded, "model_state")
+    context.events.before_forward.append(guarded(tap.before_forward))
     context.events.before_step.append(guarded(tap.before_step))
     context.events.after_step.append(guarded(tap.after_step))
 
@@ -50,7 +52,6 @@ class ModelStateTap:
         recorded = {progress.step} if self._context.before_every_step else {progress.step, progress.step - 1}
         if not progress.observing:
             return
-        self._modes()
         if self._recorded_step in recorded:
             if not self._context.before_every_step and self._computes_with_parameters:
                 self._edited_parameters()
@@ -71,13 +72,18 @@ class ModelStateTap:
             pieces = [piece for piece in self._context.targets.pieces_of(parameter) or () if piece.path in paths]
             emit_pieces(self._sink, parameter, pieces, phase="param", slot="value", stage="before")
 
-    def _modes(self) -> None:
-        """Record which modules are in training mode, as far as that has changed."""
+    def before_forward(self) -> None:
+        """Record which modules are in training mode, as far as that has changed since the last pass with gradients.
+
+        A mode may change inside a step: with several optimizers, the steps of one end in the middle of the loop.
+        """
+        if not self._sink.progress.observing or not torch.is_grad_enabled():
+            return
         for path, module in self._context.targets.modules.items():
             if self._training.get(path) is not module.training:
                 self._training[path] = module.training
-                flag = as_tensor(module.training)
-                self._sink.emit(flag, phase="forward", path=path, slot="training", stage=MODE)
+                flag, call = as_tensor(module.training), self._sink.progress.next_call(path, MODE)
+                self._sink.emit(flag, phase="forward", path=path, slot="training", stage=MODE, call=call)
 
     @property
     def _computes_with_parameters(self) -> bool:

@@ -22,6 +22,7 @@ from traindiff.observe.torch.hooks.followed_modules import (
     has_forward,
     takes_hooks,
 )
+from traindiff.observe.torch.hooks.gradient_paths import GradientPaths
 from traindiff.observe.torch.hooks.nested import tensors
 
 COMPILED = (
@@ -48,6 +49,7 @@ class _ModuleOutputs:
         self._progress = context.sink.progress
         self._activations = Activations(context, tap="module_outputs")
         self._silent = SilentModules(context.targets.modules, context.sink)
+        self._paths = GradientPaths(context)
         self._guarded = partial(context.sink.guarded, "module_outputs")
 
     def attach(self) -> None:
@@ -55,6 +57,7 @@ class _ModuleOutputs:
         for event in (self._context.events.after_step, self._context.events.at_end):
             event.append(guarded(self._silent.report))
         self._context.events.after_step.append(guarded(self._silent.end_step))
+        self._context.events.after_step.append(guarded(self._paths.describe))
         self._context.undo.callback(self._activations.let_go)
         taking = [(path, module) for path, module in modules.items() if takes_hooks(module)]
         how = Following(hook=self._hook, lost=self._lost, grows=True)
@@ -81,6 +84,7 @@ class _ModuleOutputs:
     def _output(self, path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
         # Returning None tells torch to keep `output` as it is.
         if self._activations.observe(path, list(tensors(output, "output"))):
+            self._paths.see(path, args, output)
             self._silent.heard(path, compiled=False, beside_roots=not self._progress.in_forward)
 
     def _root_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
