@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from traindiff.analyse.align.side import Side
 from traindiff.analyse.align.two_runs import RUNS, TwoRuns
 from traindiff.analyse.findings import more_text, ranks_text
+from traindiff.analyse.merge.site import SiteKey
 from traindiff.core.site import label
 from traindiff.core.tap_registry import NOT_BY_DEFAULT
 from traindiff.storage import Run
@@ -40,6 +41,23 @@ def limits(runs: TwoRuns, *, learning_agrees: bool) -> tuple[list[str], bool]:
 def hints(runs: TwoRuns) -> list[str]:
     """The reasons why sites have no counterpart, if the recordings tell."""
     return [f"{label(one.path, one.slot)}: {one.why}." for one in runs.presence.sides()[0] if one.why][:3]
+
+
+def unjudged_note(sites: Mapping[SiteKey, int]) -> str:
+    """A note on sites that could not be judged after the first divergence; empty if there are none.
+
+    Args:
+        sites: By site, the first step in which its floor hides everything.
+    """
+    if not sites:
+        return ""
+    key, step = next(iter(sites.items()))
+    more = more_text(len(sites) - 1, "site")
+    return (
+        f"Not judged after the first divergence: {key.phase} of {label(key.path, key.slot)}, from step {step} on"
+        f"{more}. What precedes them differs by so much that even a lost tensor would not stand out. Mend the first "
+        "divergence, and compare again."
+    )
 
 
 def _missing_ranks(runs: TwoRuns) -> Iterator[str]:

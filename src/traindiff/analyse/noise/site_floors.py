@@ -57,9 +57,13 @@ class RunFloors:
         learning_differs: Whether a loss, a gradient or an update (of permuted parameters, its norm) differs by more
             than its own rounding and than replicas do.
         learning_apart: Relative difference of all gradients of a step together, in the step in which it is largest.
+        undisturbed: The same as `gradients`, without differences that exceed noise.
+        disturbed: Parameters with an initial value, a gradient, a state or an update that differs by more than noise.
     """
 
     gradients: dict[str, float] = field(default_factory=dict)
+    undisturbed: dict[str, float] = field(default_factory=dict)
+    disturbed: set[str] = field(default_factory=set)
     adaptive: set[str] = field(default_factory=set)
     settings_differ: bool = False
     coefficients: float = 0.0
@@ -77,6 +81,10 @@ class SiteFloors:
     differ by as much as they do at the same site, and by less if the candidate's inputs agree much better than theirs
     did. Rounding and inputs decide if few replicas cannot tell (a handful of numbers, signs), and after the runs have
     differed by more than noise.
+
+    After the first divergence inputs differ by more than noise, and floors grow with them. So each site has a second
+    floor: the *undisturbed* one, as if every difference so far were noise. A difference between the two follows from
+    the first divergence. Differences that exceed their undisturbed floors do not enter those of later sites.
 
     Args:
         run: Carried from step to step.
@@ -123,34 +131,61 @@ class SiteFloors:
         self._alone = Floors(
             settings_differ=run.settings_differ, coefficients=run.coefficients
         )  # floors for the case that all inputs agree
-        self._floors = self._alone if forced else _at_the_beginning(parameters, run)
+        self._floors = self._calm = self._alone
+        if not forced:
+            self._floors, self._calm = _at_the_beginning(parameters, run)
+        # Whether `_floors` and `_calm` are not the same.
+        self._parted = not forced and (bool(run.disturbed) or run.settings_differ)
+        self._undisturbed: dict[SiteKey, float] = {}
 
     @property
     def inputs_differ(self) -> bool:
         """True if anything that this step has read so far differs at all."""
         return bool(self._floors.flow or self._floors.parameters)
 
-    def turned_rows(self, rows: int) -> float:
+    @property
+    def noise_at_inputs(self) -> bool:
+        """True if anything that this step has read so far differs by noise, not by what a divergence makes of it."""
+        return bool(self._calm.flow or self._calm.parameters)
+
+    def turned_rows(self, rows: int, *, undisturbed: bool = False) -> float:
         """Number of rows of a choice that may change because of differences at its inputs.
 
         A choice is a gate (see `Floors.gated`): about a share e of its decisions lies within e of the threshold. Below
         a tenth of a row the answer is 0.
+
+        Args:
+            rows: Number of rows in the baseline.
+            undisturbed: Count differences within noise only.
         """
-        inputs = max(self._floors.flow, self._floors.parameters)
-        hidden = rows * inputs
+        floors = self._calm if undisturbed else self._floors
+        hidden = rows * max(floors.flow, floors.parameters)
         return max(1.0, GAIN * hidden) if hidden >= 0.1 else 0.0
 
     def of(self, pair: Pair) -> float:
         """Floor of a pair: the largest relative difference that is not a finding."""
         key = pair.baseline.key
         if key.phase == "optimizer" and key.slot == "step":
+            self._undisturbed[key] = 0.0
             return 0.0
         self._rounded = max(self._rounded, UNIT_ROUNDOFF.get(pair.baseline.dtype, 0.0))
         if self._leaky and key.phase == "forward":
             negative = (int(entry.summary["negative"]) for entry in (pair.baseline, pair.candidate))
             self._turned_signs[key] = abs(next(negative) - next(negative))
         derived = self._derived(pair, self._floors)  # also updates what later floors depend on
-        return self._joined(pair, self.measured(pair), derived)
+        floor = self._joined(pair, self.measured(pair), derived)
+        self._undisturbed[key] = min(floor, self._calm_floor(pair)) if self._parted else floor
+        return floor
+
+    def undisturbed(self, pair: Pair) -> float:
+        """The floor of a pair if every difference so far were noise; call `of` first. 0 for whole numbers."""
+        return self._undisturbed.get(pair.baseline.key, 0.0)
+
+    def _calm_floor(self, pair: Pair) -> float:
+        derived, measured = self._derived(pair, self._calm), self.measured(pair)
+        if measured is None or self._is_unmeasurable(pair):
+            return max(derived, measured or 0.0)
+        return max(measured, self._gated(pair, self._calm))
 
     def measured(self, pair: Pair, *, summed: bool = True) -> float | None:
         """Largest difference that a replica may have at this site; None if no replica has the site.
@@ -169,7 +204,7 @@ class SiteFloors:
             rounded=self._rounded, inside=self._inside(pair),
         )  # fmt: skip
         if summed:
-            floor = max(floor, self._coherent_floor(pair))
+            floor = max(floor, self._coherent_floor(pair, self._floors))
         if key.phase == "grad":
             self._gradients[key.path] = max(self._gradients.get(key.path, 0.0), floor)
         if key.phase == "optimizer":
@@ -190,8 +225,14 @@ class SiteFloors:
             return self._rounded
         return self._rounded if self._forced and pair.baseline.key.phase in ("backward", "grad") else 0.0
 
-    def saw(self, pair: Pair, size: float) -> None:
-        """Note a measured difference; later floors of the step follow from it."""
+    def saw(self, pair: Pair, size: float, *, found: bool = False) -> None:
+        """Note a measured difference; later floors of the step follow from it.
+
+        Args:
+            pair: Both sides.
+            size: Relative L2 difference.
+            found: Whether it is a finding. It is more than noise then, as if it exceeded its undisturbed floor.
+        """
         key, floors = pair.baseline.key, self._floors
         measured = self.measured(pair) or 0.0
         learns = key.phase in ("loss", "update") or key[:2] in (("grad", ""), ("param", ""))
@@ -209,16 +250,27 @@ class SiteFloors:
             shown = measured if key.phase == "grad" else self.measured(pair, summed=False)
             self._run.exceeded_noise |= size > (shown or 0.0)
         if key.phase == "optimizer":
-            floors.saw_state(key.path, size)
             self._run.states[key] = float(norm(pair.baseline.summary))
         elif key.phase == "grad" and key.slot == "grad":
-            floors.saw_gradient(key.path, size)
             self._seen[key.path] = pair.baseline
             self._learned(pair, norms_apart(pair) if key.path in self._run.permuted else size)
-        if key.phase in ("forward", "backward", "loss") or (key.phase == "grad" and not key.stage):
-            floors.saw(size)
-            if expected is not None and math.isfinite(max(expected)):
-                self._noise_flow = max(self._noise_flow, max(expected))
+        flows = key.phase in ("forward", "backward", "loss") or (key.phase == "grad" and not key.stage)
+        if flows and expected is not None and math.isfinite(max(expected)):
+            self._noise_flow = max(self._noise_flow, max(expected))
+        if found or size > self._undisturbed.get(key, math.inf):
+            self.disturb(pair)
+            _enter(floors, key, size, flows=flows)
+        else:
+            _enter(floors, key, size, flows=flows)
+            _enter(self._calm, key, size, flows=flows)
+
+    def disturb(self, pair: Pair) -> None:
+        """Note that a pair differs by more than noise. What follows from it differs, too."""
+        if self._forced:
+            return
+        self._parted = True
+        if pair.baseline.key.phase in ("grad", "optimizer", "update"):
+            self._run.disturbed.add(pair.baseline.key.path)
 
     def _learned(self, pair: Pair, size: float) -> None:
         whole = float(norm(pair.baseline.summary))
@@ -231,9 +283,13 @@ class SiteFloors:
         if self._gradient_size:
             self._run.learning_apart = max(self._run.learning_apart, self._gradient_apart / self._gradient_size)
 
-    def saw_other_inputs(self, size: float) -> None:
-        """Note that the batch or the random state differs by so much."""
+    def saw_other_inputs(self, size: float, *, noise: bool = False) -> None:
+        """Note that the batch, the random state or a choice differs by so much, and whether that may be noise."""
         self._floors.saw(size)
+        if noise:
+            self._calm.saw(size)
+        elif size:
+            self._parted = True
 
     def factor(self, pair: Pair, *, left_over: float) -> float:
         """Floor of a difference that is only a constant factor; see `Floors.factor`."""
@@ -268,7 +324,7 @@ class SiteFloors:
         given_inputs = max(derived, measured * closer)
         if self._is_unmeasurable(pair):
             return given_inputs
-        return max(min(measured, given_inputs), self._gated(pair))
+        return max(min(measured, given_inputs), self._gated(pair, self._floors))
 
     def _is_unmeasurable(self, pair: Pair) -> bool:
         """True if a few replicas cannot tell how far correct runs may differ.
@@ -280,20 +336,19 @@ class SiteFloors:
         few = int(finite_count(pair.baseline.summary)) < FEW
         return few or is_quotient(key, self._run.adaptive)
 
-    def _coherent_floor(self, pair: Pair) -> float:
-        floors = self._floors
+    def _coherent_floor(self, pair: Pair, floors: Floors) -> float:
         own = floors.own.get(pair.baseline.key.path, 0.0)
         return self._coherent.floor(pair, max(floors.flow, floors.parameters), own)
 
     def _derived(self, pair: Pair, floors: Floors) -> float:
-        return max(self._independent(pair, floors), self._coherent_floor(pair))
+        return max(self._independent(pair, floors), self._coherent_floor(pair, floors))
 
     def _independent(self, pair: Pair, floors: Floors) -> float:
         key = pair.baseline.key
         dtypes = (pair.baseline.dtype, pair.candidate.dtype)
         if key.phase in ("forward", "backward"):
             self._alone.activation(key.path, dtypes)  # notes the dtype
-            return max(floors.activation(key.path, dtypes), self._gated(pair), self._summation(pair))
+            return max(floors.activation(key.path, dtypes), self._gated(pair, floors), self._summation(pair))
         if key.phase == "loss" or key.slot == "norm":
             return floors.scalar(self._samples)
         if key.phase == "grad":
@@ -306,7 +361,7 @@ class SiteFloors:
         if key.phase in ("optimizer", "update"):
             adaptive = key.path in self._run.adaptive
             floor = floors.update(key.path, dtypes[0], adaptive=adaptive, storage=self.storage(pair))
-            return max(floor, self._turned(pair) if adaptive and not self._forced else 0.0)
+            return max(floor, self._turned(pair, floors) if adaptive and not self._forced else 0.0)
         return max(floors.activation(key.path.rpartition(".")[0], dtypes), self._summation(pair))  # a buffer
 
     def _summation(self, pair: Pair) -> float:
@@ -323,37 +378,54 @@ class SiteFloors:
         size = float(norm(pair.baseline.summary))
         return max(1.0, self._run.states.get(pair.baseline.key, 0.0) / size) if size else 1.0
 
-    def _turned(self, pair: Pair) -> float:
+    def _turned(self, pair: Pair, floors: Floors) -> float:
         """Floor of an adaptive update whose elements flip where the gradient is only noise."""
         seen = self._seen.get(pair.baseline.key.path)
         if seen is None:
             return 0.0
-        expected = max(self._run.gradients.get(pair.baseline.key.path, 0.0), rounding(seen.dtype))
+        expected = max(floors.gradients.get(pair.baseline.key.path, 0.0), rounding(seen.dtype))
         return 2.0 * math.sqrt(share_of_noise(seen.summary, seen.shape, expected))
 
-    def _gated(self, pair: Pair) -> float:
+    def _gated(self, pair: Pair, floors: Floors) -> float:
         key = pair.baseline.key
         if key.phase != "backward":
             return 0.0
         turned = self._turned_signs.get(key._replace(phase="forward")) if self._leaky else None
-        return self._floors.gated(pair.baseline.summary, pair.candidate.summary, turned)
+        return floors.gated(pair.baseline.summary, pair.candidate.summary, turned)
 
 
-def _at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> Floors:
-    """Floors at the beginning of a step, from the parameters and from earlier steps."""
-    squares: dict[str, tuple[float, float]] = {}
+def _enter(floors: Floors, key: SiteKey, size: float, *, flows: bool) -> None:
+    """Enter a measured difference into the floors of later sites."""
+    if key.phase == "optimizer":
+        floors.saw_state(key.path, size)
+    elif key.phase == "grad" and key.slot == "grad":
+        floors.saw_gradient(key.path, size)
+    if flows:
+        floors.saw(size)
+
+
+def _at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> tuple[Floors, Floors]:
+    """Floors at the beginning of a step, from the parameters and from earlier steps; then the undisturbed ones."""
+    squares: dict[str, tuple[float, float, float]] = {}
     for path, pair in parameters.items():
         equal = equal_bits(pair)
         apart = 0.0 if equal else float(distance(pair.baseline.summary, pair.candidate.summary))
+        calm = 0.0 if path in run.disturbed else apart
         size = float(norm(pair.baseline.summary))
         for owner in (path.rpartition(".")[0], "*"):
-            before = squares.get(owner, (0.0, 0.0))
-            squares[owner] = before[0] + apart * apart, before[1] + size * size
-    relative = {path: math.sqrt(a / b) if b else 0.0 for path, (a, b) in squares.items()}
-    return Floors(
-        parameters=relative.pop("*", 0.0),
-        own=relative,
-        gradients=run.gradients,
-        settings_differ=run.settings_differ,
-        coefficients=run.coefficients,
+            before = squares.get(owner, (0.0, 0.0, 0.0))
+            squares[owner] = before[0] + apart * apart, before[1] + calm * calm, before[2] + size * size
+    disturbed, undisturbed = (
+        {path: math.sqrt(found[which] / found[2]) if found[2] else 0.0 for path, found in squares.items()}
+        for which in (0, 1)
     )
+    return (
+        Floors(
+            parameters=disturbed.pop("*", 0.0), own=disturbed, gradients=run.gradients,
+            settings_differ=run.settings_differ, coefficients=run.coefficients,
+        ),
+        Floors(
+            parameters=undisturbed.pop("*", 0.0), own=undisturbed, gradients=run.undisturbed,
+            coefficients=run.coefficients,
+        ),
+    )  # fmt: skip

@@ -151,7 +151,8 @@ class _LiveNoise(Noise):
             self._calibrating.refuse_what_does_not_align()
         self._first = False
         self.calibration = self._calibrating.calibration()
-        return noise or None
+        covered = (given.baseline.optimizer, given.step) in self.calibration.covered
+        return noise if covered else None
 
 
 def joined(comparisons: Sequence[Comparison]) -> Comparison:
@@ -174,6 +175,7 @@ def joined(comparisons: Sequence[Comparison]) -> Comparison:
         notes=tuple(dict.fromkeys(note for one in comparisons for note in one.notes)),
         differences=tuple(row for one in comparisons for row in one.differences),
         zooms=tuple(zoom for one in comparisons for zoom in one.zooms),
+        first_bit_difference=next(filter(None, (one.first_bit_difference for one in comparisons)), None),
     )
 
 
