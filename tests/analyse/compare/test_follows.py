@@ -87,13 +87,38 @@ def test_what_follows_does_not_raise_undisturbed_floors(compared: Compared) -> N
     assert all(row.undisturbed < 1e-5 for row in rows)
 
 
-def test_noise_still_raises_undisturbed_floors(compared: Compared) -> None:
-    """A site that agrees within noise counts for the sites behind it, also after a divergence."""
-    quiet = compared(once(rotated(FC, 1e-2), rotated(HEAD, 1e-7), rotated(BACK_HEAD, 1e-5), step=1))
-    noisy = compared(once(rotated(FC, 1e-2), rotated(HEAD, 1.8e-6), rotated(BACK_HEAD, 1e-5), step=1))
+def test_noise_before_the_divergence_raises_undisturbed_floors(compared: Compared) -> None:
+    quiet = compared(once(rotated(HEAD, 1e-2), rotated(BACK_HEAD, 5e-6), step=1))
+    noisy = compared(once(rotated(FC, 1e-6), rotated(HEAD, 1e-2), rotated(BACK_HEAD, 5e-6), step=1))
 
     assert words(quiet)["backward", "head"] == "follows"
     assert words(noisy)["backward", "head"] == "within"
+
+
+def test_noise_of_the_step_before_the_divergence_raises_undisturbed_floors(compared: Compared) -> None:
+    noise = once(rotated(FC, 1e-6), rotated(HEAD, 5e-6), rotated(BACK_HEAD, 1e-5), step=0)
+    wrong = once(rotated(FC, 1e-2), rotated(HEAD, 7e-6), rotated(BACK_HEAD, 3e-5), step=1)
+
+    assert words(compared(wrong)) == {
+        ("forward", "fc"): "above", ("forward", "head"): "follows", ("backward", "head"): "follows",
+    }  # fmt: skip
+    assert words(compared(both(noise, wrong))) == {
+        ("forward", "fc"): "above", ("forward", "head"): "within", ("backward", "head"): "within",
+    }  # fmt: skip
+
+
+def test_a_canceled_sum_that_follows_does_not_pass_for_noise(compared: Compared) -> None:
+    """A gradient that is mathematically zero has a floor above 1, so that nothing shows there; what follows does."""
+
+    def canceled(step: int, sites: Step) -> None:
+        sites["grad", "", "fc.bias", "grad"].values *= np.float32(1e-9)
+
+    wrong = once(rotated(FC, 1e-2), rotated(("grad", "", "fc.bias", "grad"), 0.3), rotated(OF_HEAD, 1e-3), step=1)
+
+    found = words(compared(both(canceled, wrong), baseline_edit=canceled))
+
+    assert found["grad", "fc.bias"] == "within"
+    assert found["grad", "head.weight"] == "follows"
 
 
 def test_state_and_update_follow_from_a_gradient(compared: Compared) -> None:
@@ -133,7 +158,7 @@ def test_everything_after_another_batch_follows_and_is_not_judged(compared: Comp
     assert words(result) == {("batch", ""): "above", ("forward", "fc"): "follows", ("forward", "head"): "follows"}
     assert any(
         note.startswith(
-            "Not judged after the first divergence: forward of fc output[0], from step 0 on and 1 more site."
+            "Not judged after the first divergence: forward of fc output[0], from step 0 on, and 1 more site."
         )
         for note in result.notes
     )

@@ -52,7 +52,7 @@ def unjudged_note(sites: Mapping[SiteKey, int]) -> str:
     if not sites:
         return ""
     key, step = next(iter(sites.items()))
-    more = more_text(len(sites) - 1, "site")
+    more = more_text(len(sites) - 1, "site", before=", and")
     return (
         f"Not judged after the first divergence: {key.phase} of {label(key.path, key.slot)}, from step {step} on"
         f"{more}. What precedes them differs by so much that even a lost tensor would not stand out. Mend the first "

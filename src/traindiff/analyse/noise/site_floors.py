@@ -59,11 +59,13 @@ class RunFloors:
         learning_apart: Relative difference of all gradients of a step together, in the step in which it is largest.
         undisturbed: The same as `gradients`, without differences that exceed noise.
         disturbed: Parameters with an initial value, a gradient, a state or an update that differs by more than noise.
+        quiet: Floor of each site when it was last judged before any divergence.
     """
 
     gradients: dict[str, float] = field(default_factory=dict)
     undisturbed: dict[str, float] = field(default_factory=dict)
     disturbed: set[str] = field(default_factory=set)
+    quiet: dict[SiteKey, float] = field(default_factory=dict)
     adaptive: set[str] = field(default_factory=set)
     settings_differ: bool = False
     coefficients: float = 0.0
@@ -84,7 +86,9 @@ class SiteFloors:
 
     After the first divergence inputs differ by more than noise, and floors grow with them. So each site has a second
     floor: the *undisturbed* one, as if every difference so far were noise. A difference between the two follows from
-    the first divergence. Differences that exceed their undisturbed floors do not enter those of later sites.
+    the first divergence. What is measured on the data's path after the divergence does not enter undisturbed floors,
+    even where it is small: a site with a high floor of its own (a canceled sum) would hand it on as noise. In its place
+    the floor that the site had before the divergence counts.
 
     Args:
         run: Carried from step to step.
@@ -174,7 +178,12 @@ class SiteFloors:
             self._turned_signs[key] = abs(next(negative) - next(negative))
         derived = self._derived(pair, self._floors)  # also updates what later floors depend on
         floor = self._joined(pair, self.measured(pair), derived)
-        self._undisturbed[key] = min(floor, self._calm_floor(pair)) if self._parted else floor
+        if self._parted:
+            self._undisturbed[key] = min(floor, max(self._calm_floor(pair), self._run.quiet.get(key, 0.0)))
+        else:
+            self._undisturbed[key] = floor
+            if math.isfinite(floor):
+                self._run.quiet[key] = floor
         return floor
 
     def undisturbed(self, pair: Pair) -> float:
@@ -261,8 +270,8 @@ class SiteFloors:
             self.disturb(pair)
             _enter(floors, key, size, flows=flows)
         else:
+            _enter(self._calm, key, size, flows=flows and not self._parted)
             _enter(floors, key, size, flows=flows)
-            _enter(self._calm, key, size, flows=flows)
 
     def disturb(self, pair: Pair) -> None:
         """Note that a pair differs by more than noise. What follows from it differs, too."""
