@@ -142,7 +142,7 @@ class RunningComparison:
         agrees = self._judge.learning_agrees and not (self._forced or self._identical)
         notes, incomplete = limits(self.runs, learning_agrees=agrees)
         notes = [
-            *([ASKED] if self._identical else ()),
+            *([ASKED] if self._identical and not self._judge.all_equal else ()),
             *calibration.notes(uncovered=self._uncovered),
             *notes,
             *self._further_notes(),

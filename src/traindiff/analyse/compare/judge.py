@@ -190,17 +190,10 @@ class Judge:
         row = SiteDifference(
             phase=key.phase, stage=key.stage, path=key.path, slot=key.slot, call=key.call, step=step,
             order=pair.baseline.order, difference=size, floor=floor, undisturbed=min(undisturbed, floor), word=word,
-            first_other_bits=step if same is False else None, num_steps=0, num_identical_steps=0,
+            first_other_bits=step if same is False else None, num_steps=1, num_identical_steps=int(equal),
         )  # fmt: skip
-        held = self.differences.get(key, row)
-        worst = row if row.weight > held.weight else held
-        begun = row.first_other_bits if held.first_other_bits is None else held.first_other_bits
-        self.differences[key] = replace(
-            worst,
-            first_other_bits=begun,
-            num_steps=held.num_steps + 1,
-            num_identical_steps=held.num_identical_steps + equal,
-        )
+        held = self.differences.get(key)
+        self.differences[key] = row if held is None else held.joined(row)
 
 
 LENIENT = 2.0

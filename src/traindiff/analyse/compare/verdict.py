@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from traindiff.analyse.align.pairs import Unaligned
@@ -72,6 +72,15 @@ class SiteDifference:
         """How much the difference weighs: its word, then its ratio."""
         return SITE_WORDS.index(self.word), self.ratio
 
+    def joined(self, later: SiteDifference) -> SiteDifference:
+        """One row of this one and of a row of the same site in later steps."""
+        return replace(
+            later if later.weight > self.weight else self,
+            first_other_bits=later.first_other_bits if self.first_other_bits is None else self.first_other_bits,
+            num_steps=self.num_steps + later.num_steps,
+            num_identical_steps=self.num_identical_steps + later.num_identical_steps,
+        )
+
     def to_json(self) -> dict[str, Any]:
         """The site in the schema of `--json`; sizes that are not finite become null."""
         return {
@@ -90,6 +99,16 @@ class SiteDifference:
             "num_steps": self.num_steps,
             "num_identical_steps": self.num_identical_steps,
         }
+
+
+def joined_rows(rows: Iterable[SiteDifference]) -> tuple[SiteDifference, ...]:
+    """One row for each site, from rows of consecutive steps."""
+    found: dict[tuple[str, str, str, str, int], SiteDifference] = {}
+    for row in rows:
+        site = (row.phase, row.stage, row.path, row.slot, row.call)
+        held = found.get(site)
+        found[site] = row if held is None else held.joined(row)
+    return tuple(found.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
