@@ -10,6 +10,7 @@ import pytest
 
 from tests.made_up import BATCH, FC, HEAD, Compared, Edit, Measured, Seen, Step, both, rotated, scaled
 from traindiff.analyse.compare import Comparison
+from traindiff.analyse.compare.verdict import joined_rows
 from traindiff.analyse.findings import SITE_WORDS, word_of
 from traindiff.analyse.merge.history import DifferenceHistory, weight_of
 from traindiff.present.data import as_csv, as_junit, as_markdown
@@ -284,3 +285,21 @@ def test_the_history_has_the_word_of_each_cell(compared: Compared) -> None:
 
 def test_a_shared_column_keeps_what_follows_rather_than_what_is_within() -> None:
     assert weight_of("follows", 1e-6) > weight_of("within", 1.0)
+
+
+def test_rows_of_consecutive_comparisons_are_joined_site_by_site(compared: Compared) -> None:
+    first, second = (
+        compared(once(rotated(FC, 1e-6), step=1)),
+        compared(once(rotated(FC, 1e-2), rotated(HEAD, 2e-2), step=2)),
+    )
+
+    joined = joined_rows((*first.differences, *second.differences))
+
+    assert len(joined) == len(first.differences)
+    found = {(row.phase, row.path): row for row in joined if row.word != "identical"}
+    assert {place: row.word for place, row in found.items()} == {
+        ("forward", "fc"): "above",
+        ("forward", "head"): "follows",
+    }
+    fc = found["forward", "fc"]
+    assert (fc.num_steps, fc.num_identical_steps, fc.first_other_bits, fc.step) == (6, 4, 1, 2)
