@@ -305,6 +305,26 @@ def test_steps_that_no_repeated_run_has_are_judged_by_rounding(measured: Measure
     assert any(note.startswith("No repeated run has step 2") for note in result.notes)
 
 
+def test_where_noise_was_not_measured_floors_decide_again(tmp_path: Path) -> None:
+    """Step 0 is covered by the repeated run, and step 2 is not: what differs there is within its floor."""
+    baseline, again = record(tmp_path / "b"), record(tmp_path / "again", steps=1)
+
+    result = compare(baseline, record(tmp_path / "c", at(FC, moved_one_bit, step=2)), noise=again)
+
+    assert result.verdict == "equivalent"
+    assert [row.word for row in result.differences if row.path == "fc"] == ["within", "identical"]
+
+
+def test_a_difference_before_the_measured_steps_is_no_divergence_to_follow_from(tmp_path: Path) -> None:
+    baseline, again = record(tmp_path / "b"), record(tmp_path / "again", steps=range(2, 3))
+    candidate = record(tmp_path / "c", both(at(FC, moved_one_bit, step=0), at(HEAD, moved_one_bit, step=2)))
+
+    result = compare(baseline, candidate, noise=again)
+
+    assert result.verdict == "equivalent"
+    assert {row.word for row in result.differences} == {"identical", "within"}
+
+
 # Every output.
 
 

@@ -47,7 +47,7 @@ class Judge:
         all_equal: True if every pair so far is known to hold the same bits.
         first_bit_difference: The first site whose bits are known to differ.
         unknown_bits: Sites whose bits the recordings do not tell, in the order in which they were first seen.
-        every_bit: Whether any bit that differs was a finding in a step so far.
+        every_bit: Whether any bit that differs is a finding in the current step.
         unjudged: By site that follows from the first divergence, and whose floor hides everything: the first step.
         previous: The baseline's summaries in the step before, by site.
         nan_in_both: Places at which both runs hold the same NaN.
@@ -71,6 +71,7 @@ class Judge:
         self.first_bit_difference: Finding | None = None
         self.unknown_bits: dict[SiteKey, None] = {}
         self.every_bit = False
+        self._counted: tuple[SiteKey, int] | None = None  # the first difference in bits, if it is a finding
         self.unjudged: dict[SiteKey, int] = {}
         self.previous: dict[SiteKey, Any] = {}
         self.nan_in_both: list[str] = []
@@ -99,7 +100,7 @@ class Judge:
     @property
     def only_representation_differs(self) -> bool:
         """True if only activations, calls of modules, or the order of samples or channels differ."""
-        if not self._found or not self.learning_agrees or self.tolerance is not None or self.every_bit:
+        if not self._found or not self.learning_agrees or self.tolerance is not None or self._counted:
             return False
         sizes = [found.difference for found in self._found.values() if math.isfinite(found.difference)]
         if sizes and self.run.learning_apart > FOLLOWS * max(sizes):
@@ -148,7 +149,7 @@ class Judge:
         """Note whether a pair holds the same bits; pairs must be given in execution order.
 
         Returns:
-            True if it is the first of all whose bits are known to differ.
+            True if it is the first of all whose bits are known to differ, and any bit counts.
         """
         key = pair.baseline.key
         if key.phase == "update" or key == GRADIENT_NORM:
@@ -160,7 +161,8 @@ class Judge:
         if same is not False or self.first_bit_difference is not None:
             return False
         self.first_bit_difference = bit_difference(pair, step, micro_steps=micro_steps)
-        return True
+        self._counted = (key, step) if self.every_bit else None
+        return self.every_bit
 
     def note(self, pair: Pair, step: int, size: float, floor: float, undisturbed: float) -> None:
         """Remember the weightiest difference of a site, and all of them for a report.
@@ -174,11 +176,10 @@ class Judge:
         """
         key, same = pair.baseline.key, same_bits(pair)
         equal = bool(same) or (same is None and size == 0.0)
-        first = self.first_bit_difference
         if equal:
             word: SiteWord = "identical"
-        elif self.every_bit and same is False and not size > floor:
-            is_first = first is not None and first.step == step and first.order == pair.baseline.order
+        elif self.every_bit and self._counted and same is False and not size > floor:
+            is_first = self._counted == (key, step)
             undisturbed, word = 0.0, "above" if is_first else "follows"
             floor = 0.0 if is_first else floor
         else:

@@ -79,7 +79,7 @@ LOGGED = "logged"
 def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
     """Judge a step, add it to `judge`, and return its own findings in order. Steps must be given in order."""
     judge.run.settings_differ |= any(finding.kind == "hyper-parameter" for finding in given.found)
-    judge.every_bit |= bool(given.every_bit)
+    judge.every_bit = bool(given.every_bit)
     if given.first:
         judge.run.permuted |= exact.permuted_paths(given.pairs)
         judge.run.disturbed |= exact.other_parameters(given.pairs)
@@ -144,7 +144,7 @@ class StepJudge:
             found.append(self._pair(pair))
         found += self._gradients(gradients)
         kept = [finding for finding in found if finding is not None]
-        if self._given.every_bit and first is not None and not any(map(_at(first), (*kept, *self._given.found))):
+        if first is not None and not any(map(_at(first), (*kept, *self._given.found))):
             kept.append(replace(first, message=f"{first.message} {self._given.every_bit}"))
         return kept
 
