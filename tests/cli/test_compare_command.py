@@ -29,11 +29,18 @@ def test_a_divergence_is_printed_and_exits_with_one(traindiff: Traindiff) -> Non
         "First divergence: step 1, micro-step 0, grad, fc.weight grad",
         "  The candidate's is 2 x the baseline's.",
         "  relative L2 difference 1 = 3.42e+05 x its floor of 2.92e-06",
+        "  First difference in bits: the same place.",
         "",
-        "Largest differences, in execution order (5 of 27 sites are identical throughout)",
+        "27 sites: 5 identical, 1 above, 21 that follow from the first divergence.",
+        "",
+        "Largest differences, in execution order",
         "phase    site            at step  difference    floor  x floor",
-        "forward  fc output[0]          2       0.033      0.2     0.16",
-        "grad     fc.weight grad        1           1  2.9e-06  3.4e+05",
+        "forward  fc output[0]          2       0.033      0.2     0.16  follows",
+        "grad     fc.weight grad        1           1  2.9e-06  3.4e+05  above",
+        "",
+        "Not judged after the first divergence: grad of (all parameters) norm, from step 1 on, and 2 more sites. What "
+        "precedes them differs by so much that even a lost tensor would not stand out. Mend the first divergence, and "
+        "compare again.",
     ]
 
 

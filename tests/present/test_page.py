@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.made_up import FC, HEAD, Compared, Seen, Step, at, both, record, scaled
+from tests.made_up import FC, HEAD, Compared, Seen, Step, at, both, record, rotated, scaled
 from tests.present.hostile import ATTRIBUTE, CLOSING, NAME, TABLE, hostile_pair
 from traindiff.analyse.check import Verdict, check
 from traindiff.analyse.compare import Comparison, compare
@@ -114,6 +114,28 @@ def test_every_cell_of_the_heat_map_is_what_was_measured(compared: Compared) -> 
         row = rows[key.phase, key.path or "(root)", key.slot]
         np.testing.assert_allclose(shown[row], history.whole.of("difference")[line], rtol=1.1e-3)
         np.testing.assert_allclose(floors[row], history.whole.of("floor")[line], rtol=1.1e-3)
+
+
+def test_every_cell_has_its_word(compared: Compared) -> None:
+    data = Elements(written(compared(both(rotated(FC, 1e-2), rotated(HEAD, 2e-2)), history=True))).data
+    words, names = unpacked(data["words"]["values"]), data["words"]["names"]
+
+    found = {
+        path: [names[code - 1] for code in words[row]]
+        for row, (phase, path) in enumerate(zip(data["rows"]["phase"], data["rows"]["path"], strict=True))
+        if phase == "forward"
+    }
+    assert found == {"fc": ["above"] * 3, "head": ["follows"] * 3}
+
+
+def test_the_first_difference_in_bits_is_a_link_beside_the_first_divergence(compared: Compared) -> None:
+    edit = both(scaled(FC, 1e-7, step=0), at(GRADIENT, lambda values: values * 2, step=1))
+    page = Elements(written(compared(edit, history=True)))
+
+    assert "First difference in bits: step 0, micro-step 0, forward, fc output[0]. The bits differ by" in page.text
+    assert "1 above their floors" in page.text
+    same = Elements(written(compared(scaled(FC, 0.1), history=True))).text
+    assert "First difference in bits: the same place." in same
 
 
 def test_rows_are_in_the_order_of_execution_phase_by_phase(compared: Compared) -> None:

@@ -42,39 +42,39 @@ def test_the_step_of_the_first_divergence_is_shown_in_execution_order_and_marked
     phases = [row.key.phase for row in found]
     assert phases.index("batch") < phases.index("forward") < phases.index("backward") < phases.index("grad")
     (first,) = [row for row in found if row.first]
-    assert (first.key.phase, first.key.path, first.verdict) == ("forward", "fc", "diverged")
+    assert (first.key.phase, first.key.path, first.word) == ("forward", "fc", "above")
     assert first.candidate == pytest.approx(2 * first.baseline)
     assert first.ratio == pytest.approx(first.difference / first.floor)
-    assert "diverged  <- first divergence" in printed(found)
+    assert "above  <- first divergence" in printed(found)
 
 
-def test_each_row_has_a_verdict_of_its_own(compared: Compared) -> None:
+def test_each_row_has_a_word_of_its_own(compared: Compared) -> None:
     edit = at(FC, lambda values: values * np.float32(1 + 3e-7), step=1)
     result = compared(edit, history=True)
 
-    verdicts = {(row.key.phase, row.key.path): row.verdict for row in rows(result, "1")}
+    words = {(row.key.phase, row.key.path): row.word for row in rows(result, "1")}
 
-    assert verdicts["forward", "fc"] == "equivalent"
-    assert verdicts["forward", "head"] == "identical"
+    assert words["forward", "fc"] == "within"
+    assert words["forward", "head"] == "identical"
 
 
-def test_what_follows_from_another_batch_is_not_judged(compared: Compared) -> None:
+def test_what_comes_after_another_batch_follows_from_it(compared: Compared) -> None:
     result = compared(
         lambda step, sites: (scaled(BATCH, 0.5)(step, sites), scaled(HEAD, 0.5)(step, sites)), history=True
     )
 
     found = {(row.key.phase, row.key.path): row for row in rows(result, "0")}
 
-    assert found["batch", ""].verdict == "diverged"
-    assert found["forward", "head"].verdict == "not judged"
-    assert "not judged" in printed(list(found.values()))
+    assert found["batch", ""].word == "above"
+    assert found["forward", "head"].word == "follows"
+    assert "1 above their floors, 1 that follow from the first divergence" in printed(list(found.values()))
 
 
 def test_without_a_divergence_the_first_step_is_shown(compared: Compared) -> None:
     found = rows(compared(history=True))
 
     assert {row.step for row in found} == {0}
-    assert {row.verdict for row in found} == {"identical"}
+    assert {row.word for row in found} == {"identical"}
     assert not any(row.first for row in found)
 
 
@@ -95,7 +95,7 @@ def test_as_comma_separated_values_it_is_read_again(compared: Compared) -> None:
     assert tuple(read[0]) == COLUMNS
     assert [row["step"] for row in read] == [str(row.step) for row in found]
     for one, other in zip(read, found, strict=True):
-        assert one["verdict"] == other.verdict
+        assert one["word"] == other.word
         if math.isfinite(other.baseline):
             assert float(one["baseline"]) == pytest.approx(other.baseline)
     assert [row["site"] for row in read if row["first"] == "True"] == ["fc"]

@@ -35,13 +35,14 @@ def test_further_findings_are_listed(tmp_path: Path) -> None:
 
     lines = printed(compare(record(tmp_path / "b"), record(tmp_path / "c", wrong)))
 
-    assert lines[:10] == [
+    assert lines[:11] == [
         "diverged (uncalibrated): the numbers part, over 3 steps (0 to 2)",
         "",
         "First divergence: step 1, micro-step 0, forward, fc output[0]",
         "  The candidate's is 2 x the baseline's.",
         "  relative L2 difference 1 = 5.24e+05 x its floor of 1.91e-06",
         "  Everything before it agrees, up to (root) input[0].",
+        "  First difference in bits: the same place.",
         "",
         "Further findings: 2",
         "step  phase    site            what",
@@ -97,5 +98,10 @@ def test_differences_below_their_floors_are_listed_too(tmp_path: Path) -> None:
     lines = printed(compare(record(tmp_path / "b"), record(tmp_path / "c", at(FC, lambda x: x * np.float32(1 + 3e-7)))))
 
     assert lines[0].startswith("equivalent (uncalibrated)")
-    assert lines[2].startswith("Largest differences, in execution order (")
-    assert lines[4].startswith("forward  fc output[0]")
+    assert lines[2].startswith(
+        "First difference in bits: step 0, micro-step 0, forward, fc output[0]. The bits differ by "
+    )
+    assert lines[3] == "18 sites: 17 identical, 1 within their floors."
+    assert lines[5] == "Largest differences, in execution order"
+    assert lines[7].startswith("forward  fc output[0]")
+    assert lines[7].endswith("within")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, get_args
 
 from traindiff.core.site import ROOT, label
 
@@ -211,6 +211,38 @@ def ratio_of(difference: float, floor: float) -> float:
     if math.isinf(floor):
         return 0.0
     return difference / floor if floor else math.inf
+
+
+SiteWord = Literal["identical", "not judged", "within", "follows", "above"]
+"""The meaning of a difference at a site. The words are ordered: of several steps, a site has the last word.
+
+* `identical`: the same bits.
+* `not judged`: nothing bounds the difference, and no divergence explains it.
+* `within`: at most its floor, as it would be if all inputs agreed within noise.
+* `follows`: above that, and within what the measured differences of its inputs explain: it follows from the first
+  divergence.
+* `above`: above its floor, and so a finding.
+"""
+
+SITE_WORDS: tuple[SiteWord, ...] = get_args(SiteWord)
+
+UNJUDGED = 1.0
+"""A floor from here on hides even a tensor that is lost: the relative difference of zeros is 1."""
+
+
+def word_of(difference: float, floor: float, undisturbed: float) -> SiteWord:
+    """The meaning of a difference at a site whose bits differ.
+
+    Args:
+        difference: Relative L2 difference; inf if it has no size.
+        floor: Noise floor, from the differences measured at the inputs.
+        undisturbed: Noise floor for inputs that agree within noise; at most `floor`.
+    """
+    if difference > floor:
+        return "above"
+    if difference > undisturbed:
+        return "follows"
+    return "not judged" if math.isinf(undisturbed) and difference else "within"
 
 
 def finite(value: Any) -> Any:

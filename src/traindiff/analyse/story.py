@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from traindiff.analyse.findings import (
     Finding,
     Group,
+    SiteWord,
     also_text,
     grouped,
     more_text,
@@ -79,6 +80,8 @@ class Story:
         runs: What was run, a line each; empty where recordings were given.
         noise: How far the baseline differs from itself when it is run again; empty where that was not measured.
         chapters: The findings, then the warnings; each only if there are any.
+        bits: Where the first difference in bits is; empty if all bits are the same, and for a check.
+        sites: How many sites have which word; empty where no site differs.
         alone: Which sites only one run has, a sentence each.
         notes: What else limits the verdict, a sentence each.
         failed: What happened to a candidate that did not come to its end.
@@ -95,6 +98,8 @@ class Story:
     runs: tuple[str, ...] = ()
     noise: str = ""
     chapters: tuple[Chapter, ...] = ()
+    bits: str = ""
+    sites: str = ""
     alone: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     failed: FailedRun | None = None
@@ -137,6 +142,8 @@ def of_comparison(comparison: Comparison) -> Story:
         recordings=(("baseline", comparison.baseline), ("candidate", comparison.candidate)),
         noise=_noise_sentence(comparison),
         chapters=_chapters(comparison.findings, "finding", title="First divergence"),
+        bits=bits_sentence(comparison),
+        sites=sites_sentence(comparison),
         alone=tuple(_alone(comparison)),
         notes=comparison.notes,
     )
@@ -167,6 +174,44 @@ def verdict_sentence(comparison: Comparison) -> str:
         return f"{word}: nothing could be compared"
     calibration = "" if comparison.calibrated or word == "identical" else " (uncalibrated)"
     return f"{word}{calibration}: {MEANINGS[word]}, over {steps_text(comparison.steps)}"
+
+
+def bits_sentence(comparison: Comparison) -> str:
+    """Where the first difference in bits is; empty if the verdict says that there is none."""
+    first, divergence = comparison.first_bit_difference, comparison.first_divergence
+    if comparison.verdict == "identical" or not comparison.steps:
+        return ""
+    if first is None:
+        return "First difference in bits: none is known."
+    if divergence is not None and is_same_place(first, divergence):
+        return "First difference in bits: the same place."
+    return f"First difference in bits: {where_text(first)}. {first.message}"
+
+
+def is_same_place(one: Finding, other: Finding) -> bool:
+    """True if two findings are at one site in one step."""
+    return (one.step, one.phase, one.stage, one.path, one.slot, one.call) == (
+        other.step, other.phase, other.stage, other.path, other.slot, other.call
+    )  # fmt: skip
+
+
+_OF_SITES: Mapping[SiteWord, str] = {
+    "identical": "identical",
+    "within": "within their floors",
+    "above": "above",
+    "follows": "that follow from the first divergence",
+    "not judged": "not judged",
+}
+
+
+def sites_sentence(comparison: Comparison) -> str:
+    """How many sites have which word; empty if all sites are identical."""
+    words = comparison.words
+    total = sum(words.values())
+    if words["identical"] == total:
+        return ""
+    counts = ", ".join(f"{words[word]} {text}" for word, text in _OF_SITES.items() if words[word])
+    return f"{total} sites: {counts}."
 
 
 def representation_note(found: Sequence[Finding]) -> str:
@@ -281,7 +326,13 @@ def opening(story: Story) -> list[Section]:
     """A story up to its findings: a terminal styles it, and `str()` of a result leaves the emphasis out."""
     word, _, rest = story.sentence.partition(":")
     verdict = Section(lines=(((word, "verdict"), (f":{rest}", "plain")),))
-    return [*_section(*story.runs), *_section(story.noise), verdict, *map(_of_chapter, story.chapters)]
+    return [
+        *_section(*story.runs),
+        *_section(story.noise),
+        verdict,
+        *(_of_chapter(chapter, story.bits if not number else "") for number, chapter in enumerate(story.chapters)),
+        *_section(*filter(None, ("" if story.chapters else story.bits, story.sites))),
+    ]
 
 
 def closing(story: Story) -> list[Section]:
@@ -329,13 +380,15 @@ def _section(*texts: str, emphasis: Emphasis = "plain", about: Literal["operator
     return [Section(lines=tuple(((text, emphasis),) for text in texts), about=about)] if any(texts) else []
 
 
-def _of_chapter(chapter: Chapter) -> Section:
+def _of_chapter(chapter: Chapter, bits: str) -> Section:
     first, count = chapter.first, len(chapter.further)
     lines: list[Line] = [((f"{chapter.title}: ", "title"), (first.where, "place"))]
     lines.append(((f"  {first.first.message}", "plain"),))
     lines += [((f"  {size}", "faint"),) for size in sizes_of(first.first)]
     if also := also_text(first.paths):
         lines.append(((f"  {also}", "plain"),))
+    if bits:
+        lines.append(((f"  {bits}", "plain"),))
     if count:
         lines.append(((f"  ({count} further {chapter.noun}{'s' if count > 1 else ''}.)", "brief"),))
     return Section(lines=tuple(lines), about=chapter)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_result, results, says_what_is_wrong
-from traindiff.cli.report import HtmlOption, NoiseOption, RenameOption, check_writable, write_page
+from traindiff.cli.report import HtmlOption, IdenticalOption, NoiseOption, RenameOption, check_writable, write_page
 from traindiff.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ def compare(
         typer.Option(help="Relative tolerance in place of floors: ||c-b|| <= rtol ||b|| + atol sqrt(n)."),
     ] = None,
     atol: Annotated[float | None, typer.Option(help="Absolute tolerance per element, in the same formula.")] = None,
+    identical: IdenticalOption = False,
     pictures: Annotated[
         Path | None,
         typer.Option(
@@ -110,6 +111,7 @@ def compare(
             steps=steps,
             rtol=rtol,
             atol=atol,
+            identical=identical,
             history=html is not None or table is not None,
             progress=lambda step: status.update(f"comparing step {step}"),
         )

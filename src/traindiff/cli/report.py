@@ -31,6 +31,15 @@ RenameOption = Annotated[
 ]
 
 
+IdenticalOption = Annotated[
+    bool,
+    typer.Option(
+        "--identical",
+        help="Demand the same bits: the first divergence is the first site whose bits differ, however little.",
+    ),
+]
+
+
 HtmlOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Also write the report as an HTML file (docs/report.md).")
 ]

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_result, results, says_what_is_wrong
+from traindiff.cli.report import IdenticalOption
 from traindiff.cli.setup_options import (
     OTHER_SPELLINGS,
     AsInCompareOption,
@@ -66,6 +67,7 @@ def verify(
         float | None, typer.Option(help="Relative tolerance in place of floors, as in traindiff compare.")
     ] = None,
     atol: Annotated[float | None, typer.Option(help="Absolute tolerance per element, in the same formula.")] = None,
+    identical: IdenticalOption = False,
     timeout: Annotated[
         float | None,
         typer.Option(
@@ -113,7 +115,7 @@ def verify(
         request = VerifyRequest(
             recipe=recipe, candidate=candidate or recipe, output=output, baseline_setup=baseline_setup,
             setup=setup, steps=steps, seed=seed, repeat=repeat, replicas=replicas, pin=pin.value, zoom=zoom,
-            rename=rename, rtol=rtol, atol=atol, compiler_logs=verbose_logging, timeout=timeout,
+            rename=rename, rtol=rtol, atol=atol, identical=identical, compiler_logs=verbose_logging, timeout=timeout,
         )  # fmt: skip
         chosen = "json" if as_json else form
         if matrix is not None:

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from traindiff.analyse.check import Verdict
 from traindiff.analyse.compare import Comparison
-from traindiff.analyse.merge.history import NOT_JUDGED, DifferenceHistory, RunHistory
+from traindiff.analyse.findings import SITE_WORDS
+from traindiff.analyse.merge.history import DifferenceHistory, RunHistory
 from traindiff.errors import ConfigError, Problem
 from traindiff.present.page import Page, page_of
 from traindiff.present.page.dataflow import Node
@@ -22,7 +23,10 @@ _DOTS_PER_INCH = 150
 _MOST_INCHES = 9.0
 """Height of the heat map, however many sites there are."""
 
-_BOXES = {"identical": ("good", "-"), "agrees": ("good", "--"), "differs": ("bad", "-"), "unknown": ("floor", ":")}
+_BOXES = {
+    "identical": ("good", "-"), "within": ("good", "--"), "follows": ("follows", "-"), "above": ("bad", "-"),
+    "unknown": ("floor", ":"),
+}  # fmt: skip
 """Color and line of a site in the dataflow, by its status."""
 
 NewFigure = Callable[..., Any]
@@ -113,7 +117,8 @@ def _literal(text: str) -> str:
 
 
 def _heat_map(new: NewFigure, page: Page, history: DifferenceHistory | RunHistory) -> Any:
-    from matplotlib.colors import LinearSegmentedColormap, Normalize
+    from matplotlib.colors import LinearSegmentedColormap, ListedColormap, Normalize
+    from matplotlib.patches import Patch
 
     shown = look()["quantities"]["ratio" if page.about == "comparison" else "relative"]
     stops, (low, high) = look()["stops"]["light"][shown["stops"]], shown["range"]
@@ -132,6 +137,14 @@ def _heat_map(new: NewFigure, page: Page, history: DifferenceHistory | RunHistor
         norm=Normalize(low, high),
         extent=extent,
     )
+    if isinstance(history, DifferenceHistory):
+        words = np.floor(history.whole.of("weight"))
+        follows = np.where(words == SITE_WORDS.index("follows"), 1.0, np.nan)
+        flat = ListedColormap([look()["stops"]["light"]["follows"]]).with_extremes(bad="#ffffff00")
+        axes.imshow(follows[list(page.order)], aspect="auto", interpolation="nearest", cmap=flat, extent=extent)
+        if (follows == 1.0).any():
+            patch = Patch(color=look()["stops"]["light"]["follows"], label="follows from the first divergence")
+            axes.legend(handles=[patch], loc="upper right", fontsize=8)
     places = np.unique(np.linspace(0, values.shape[1] - 1, min(12, values.shape[1])).astype(int))
     axes.set_xticks(places, [str(history.whole.columns[at][0]) for at in places])
     axes.set_xlabel("step")
@@ -154,8 +167,9 @@ def _logarithms(history: DifferenceHistory | RunHistory) -> NDArray[np.float32]:
     """Decimal logarithms of what the heat map shows; NaN where nothing was compared or recorded."""
     with np.errstate(divide="ignore", invalid="ignore"):
         if isinstance(history, DifferenceHistory):
-            ratios = history.whole.of("ratio")
-            return np.asarray(np.log10(np.where(ratios == np.float32(NOT_JUDGED), np.nan, ratios)))
+            difference, floor = history.whole.of("difference"), history.whole.of("floor")
+            ratios = np.where(difference == 0, 0.0, difference / floor)
+            return np.asarray(np.log10(np.where(np.isinf(floor) & (difference != 0), np.nan, ratios)))
         sizes = np.abs(history.whole.of("size"))
         finite = np.where(np.isfinite(sizes) & (sizes > 0), sizes, np.nan)
         some = np.flatnonzero((~np.isnan(finite)).sum(axis=1))
@@ -235,7 +249,7 @@ def _dataflow(new: NewFigure, flow: Sequence[Sequence[Node]], where: str) -> Any
 def _box(axes: Any, node: Node, x: float, y: float) -> None:
     from matplotlib.patches import FancyBboxPatch
 
-    color, (name, style) = look()["light"], _BOXES[node.status]
+    color, (name, style) = look()["light"], _BOXES[node.style]
     axes.add_patch(
         FancyBboxPatch(
             (x - 0.42, y - 0.38), 0.84, 0.76, boxstyle="round,pad=0,rounding_size=0.04", edgecolor=color[name],

@@ -9,6 +9,7 @@ import numpy as np
 
 from tests.made_up import FC, Compared, at, record, scaled
 from traindiff.analyse.compare import compare
+from traindiff.analyse.findings import SITE_WORDS
 from traindiff.analyse.merge.history import DifferenceHistory
 from traindiff.analyse.merge.site import SiteKey
 from traindiff.core.summary import norm
@@ -32,12 +33,13 @@ def test_each_step_has_its_difference_its_floor_and_both_sizes(compared: Compare
     history = compared(scaled(FC, 1e-3, step=1), history=True).history
     assert isinstance(history, DifferenceHistory)
     row = history.whole.sites[FC_KEY]
-    ratio, difference, floor, baseline, candidate = (history.whole.of(name)[row] for name in history.whole.fields)
+    weight, difference, floor, baseline, candidate = (history.whole.of(name)[row] for name in history.whole.fields)
 
     assert history.whole.columns == [(0, 0), (1, 1), (2, 2)]
     assert [difference[0], difference[2]] == [0, 0]
     assert math.isclose(difference[1], 1e-3, rel_tol=0.3)
-    assert math.isclose(ratio[1], difference[1] / floor[1], rel_tol=1e-5)
+    assert [SITE_WORDS[int(one)] for one in weight] == ["identical", "above", "identical"]
+    assert difference[1] > floor[1]
     np.testing.assert_allclose(candidate / baseline, [1, 1.001, 1], rtol=1e-5)
 
 

@@ -86,7 +86,10 @@ def test_the_text_of_a_divergence(compared: Compared) -> None:
         "First divergence: step 1, micro-step 0, forward, fc output[0]\n"
         "  The candidate's is 2 x the baseline's.\n"
         "  relative L2 difference 1 = 5.24e+05 x its floor of 1.91e-06\n"
-        "  Everything before it agrees, up to (root) input[0]."
+        "  Everything before it agrees, up to (root) input[0].\n"
+        "  First difference in bits: the same place.\n"
+        "\n"
+        "18 sites: 17 identical, 1 above."
     )
 
 
@@ -111,6 +114,8 @@ def test_the_text_names_what_limits_the_verdict(compared: Compared) -> None:
 
     assert text == (
         "incomplete (uncalibrated): what could be compared agrees, but not everything could be, over 2 steps (0 to 1)\n"
+        "\n"
+        "First difference in bits: none is known.\n"
         "\n"
         "candidate: rank 0: the recording was not closed (the run was killed, could not write, or still runs).\n"
         "The candidate ends after step 1; 1 later step of the other run was not compared. "

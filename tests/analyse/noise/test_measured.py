@@ -180,11 +180,11 @@ def test_one_replica_is_multiplied_by_an_assumed_factor_and_the_report_says_so(m
 def test_a_baseline_that_repeats_itself_is_said_first(measured: Measured) -> None:
     found = measured(rotated(FC, 1e-7), same, replica=None)
 
-    assert str(found).startswith("Your baseline's own noise is 0: run again, it gives the same bits.\n\nequivalent")
-    assert not found.calibrated
+    assert str(found).startswith("Your baseline's own noise is 0: run again, it gives the same bits.\n\ndiverged:")
+    assert found.calibrated
     assert found.noise is not None
     assert found.noise["own"] == {"difference": 0.0, "where": ""}
-    assert "No noise recording differs from the baseline, so floors follow from rounding." in found.notes
+    assert "1 repeated run had the same bits, so every difference counts." in found.notes
 
 
 def test_a_baseline_that_does_not_repeat_itself_is_said_first_with_size_and_place(measured: Measured) -> None:

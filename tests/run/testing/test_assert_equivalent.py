@@ -44,7 +44,10 @@ def test_a_tolerance_takes_the_place_of_floors(tmp_path: Path, recordings: tuple
 def test_identical_demands_the_same_bits(tmp_path: Path, recordings: tuple[str, str]) -> None:
     other = record(tmp_path / "other", SCALED)
 
-    with pytest.raises(AssertionError, match=r"^equivalent, but not identical\.(?s:.*)First site with other bits: "):
+    message = (
+        r"(?s)^diverged.*First divergence: step 1, micro-step 0, forward, fc output\[0\].*Any bit that differs counts"
+    )
+    with pytest.raises(AssertionError, match=message):
         assert_equivalent(recordings[0], other, rtol=10.0, atol=10.0, identical=True)
 
 
@@ -59,6 +62,18 @@ def test_recipes_are_run_and_a_difference_is_pinned_down(tmp_path: Path) -> None
     with one_thread(), pytest.raises(AssertionError, match=r"(?s)First divergence: step 0, .*2 output\[0\].*Pinned"):
         assert_equivalent(mlp(), mlp(other_epsilon), steps=2, output=tmp_path / "runs")
     assert (tmp_path / "runs" / "candidate" / "run.json").is_file()
+
+
+def test_recipes_must_give_the_same_bits_if_that_is_demanded(tmp_path: Path) -> None:
+    def other_sum(model: Change) -> None:
+        model[0].register_forward_hook(lambda module, _, output: (output + 1.0) - 1.0)
+
+    with one_thread():
+        assert_equivalent(mlp(), mlp(other_sum), steps=1, replicas=("ulp:1",), rtol=1.0)
+        with pytest.raises(AssertionError, match=r"(?s)First divergence: step 0, .*forward, 0 output.*Any bit that"):
+            assert_equivalent(
+                mlp(), mlp(other_sum), steps=1, replicas=("ulp:1",), rtol=1.0, identical=True, output=tmp_path / "runs"
+            )
 
 
 def test_recordings_of_recipes_that_agree_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,6 +150,16 @@ def check_initial_parameter(pair: Pair, *, step: int) -> Finding | None:
     )
 
 
+def other_parameters(pairs: Iterable[Pair]) -> set[str]:
+    """Parameters that start with other values, judged by the first step."""
+    beginning = (pair for pair in pairs if pair.baseline.key[:2] == ("param", "before"))
+    return {
+        pair.baseline.key.path
+        for pair in beginning
+        if pair.baseline.key.slot == "value" and not (equal_bits(pair) or _same_in_another_dtype(pair))
+    }
+
+
 def permuted_paths(pairs: Iterable[Pair]) -> set[str]:
     """Parameters and buffers that may be in another order in the candidate, judged by the first step.
 
@@ -182,11 +192,20 @@ def _same_in_another_dtype(pair: Pair) -> bool:
         or not (baseline.exact and candidate.exact)
     ):
         return False
-    size, units = difference(pair), [UNIT_ROUNDOFF.get(one.dtype) for one in (baseline, candidate)]
-    if units[0] is None and units[1] is None:  # whole numbers; below 2^31 their bits do not depend on the width
+    size = difference(pair)
+    if baseline.dtype not in UNIT_ROUNDOFF and candidate.dtype not in UNIT_ROUNDOFF:
+        # Whole numbers; below 2^31 their bits do not depend on the width.
         return bool(baseline.summary["fingerprint"] == candidate.summary["fingerprint"])
-    # The sketch's estimate of a distance is good to a factor of 1.5 in all but one case in 10,000.
-    return size is not None and size <= 1.5 * max(unit or 0.0 for unit in units)
+    return size is not None and size <= rounding_apart(pair)
+
+
+def rounding_apart(pair: Pair) -> float:
+    """The largest difference between the same numbers in two dtypes; 0 for one dtype, and for whole numbers.
+
+    The sketch's estimate of a distance is good to a factor of 1.5 in all but one case in 10,000.
+    """
+    dtypes = {pair.baseline.dtype, pair.candidate.dtype}
+    return 1.5 * max(UNIT_ROUNDOFF.get(dtype, 0.0) for dtype in dtypes) if len(dtypes) > 1 else 0.0
 
 
 def check_random_state(baseline: StepTable, candidate: StepTable, *, step: int) -> Iterator[Finding]:

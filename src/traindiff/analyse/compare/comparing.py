@@ -95,6 +95,7 @@ def compare(
     steps: str | int | Iterable[int] | None = None,
     rtol: float | None = None,
     atol: float | None = None,
+    identical: bool = False,
     history: bool = False,
     progress: Progress | None = None,
 ) -> Comparison:
@@ -111,6 +112,8 @@ def compare(
         steps: Steps to compare, e.g. `"0-9,20"`. Default: all that both have.
         rtol: Relative tolerance in place of floors: `||c - b|| <= rtol ||b|| + atol sqrt(n)`.
         atol: Absolute tolerance per element, in the same formula.
+        identical: Demand the same bits. The first divergence is then the first site in execution order whose bits
+            differ, however little.
         history: Keep every site's difference in every step, in bounded memory, for a report that shows them.
         progress: Called after each step.
 
@@ -131,7 +134,7 @@ def compare(
     replicas = [open_recording(os.fspath(path)) for path in paths]
     _refuse_candidate_as_noise(runs[1], replicas)
     comparison = RunningComparison(
-        TwoRuns(runs, renames, selection), renames, tolerance=tolerance,
+        TwoRuns(runs, renames, selection), renames, tolerance=tolerance, identical=identical,
         noise=_Measured(runs[0], replicas, selection) if replicas else None,
         history=DifferenceHistory() if history else None,
     )  # fmt: skip

@@ -11,6 +11,7 @@ from traindiff.analyse.align.exact import EXACT_KINDS, SettingChanges, check_ran
 from traindiff.analyse.align.pairs import in_baseline_order
 from traindiff.analyse.align.side import gradient_norms
 from traindiff.analyse.align.two_runs import RUNS, AlignedStep, TwoRuns
+from traindiff.analyse.compare.bits import ASKED, unknown_bits_note
 from traindiff.analyse.compare.circumstances import (
     circumstances,
     clip_coefficient,
@@ -37,7 +38,7 @@ from traindiff.analyse.compare.explanations import (
     with_names,
 )
 from traindiff.analyse.compare.judge import BothRuns, Judge, is_uncalled, recomputation_findings
-from traindiff.analyse.compare.limits import hints, limits, not_followed
+from traindiff.analyse.compare.limits import hints, limits, not_followed, unjudged_note
 from traindiff.analyse.compare.operator_search import OperatorSearch
 from traindiff.analyse.compare.step_judge import StepInput, judge_step
 from traindiff.analyse.compare.verdict import Comparison, Word
@@ -91,6 +92,7 @@ class RunningComparison:
         runs: The two runs.
         rename: Turns the candidate's paths into the baseline's.
         tolerance: Tolerance of the user, which replaces the floors.
+        identical: Whether the user demands the same bits.
         noise: The baseline's noise, as far as it is known.
         history: Records every difference, if a report will show them.
 
@@ -104,11 +106,13 @@ class RunningComparison:
         rename: Renaming,
         *,
         tolerance: Tolerances | None = None,
+        identical: bool = False,
         noise: Noise | None = None,
         history: DifferenceHistory | None = None,
     ) -> None:
         self.runs = runs
         self._rename = rename
+        self._identical = identical
         self._measured = noise or Noise()
         baseline, candidate = runs.runs
         self._facts = (run_facts(baseline), run_facts(candidate, rename))
@@ -144,14 +148,20 @@ class RunningComparison:
         """The comparison of the steps so far."""
         baseline, candidate = self.runs.runs
         calibration = self._measured.calibration
+        compared = not (self._forced or self._identical)
         notes, incomplete = limits(
             self.runs,
-            learning_agrees=self._judge.learning_agrees and not self._forced,
-            learning_compared=self._judge.learning_compared and not self._forced,
-            same_bits=self._judge.same_bits,
+            learning_agrees=self._judge.learning_agrees and compared,
+            learning_compared=self._judge.learning_compared and compared,
+            same_bits=self._judge.observed_bits_agree,
         )
-        notes = [*calibration.notes(uncovered=self._uncovered), *notes, *self._further_notes()]
-        notes += self._evaluation_notes()
+        notes = [
+            *([ASKED] if self._identical and not self._judge.all_equal else ()),
+            *calibration.notes(uncovered=self._uncovered),
+            *notes,
+            *self._further_notes(),
+            *self._evaluation_notes(),
+        ]
         findings, representation = self._explained(self._judge.findings), ()
         if not self._forced and self._judge.only_representation_differs:
             findings, representation = (), findings
@@ -160,7 +170,7 @@ class RunningComparison:
             baseline=baseline.path,
             candidate=candidate.path,
             verdict=self._word(findings, incomplete=incomplete or bool(self._turned_evaluations)),
-            calibrated=bool(calibration.replicas) and not (self._uncovered or calibration.is_partial),
+            calibrated=calibration.is_known and not (self._uncovered or calibration.is_partial),
             noise=calibration.to_json(),
             findings=findings,
             representation=representation,
@@ -170,6 +180,7 @@ class RunningComparison:
             differences=tuple(sorted(self._judge.differences.values(), key=lambda row: row.order)),
             history=self._history,
             zooms=tuple(self._operators.found),
+            first_bit_difference=self._judge.first_bit_difference,
         )
 
     def _search_operators(self, findings: Sequence[Finding], baseline: RunStep, candidate: RunStep) -> None:
@@ -274,6 +285,7 @@ class RunningComparison:
         if not self._forced:  # in a forced run no operation computes it
             pairs = [*pairs, *gradient_norms(pairs)]
         agreed = all(map(is_uncalled, self._judge.findings))
+        noise = self._noise(given)
         micro_steps = [num_micro_steps(table) for table in tables]
         found = judge_step(
             self._judge,
@@ -293,6 +305,7 @@ class RunningComparison:
                 batches=(samples_of(tables[0]), samples_of(tables[1])),
                 noise=noise,
                 calibration=self._measured.calibration,
+                every_bit=ASKED if self._identical else "" if noise is None else self._measured.calibration.every_bit,
                 factors=tuple(scale_factors(*scales)),
                 clipped=tuple(clip_factor(*clipped)),
                 evaluation=given.evaluation,
@@ -315,7 +328,7 @@ class RunningComparison:
 
     def _noise(self, given: AlignedStep) -> StepNoise | None:
         noise = self._measured.of_step(given)
-        if noise is None and self._measured.calibration.replicas:
+        if noise is None and self._measured.calibration.is_known:
             self._uncovered.append(given.step)
         return noise
 
@@ -356,6 +369,7 @@ class RunningComparison:
                 f"Rounding turned some choices of rows (of a router), first at {self._judge.choices[0]}. The floors of "
                 "what follows allow for it, and rows that were chosen otherwise are not compared one by one."
             )
+        notes += filter(None, (unjudged_note(self._judge.unjudged), unknown_bits_note(self._judge.unknown_bits)))
         if self._judge.nan_in_both:
             notes.append(f"NaN at the same places in both runs, first at {self._judge.nan_in_both[0]}.")
         notes += [f"--rename {rule} changes no path of the candidate." for rule in self._rename.unused]
@@ -382,7 +396,7 @@ class RunningComparison:
     def _word(self, findings: Sequence[Finding], *, incomplete: bool) -> Word:
         if findings:
             return "misaligned" if findings[0].kind in EXACT_KINDS else "diverged"
-        if incomplete:
+        if incomplete or (self._identical and self._judge.unknown_bits):
             return "incomplete"
         return "identical" if self._judge.all_equal and not self._judge.findings else "equivalent"
 

@@ -10,10 +10,11 @@ from typing import Any
 
 from traindiff.analyse.align import exact
 from traindiff.analyse.align.two_runs import RUNS
+from traindiff.analyse.compare.bits import bit_difference
 from traindiff.analyse.compare.moved_moments import SYSTEMATIC
 from traindiff.analyse.compare.verdict import SiteDifference
-from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.distance import Pair, difference, equal_bits, size_of
+from traindiff.analyse.findings import UNJUDGED, Finding, SiteWord, word_of
+from traindiff.analyse.merge.distance import Pair, difference, same_bits, size_of
 from traindiff.analyse.merge.history import DifferenceHistory
 from traindiff.analyse.merge.site import GRADIENT_NORM, SiteKey, StepTable, finding_at
 from traindiff.analyse.noise.site_floors import RunFloors
@@ -47,7 +48,11 @@ class Judge:
     Attributes:
         run: Numbers that determine the floors of later steps.
         differences: Largest difference of each site so far, in units of its floor.
-        all_equal: True if every pair so far held the same bits.
+        all_equal: True if every pair so far is known to hold the same bits.
+        first_bit_difference: The first site whose bits are known to differ.
+        unknown_bits: Sites whose bits the recordings do not tell, in the order in which they were first seen.
+        every_bit: Whether any bit that differs is a finding in the current step.
+        unjudged: By site that follows from the first divergence, and whose floor hides everything: the first step.
         previous: The baseline's summaries in the step before of each optimizer, by its name and by site.
         nan_in_both: Places at which both runs hold the same NaN.
         turned: Places where a choice that rounding may change, such as a router's, selected another number of rows.
@@ -68,6 +73,11 @@ class Judge:
         self.run = RunFloors(coefficients=coefficients)
         self.differences: dict[SiteKey, SiteDifference] = {}
         self.all_equal = True
+        self.first_bit_difference: Finding | None = None
+        self.unknown_bits: dict[SiteKey, None] = {}
+        self.every_bit = False
+        self._first_bits: tuple[SiteKey, int] | None = None  # the first difference in bits, if it is a finding
+        self.unjudged: dict[SiteKey, int] = {}
         self.previous: dict[str, dict[SiteKey, Any]] = {}
         self.nan_in_both: list[str] = []
         self.turned: list[str] = []
@@ -100,7 +110,7 @@ class Judge:
     @property
     def only_representation_differs(self) -> bool:
         """True if only activations, calls of modules, or the order of samples or channels differ."""
-        if not self._found or not self.learning_agrees or self.tolerance is not None:
+        if not self._found or not self.learning_agrees or self.tolerance is not None or self._first_bits:
             return False
         sizes = [found.difference for found in self._found.values() if math.isfinite(found.difference)]
         if sizes and self.run.learning_apart > FOLLOWS * max(sizes):
@@ -118,7 +128,7 @@ class Judge:
         return self._phases >= _LEARNING
 
     @property
-    def same_bits(self) -> bool:
+    def observed_bits_agree(self) -> bool:
         """True if losses, gradients or updates were compared, and all observed tensors have the same bits."""
         return self.all_equal and not self._found and not self._phases.isdisjoint(_LEARNING)
 
@@ -158,29 +168,66 @@ class Judge:
         counts = ("nan",) if activation else ("nan", "positive_infinity", "negative_infinity")
         return any(int(entry.summary[name]) for entry in (pair.baseline, pair.candidate) for name in counts)
 
-    def note(self, pair: Pair, step: int, size: float, floor: float) -> None:
-        """Remember the largest difference of a site, and all of them for a report."""
-        if self._history is not None:
-            self._history.note(pair, step, size, floor)
+    def see_bits(self, pair: Pair, step: int, *, micro_steps: int) -> bool:
+        """Note whether a pair holds the same bits; pairs must be given in execution order.
+
+        Returns:
+            True if it is the first of all whose bits are known to differ, and any bit counts.
+        """
         key = pair.baseline.key
-        equal = equal_bits(pair) or (size == 0.0 and not pair.baseline.exact)
-        derived = key.phase == "update" or key == GRADIENT_NORM  # follows from other sites
-        self.all_equal = self.all_equal and (equal or derived)
+        if key.phase == "update" or key == GRADIENT_NORM:
+            return False  # follows from other sites
+        same = same_bits(pair)
+        self.all_equal = self.all_equal and bool(same)
+        if same is None:
+            self.unknown_bits.setdefault(key)
+        if same is not False or self.first_bit_difference is not None:
+            return False
+        self.first_bit_difference = bit_difference(pair, step, micro_steps=micro_steps)
+        self._first_bits = (key, step) if self.every_bit else None
+        return self.every_bit
+
+    def note(self, pair: Pair, step: int, size: float, floor: float, undisturbed: float) -> None:
+        """Remember the weightiest difference of a site, and all of them for a report.
+
+        Args:
+            pair: The site.
+            step: The step.
+            size: Relative L2 difference; inf if it has no size.
+            floor: Noise floor, from the differences measured at the inputs.
+            undisturbed: The same for inputs that agree within noise.
+        """
+        key, same = pair.baseline.key, same_bits(pair)
+        equal = bool(same) or (same is None and size == 0.0)
+        if equal:
+            word: SiteWord = "identical"
+        elif self.every_bit and self._first_bits and same is False and not size > floor:
+            is_first = self._first_bits == (key, step)
+            undisturbed, word = 0.0, "above" if is_first else "follows"
+            floor = 0.0 if is_first else floor
+        else:
+            word = word_of(size, floor, min(undisturbed, floor))
+        if word == "follows" and floor >= UNJUDGED:
+            self.unjudged.setdefault(key, step)
+        if self._history is not None:
+            self._history.note(pair, step, size, floor, word)
         row = SiteDifference(
             phase=key.phase, stage=key.stage, path=key.path, slot=key.slot, call=key.call, step=step,
-            order=pair.baseline.order, difference=size, floor=floor, num_steps=0, num_identical_steps=0,
+            order=pair.baseline.order, difference=size, floor=floor, undisturbed=min(undisturbed, floor), word=word,
+            first_other_bits=step if same is False else None, num_steps=1, num_identical_steps=int(equal),
         )  # fmt: skip
-        held = self.differences.get(key, row)
-        worst = row if row.ratio > held.ratio else held
+        held = self.differences.get(key)
         latest, was_equal = self._noted.get(key, (-1, False))
         again = latest == step  # in another evaluation of the loss
         identical = equal and (was_equal or not again)
         self._noted[key] = step, identical
-        self.differences[key] = replace(
-            worst,
-            num_steps=held.num_steps + (not again),
-            num_identical_steps=held.num_identical_steps + identical - (again and was_equal),
-        )
+        if held is not None:
+            row = replace(
+                held.joined(row),
+                num_steps=held.num_steps + (not again),
+                num_identical_steps=held.num_identical_steps + identical - (again and was_equal),
+            )
+        self.differences[key] = row
 
 
 LENIENT = 2.0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from traindiff.analyse.align.side import Side
 from traindiff.analyse.align.two_runs import RUNS, TwoRuns
 from traindiff.analyse.findings import more_text, ranks_text
+from traindiff.analyse.merge.site import SiteKey
 from traindiff.analyse.merge.unobserved import unrecorded_of
 from traindiff.core.site import label
 from traindiff.core.tap_registry import NOT_BY_DEFAULT
@@ -76,6 +77,23 @@ def _failures(runs: TwoRuns) -> Iterator[str]:
                 yield f"{name}: {message[0].lower()}{message[1:]}"
             elif own is baseline:
                 yield f"Both runs: {message[0].lower()}{message[1:]}"
+
+
+def unjudged_note(sites: Mapping[SiteKey, int]) -> str:
+    """A note on sites that could not be judged after the first divergence; empty if there are none.
+
+    Args:
+        sites: By site, the first step in which its floor hides everything.
+    """
+    if not sites:
+        return ""
+    key, step = next(iter(sites.items()))
+    more = more_text(len(sites) - 1, "site", before=", and")
+    return (
+        f"Not judged after the first divergence: {key.phase} of {label(key.path, key.slot)}, from step {step} on"
+        f"{more}. What precedes them differs by so much that even a lost tensor would not stand out. Mend the first "
+        "divergence, and compare again."
+    )
 
 
 def _missing_ranks(runs: TwoRuns) -> Iterator[str]:

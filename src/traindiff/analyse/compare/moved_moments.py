@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from traindiff.analyse.compare.diagnosis import Diagnosis
+from traindiff.analyse.compare.case import Diagnosis
 from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.noise.moments import Moved
 from traindiff.core.summary import norm

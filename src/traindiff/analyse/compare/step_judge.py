@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -61,6 +61,7 @@ class StepInput:
         evaluation: Number of the evaluation of the loss; None in a step with one.
         whole: True if the pairs include those of the whole step: updates, and the optimizer's state.
         norms: Class names of the norms over positions, by path.
+        every_bit: Why any bit that differs is a finding; empty if floors decide.
     """
 
     step: int
@@ -85,6 +86,7 @@ class StepInput:
     evaluation: int | None = None
     whole: bool = True
     norms: Mapping[str, str] = field(default_factory=dict)
+    every_bit: str = ""
 
 
 LOGGED = "logged"
@@ -94,8 +96,10 @@ LOGGED = "logged"
 def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
     """Judge a step, add it to `judge`, and return its own findings in order. Steps must be given in order."""
     judge.run.settings_differ |= any(finding.kind == "hyper-parameter" for finding in given.found)
+    judge.every_bit = bool(given.every_bit)
     if given.first:
         judge.run.permuted |= exact.permuted_paths(given.pairs)
+        judge.run.disturbed |= exact.other_parameters(given.pairs)
     judge.absent.update(finding.path for finding in given.found if finding.kind in ("missing", "extra"))
     floors = SiteFloors(
         judge.run, parameters=given.parameters, pairs=given.pairs, samples=given.samples,
@@ -153,11 +157,15 @@ class StepJudge:
         """Findings of the step. Gradients of one optimizer call are judged together."""
         found: list[Finding | None] = []
         gradients: list[Pair] = []
-        drawn = min((one.order for one in self._given.found if one.kind == "random-state"), default=math.inf)
+        drawn = {finding.order for finding in self._given.found if finding.kind == "random-state"}
+        first: Finding | None = None
         for pair in self._given.pairs:
             key = pair.baseline.key
-            if pair.baseline.order >= drawn:  # what comes before, as an evaluation, does not follow from what is drawn
-                self._floors.saw_other_inputs(math.inf)
+            compared = key.path != "rng" or pair.baseline.order in drawn  # a state that nothing draws from is of no use
+            if compared and self._judge.see_bits(pair, self._given.step, micro_steps=self._given.micro_steps):
+                first = self._judge.first_bit_difference
+            if pair.baseline.order >= min(drawn, default=math.inf):
+                self._floors.saw_other_inputs(math.inf)  # what comes before does not follow from what is drawn
             judged_together = key.phase == "grad" and key.slot == "grad" and key.stage != "micro"
             if gradients and not (judged_together and key.stage == gradients[0].baseline.key.stage):
                 found += self._gradients(gradients)
@@ -167,7 +175,10 @@ class StepJudge:
                 continue
             found.append(self._pair(pair))
         found += self._gradients(gradients)
-        return [finding for finding in found if finding is not None]
+        kept = [finding for finding in found if finding is not None]
+        if first is not None and not any(map(_at(first), (*kept, *self._given.found))):
+            kept.append(replace(first, message=f"{first.message} {self._given.every_bit}"))
+        return kept
 
     def _pair(self, pair: Pair) -> Finding | None:
         key = pair.baseline.key
@@ -181,40 +192,47 @@ class StepJudge:
         if size is None:
             return self._whole_numbers(pair)
         if self._is_turned(pair):
-            self._turned(pair)
+            self._note_turned(pair)
             return None
         if key.phase == "param" and key.slot == "value" and not self._judge.judges_parameters:
             return None  # it follows from the parameter before the step and the update
         floor = self._floors.of(pair)
         if size > floor and self._floors.choice_at(pair) is not None:
-            self._turned(pair)
+            self._note_turned(pair)
             return None
         moved = self._moved(pair, size, floor)
         self._floors.saw(pair, size)
         finding = self._finding(pair, size, floor, moved=moved)
+        if finding is not None:
+            self._floors.disturb(pair)
         return None if key.path in self._judge.absent else finding
 
     def _batch(self, pair: Pair) -> Finding | None:
         finding = exact.check_batch(pair, step=self._given.step, samples=self._given.batches)
-        apart = 0.0 if equal_bits(pair) else difference(pair)
-        self._judge.note(pair, self._given.step, math.inf if finding else apart or 0.0, 0.0 if finding else math.inf)
+        apart = math.inf if finding else 0.0 if equal_bits(pair) else difference(pair) or 0.0
+        floor = 0.0 if finding else exact.rounding_apart(pair)
+        self._judge.note(pair, self._given.step, apart, floor, floor)
         # All later differences of this step may follow from the batch.
-        self._floors.saw_other_inputs(math.inf if finding else apart or 0.0)
+        self._floors.saw_other_inputs(apart, noise=finding is None)
         return finding
 
     def _initial(self, pair: Pair) -> Finding | None:
         if not self._given.first or pair.baseline.key.slot != "value":
             return None
-        self._judge.note(pair, self._given.step, difference(pair) or 0.0, 0.0)
-        if self._judge.judges_parameters and (difference(pair) or 0.0) <= self._judge.floor(pair, 0.0):
-            return None
-        return exact.check_initial_parameter(pair, step=self._given.step)
+        size, finding = difference(pair) or 0.0, exact.check_initial_parameter(pair, step=self._given.step)
+        floor = 0.0 if finding else exact.rounding_apart(pair)
+        if self._judge.judges_parameters and size <= self._judge.floor(pair, 0.0):
+            finding, floor = None, self._judge.floor(pair, 0.0)
+        self._judge.note(pair, self._given.step, size, floor, floor)
+        return finding
 
     def _whole_numbers(self, pair: Pair) -> Finding | None:
         """Indices and masks have no distance; they may flip only if an input differs."""
-        expected = self._floors.inputs_differ
-        self._judge.note(pair, self._given.step, math.inf, math.inf if expected else 0.0)
-        return None if expected else self._finding(pair, math.inf, 0.0)
+        if not self._floors.inputs_differ:
+            return self._finding(pair, math.inf, 0.0)
+        undisturbed = math.inf if self._floors.noise_at_inputs else 0.0
+        self._judge.note(pair, self._given.step, math.inf, math.inf, undisturbed)
+        return None
 
     def _is_turned(self, pair: Pair) -> bool:
         """True if other inputs explain that a choice (of a router, a mask) picked another number of rows."""
@@ -229,17 +247,19 @@ class StepJudge:
             return False
         return abs(baseline[0] - candidate[0]) <= self._floors.turned_rows(baseline[0])
 
-    def _turned(self, pair: Pair) -> None:
+    def _note_turned(self, pair: Pair) -> None:
         baseline, step = pair.baseline, self._given.step
         if self._floors.choice_at(pair) is not None:  # the floors of what is computed from these rows allow for it
-            self._judge.note(pair, step, math.inf, math.inf)
+            self._judge.note(pair, step, math.inf, math.inf, math.inf)
             return
         self._judge.turned.append(
             f"step {step}, {baseline.key.phase} of {baseline.key.path} {baseline.key.slot}: "
             f"{pair.candidate.shape[0]} rows, {baseline.shape[0]} in the baseline"
         )
-        self._judge.note(pair, step, math.inf, math.inf)
-        self._floors.saw(pair, math.inf)
+        rows = baseline.shape[0]
+        noise = abs(rows - pair.candidate.shape[0]) <= self._floors.turned_rows(rows, undisturbed=True)
+        self._judge.note(pair, step, math.inf, math.inf, math.inf if noise else 0.0)
+        self._floors.saw(pair, math.inf, found=not noise)
 
     def _gradients(self, pairs: list[Pair]) -> list[Finding | None]:
         if not pairs:
@@ -261,8 +281,9 @@ class StepJudge:
             finding = self._finding(judged, size, floor, observed=pair, moved=self._moved(judged, size, floor))
             if finding:
                 found.append(finding)
+        at = {(finding.path, finding.stage) for finding in found}
         for pair, size in seen:
-            self._floors.saw(pair, size)
+            self._floors.saw(pair, size, found=(pair.baseline.key.path, pair.baseline.key.stage) in at)
         if factor is None:
             return list(found)
         if not found and self._judge.absent:
@@ -297,10 +318,11 @@ class StepJudge:
             observed: The pair before it was rescaled.
             moved: Norm or sum that moved too far.
         """
+        undisturbed = self._judge.floor(pair, self._floors.undisturbed(pair))
         floor = self._factor_floor(pair, size, self._judge.floor(pair, floor))
         moved = moved if size <= floor else None
         shown = (size, floor) if moved is None else (moved.apart, moved.floor)
-        self._judge.note(observed or pair, self._given.step, *shown)
+        self._judge.note(observed or pair, self._given.step, *shown, undisturbed)
         baseline = pair.baseline
         if int(baseline.summary["nan"]) and int(pair.candidate.summary["nan"]) and math.isfinite(size):
             where = f"step {self._given.step}, {baseline.key.phase} of {baseline.key.path} {baseline.key.slot}"
@@ -309,7 +331,13 @@ class StepJudge:
             return self._as_finding(pair, *shown, systematic(pair, moved))
         if not size > floor:
             return None
-        return self._as_finding(pair, size, floor, self._shape(pair, size, floor))
+        finding = self._as_finding(pair, size, floor, self._shape(pair, size, floor))
+        if not undisturbed < floor:
+            return finding
+        # Its inputs differ, too.
+        return replace(
+            finding, message=finding.message + _INDEPENDENT, evidence={**finding.evidence, "independent": True}
+        )
 
     def _factor_floor(self, pair: Pair, size: float, floor: float) -> float:
         """The floor, or a lower one for a difference that is only a constant factor.
@@ -376,6 +404,15 @@ class StepJudge:
                 factors=self._factors(pair),
             )
         )  # fmt: skip
+
+
+_INDEPENDENT = " (This is more than what follows from the first divergence.)"
+
+
+def _at(one: Finding) -> Callable[[Finding], bool]:
+    """A function that tells whether a finding is at the place of this one."""
+    place = (one.phase, one.stage, one.path, one.slot, one.call)
+    return lambda other: (other.phase, other.stage, other.path, other.slot, other.call) == place
 
 
 def _non_finite_message(pair: Pair) -> str:

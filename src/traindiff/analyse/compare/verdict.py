@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from traindiff.analyse.align.pairs import Unaligned
 from traindiff.analyse.compare.operator_localization import OperatorLocalization
-from traindiff.analyse.findings import Finding, ratio_of
+from traindiff.analyse.findings import SITE_WORDS, Finding, SiteWord, finite, ratio_of
 from traindiff.analyse.merge.history import DifferenceHistory
 from traindiff.analyse.signs import Similarities
 from traindiff.analyse.story import of_comparison
+from traindiff.core.site import ROOT
 
 Word = Literal["identical", "equivalent", "diverged", "misaligned", "incomplete"]
 
@@ -25,7 +26,26 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteDifference:
-    """The largest difference seen at one site over all compared steps, in units of its floor."""
+    """The weightiest difference seen at one site over all compared steps.
+
+    Of several steps, the one with the last word of `SITE_WORDS` counts, then the one with the largest ratio.
+
+    Attributes:
+        phase: Phase of the observation.
+        stage: Stage within the phase.
+        path: Canonical path; empty for the root.
+        slot: Which tensor there.
+        call: Which call of the module in the micro-step.
+        step: The step that counts.
+        order: Place in the baseline's execution order in it.
+        difference: Relative L2 difference in it; inf if it has no size.
+        floor: Noise floor in it, from the differences measured at the inputs.
+        undisturbed: The same for inputs that agree within noise.
+        word: The meaning of the difference.
+        first_other_bits: The first step in which the bits differ; None if they are not known to differ.
+        num_steps: Number of steps in which the site was compared.
+        num_identical_steps: Number of those with the same bits.
+    """
 
     phase: str
     stage: str
@@ -36,6 +56,9 @@ class SiteDifference:
     order: int
     difference: float
     floor: float
+    undisturbed: float
+    word: SiteWord
+    first_other_bits: int | None = None
     num_steps: int
     num_identical_steps: int
 
@@ -43,6 +66,49 @@ class SiteDifference:
     def ratio(self) -> float:
         """Difference over floor; inf for differences without a size."""
         return ratio_of(self.difference, self.floor)
+
+    @property
+    def weight(self) -> tuple[int, float]:
+        """How much the difference weighs: its word, then its ratio."""
+        return SITE_WORDS.index(self.word), self.ratio
+
+    def joined(self, later: SiteDifference) -> SiteDifference:
+        """One row of this one and of a row of the same site in later steps."""
+        return replace(
+            later if later.weight > self.weight else self,
+            first_other_bits=later.first_other_bits if self.first_other_bits is None else self.first_other_bits,
+            num_steps=self.num_steps + later.num_steps,
+            num_identical_steps=self.num_identical_steps + later.num_identical_steps,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The site in the schema of `--json`; sizes that are not finite become null."""
+        return {
+            "phase": self.phase,
+            "stage": self.stage,
+            "site": self.path or ROOT,
+            "slot": self.slot,
+            "call": self.call,
+            "word": self.word,
+            "step": self.step,
+            "difference": finite(self.difference),
+            "floor": finite(self.floor),
+            "undisturbed_floor": finite(self.undisturbed),
+            "ratio": finite(self.ratio),
+            "first_other_bits": self.first_other_bits,
+            "num_steps": self.num_steps,
+            "num_identical_steps": self.num_identical_steps,
+        }
+
+
+def joined_rows(rows: Iterable[SiteDifference]) -> tuple[SiteDifference, ...]:
+    """One row for each site, from rows of consecutive steps."""
+    found: dict[tuple[str, str, str, str, int], SiteDifference] = {}
+    for row in rows:
+        site = (row.phase, row.stage, row.path, row.slot, row.call)
+        held = found.get(site)
+        found[site] = row if held is None else held.joined(row)
+    return tuple(found.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +131,7 @@ class Comparison:
         zooms: Findings, taken apart into the operators of their modules, where both runs have recorded these.
         history: Every site's difference in every step; None unless it was asked for. No part of the JSON.
         directions: How many elements of gradients have the same direction in both runs; None where one has no signs.
+        first_bit_difference: The first site in execution order whose bits are known to differ; None if there is none.
     """
 
     baseline: str
@@ -81,11 +148,17 @@ class Comparison:
     zooms: tuple[OperatorLocalization, ...] = ()
     history: DifferenceHistory | None = field(default=None, compare=False, repr=False)
     directions: Similarities | None = None
+    first_bit_difference: Finding | None = None
 
     @property
     def first_divergence(self) -> Finding | None:
         """The first finding in execution order; None where there is none."""
         return self.findings[0] if self.findings else None
+
+    @property
+    def words(self) -> dict[SiteWord, int]:
+        """Number of sites with each word."""
+        return {word: sum(row.word == word for row in self.differences) for word in SITE_WORDS}
 
     @property
     def exit_code(self) -> int:
@@ -102,9 +175,12 @@ class Comparison:
             "verdict": self.verdict,
             "calibrated": self.calibrated,
             "first_divergence": first.to_json() if first else None,
+            "first_bit_difference": None if self.first_bit_difference is None else self.first_bit_difference.to_json(),
             "findings": [finding.to_json() for finding in self.findings],
             "representation": [finding.to_json() for finding in self.representation],
             "unaligned": [[one.to_json() for one in side] for side in self.unaligned],
+            "words": self.words,
+            "sites": [row.to_json() for row in self.differences if row.word != "identical"],
             "noise": None if self.noise is None else dict(self.noise),
             "steps": list(self.steps),
             "notes": list(self.notes),

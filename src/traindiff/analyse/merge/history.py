@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from traindiff.analyse.findings import ratio_of
+from traindiff.analyse.findings import SITE_WORDS, SiteWord, ratio_of
 from traindiff.analyse.merge.distance import Pair, differences_by_rank
 from traindiff.analyse.merge.site import GRADIENT_NORM, MergedSite, SiteKey, StepTable, gradient_norm
 from traindiff.core.observation import SAMPLE
@@ -197,11 +197,16 @@ class RunHistory:
             )
 
 
-DIFFERENCE_FIELDS = ("ratio", "difference", "floor", "baseline", "candidate")
-"""Numbers of a site in a step; the last two are the sizes of both sides: L2 norms, or the values of single elements."""
+DIFFERENCE_FIELDS = ("weight", "difference", "floor", "baseline", "candidate")
+"""Numbers of a site in a step: `weight` decides which step of a column is kept, and its whole part is the place of the
+site's word in `SITE_WORDS`; the last two are the sizes of both sides: L2 norms, or the values of single elements."""
 
-NOT_JUDGED = 1e-30
-"""Ratio that stands for a difference with an unlimited floor: in a shared column it wins over equal bits."""
+
+def weight_of(word: SiteWord, ratio: float) -> float:
+    """A number that is larger for a later word, and for a larger ratio within one word."""
+    share = 1.0 if math.isinf(ratio) else ratio / (1.0 + ratio)
+    return SITE_WORDS.index(word) + 0.9 * share
+
 
 MAX_RANKS = 16
 """Number of ranks that are kept one by one. Further ranks are only part of the whole."""
@@ -209,11 +214,11 @@ MAX_RANKS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Farthest:
-    """A site in the step in which its difference is largest, in units of its floor.
+    """A site in the step in which its difference weighs most.
 
     Attributes:
         step: That step.
-        ratio: Difference over floor in it.
+        weight: How much the difference weighs in it; see `weight_of`.
         order: Place in the baseline's execution order, in the first step that has the site.
         dtypes: Of both sides.
         shapes: Of both sides.
@@ -221,7 +226,7 @@ class Farthest:
     """
 
     step: int
-    ratio: float
+    weight: float
     order: int
     dtypes: tuple[str, str]
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
@@ -239,29 +244,26 @@ class DifferenceHistory:
 
     def __init__(self) -> None:
         self.whole: History[SiteKey] = History(DIFFERENCE_FIELDS)
-        self.by_rank: History[tuple[SiteKey, int]] = History(DIFFERENCE_FIELDS[:1])
+        self.by_rank: History[tuple[SiteKey, int]] = History(("ratio",))
         self.farthest: dict[SiteKey, Farthest] = {}
 
-    def note(self, pair: Pair, step: int, size: float, floor: float) -> None:
-        """Remember the relative L2 difference (inf without a size) and the floor of a site in a step."""
-        key, ratio = pair.baseline.key, ratio_of(size, floor)
-        judged = ratio > 0 or size == 0
-        self.whole.note(
-            key, step, (ratio if judged else NOT_JUDGED, size, floor, _size(pair.baseline), _size(pair.candidate))
-        )
+    def note(self, pair: Pair, step: int, size: float, floor: float, word: SiteWord) -> None:
+        """Remember the relative L2 difference (inf without a size), the floor and the word of a site in a step."""
+        key, weight = pair.baseline.key, weight_of(word, ratio_of(size, floor))
+        self.whole.note(key, step, (weight, size, floor, _size(pair.baseline), _size(pair.candidate)))
         held = self.farthest.get(key)
-        if held is None or ratio > held.ratio:
+        if held is None or weight > held.weight:
             sides = (pair.baseline, pair.candidate)
             self.farthest[key] = Farthest(
                 step=step,
-                ratio=ratio,
+                weight=weight,
                 order=held.order if held else pair.baseline.order,  # orders of different steps are not comparable
                 dtypes=(pair.baseline.dtype, pair.candidate.dtype),
                 shapes=(pair.baseline.shape, pair.candidate.shape),
                 # Copies: a summary is a row of its step's array, and would keep it in memory.
                 summaries=(np.array(sides[0].summary)[()], np.array(sides[1].summary)[()]),
             )
-        if judged and len(pair.candidate.parts) > 1:
+        if (size == 0.0 or not math.isinf(floor)) and len(pair.candidate.parts) > 1:
             for rank, apart in differences_by_rank(pair).items():
                 if rank < MAX_RANKS:
                     self.by_rank.note((key, rank), step, (ratio_of(apart, floor),))

@@ -15,7 +15,7 @@ from traindiff.analyse.align.exact import (
 )
 from traindiff.analyse.align.side import Side, SideStep, StepsOnDemand
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.distance import Pair, size_of
+from traindiff.analyse.merge.distance import Pair, same_bits, size_of
 from traindiff.analyse.merge.run_steps import RunStep, run_steps
 from traindiff.analyse.merge.site import MergedSite, SiteKey
 from traindiff.analyse.noise.gradients import summed_rows, terms_by_module
@@ -113,10 +113,12 @@ class Calibrating:
             seen = self._seen[index]
             seen.partial = seen.partial or _partial(own)
             seen.aligned += len(pairs)
+            seen.whole = seen.whole and _observed(step) <= _observed(own)
             for pair in pairs:
                 if is_measured(pair.baseline.key):
                     size = size_of(pair)
                     seen.note(pair.baseline.key, run_step.step, size)
+                    seen.differs = seen.differs or size > 0.0 or same_bits(pair) is False
                     distances.setdefault(pair.baseline.key, []).append((index, size, pair))
         _hold_out(distances, step.before, self._parameters, self._constants)
         self._parameters = _owned_parameters(distances)
@@ -132,7 +134,9 @@ class Calibrating:
         repeated = [one.largest for one in self._seen if not one.replica and one.largest is not None]
         return Calibration(
             recordings=tuple(
-                NoiseRecording(path=run.path, replica=one.replica, differs=one.differs, partial=one.partial)
+                NoiseRecording(
+                    path=run.path, replica=one.replica, differs=one.differs, whole=one.whole, partial=one.partial
+                )
                 for run, one in zip(self._runs, self._seen, strict=True)
             ),
             constants=dict(self._constants),
@@ -186,23 +190,26 @@ class _Seen:
         replica: How it was made.
         partial: Why it is not a full replica.
         aligned: Number of sites in common with the baseline, over all steps.
+        whole: Whether it has had every site of the baseline.
+        differs: Whether it differs from the baseline at all.
         largest: Its largest difference from the baseline, and the place.
     """
 
     replica: str
     partial: str = ""
     aligned: int = 0
+    whole: bool = True
+    differs: bool = False
     largest: tuple[float, str] | None = None
-
-    @property
-    def differs(self) -> bool:
-        """True if it differs from the baseline at all."""
-        return self.largest is not None and self.largest[0] > 0
 
     def note(self, key: SiteKey, step: int, size: float) -> None:
         """Remember the largest difference; of several equal ones, the first."""
         if self.largest is None or size > self.largest[0]:
             self.largest = (size, f"step {step}, {key.phase} of {key.path} {key.slot}")
+
+
+def _observed(step: SideStep) -> set[SiteKey]:
+    return {key for key, entry in step.table.items() if not entry.unobserved and is_measured(key)}
 
 
 def _partial(step: SideStep) -> str:

@@ -172,13 +172,15 @@ class NoiseRecording:
     Attributes:
         path: Of the recording.
         replica: How it was made, e.g. `ulp:1`; empty for a run that was simply repeated.
-        differs: Whether it differs from the baseline at all; identical bits show nothing about noise.
+        differs: Whether it differs from the baseline at all; identical bits show that the training repeats itself.
+        whole: Whether it has every site that the baseline has.
         partial: Why it is not a full replica; empty if it is.
     """
 
     path: str
     replica: str
     differs: bool
+    whole: bool = True
     partial: str = ""
 
 
@@ -204,6 +206,27 @@ class Calibration:
     def replicas(self) -> tuple[NoiseRecording, ...]:
         """Recordings that differ from the baseline: floors are measured from them."""
         return tuple(one for one in self.recordings if one.differs)
+
+    @property
+    def repeated(self) -> int:
+        """Number of repeated runs with the baseline's bits; 0 if any recording differs, so that there is noise."""
+        if self.replicas:
+            return 0
+        return sum(not one.replica and one.whole and not one.partial for one in self.recordings)
+
+    @property
+    def is_known(self) -> bool:
+        """True if the noise was measured, be it 0."""
+        return bool(self.replicas or self.repeated)
+
+    @property
+    def every_bit(self) -> str:
+        """Why any bit that differs is a finding: the measured noise is 0. Empty if it is not."""
+        count = self.repeated
+        if not count:
+            return ""
+        runs = "1 repeated run" if count == 1 else f"{count} repeated runs"
+        return f"{runs} had the same bits, so every difference counts."
 
     @property
     def is_partial(self) -> bool:
@@ -243,6 +266,8 @@ class Calibration:
             made = ", ".join(one.replica or f"a repeated run ({one.path})" for one in replicas)
             runs = "1 replica" if len(replicas) == 1 else f"{len(replicas)} replicas"
             notes.append(f"Floors are measured from {runs}: {made}.")
+        elif self.repeated:
+            notes.append(self.every_bit)
         elif self.recordings:
             notes.append("No noise recording differs from the baseline, so floors follow from rounding.")
         if len(replicas) == 1:
@@ -262,5 +287,7 @@ class Calibration:
         ]
         if uncovered:
             steps = f"step {uncovered[0]}" if len(uncovered) == 1 else f"{len(uncovered)} steps from {uncovered[0]} on"
-            notes.append(f"No replica has {steps}; floors there follow from rounding.")
+            notes.append(
+                f"No {'replica' if replicas else 'repeated run'} has {steps}; floors there follow from rounding."
+            )
         return notes

@@ -72,9 +72,15 @@ class RunFloors:
         mixing: Whether an optimizer computes the update of a parameter from the gradients of all, as LBFGS does.
         canceled: Norm of all gradients over the norm of their change since the evaluation before, where it was largest.
         latest: The baseline's gradients in the latest evaluation, by parameter.
+        undisturbed: The same as `gradients`, without differences that exceed noise.
+        disturbed: Parameters with an initial value, a gradient, a state or an update that differs by more than noise.
+        quiet: Floor of each site when it was last judged before any divergence.
     """
 
     gradients: dict[str, float] = field(default_factory=dict)
+    undisturbed: dict[str, float] = field(default_factory=dict)
+    disturbed: set[str] = field(default_factory=set)
+    quiet: dict[SiteKey, float] = field(default_factory=dict)
     adaptive: set[str] = field(default_factory=set)
     settings_differ: bool = False
     coefficients: float = 0.0
@@ -95,6 +101,12 @@ class SiteFloors:
     differ by as much as they do at the same site, and by less if the candidate's inputs agree much better than theirs
     did. Rounding and inputs decide if few replicas cannot tell (a handful of numbers, signs), and after the runs have
     differed by more than noise.
+
+    After the first divergence inputs differ by more than noise, and floors grow with them. So each site has a second
+    floor: the *undisturbed* one, as if every difference so far were noise. A difference between the two follows from
+    the first divergence. What is measured on the data's path after the divergence does not enter undisturbed floors,
+    even where it is small: a site with a high floor of its own (a canceled sum) would hand it on as noise. In its place
+    the floor that the site had before the divergence counts.
 
     Args:
         run: Carried from step to step.
@@ -149,21 +161,35 @@ class SiteFloors:
         self._alone = Floors(
             settings_differ=run.settings_differ, coefficients=run.coefficients
         )  # floors for the case that all inputs agree
-        self._floors = self._alone if forced else _at_the_beginning(parameters, run)
+        self._floors = self._calm = self._alone
+        if not forced:
+            self._floors, self._calm = _at_the_beginning(parameters, run)
+        # Whether `_floors` and `_calm` are not the same.
+        self._parted = not forced and (bool(run.disturbed) or run.settings_differ)
+        self._undisturbed: dict[SiteKey, float] = {}
 
     @property
     def inputs_differ(self) -> bool:
         """True if anything that this step has read so far differs at all."""
         return bool(self._floors.flow or self._floors.parameters)
 
-    def turned_rows(self, rows: int) -> float:
+    @property
+    def noise_at_inputs(self) -> bool:
+        """True if anything that this step has read so far differs by noise, not by what a divergence makes of it."""
+        return bool(self._calm.flow or self._calm.parameters)
+
+    def turned_rows(self, rows: int, *, undisturbed: bool = False) -> float:
         """Number of rows of a choice that may change because of differences at its inputs.
 
         A choice is a gate (see `Floors.gated`): about a share e of its decisions lies within e of the threshold. Below
         a tenth of a row the answer is 0.
+
+        Args:
+            rows: Number of rows in the baseline.
+            undisturbed: Count differences within noise only.
         """
-        inputs = max(self._floors.flow, self._floors.parameters)
-        hidden = rows * inputs
+        floors = self._calm if undisturbed else self._floors
+        hidden = rows * max(floors.flow, floors.parameters)
         return max(1.0, GAIN * hidden) if hidden >= SEEN_FLIPS else 0.0
 
     @property
@@ -190,13 +216,31 @@ class SiteFloors:
         """Floor of a pair: the largest relative difference that is not a finding."""
         key = pair.baseline.key
         if key.phase == "optimizer" and key.slot == "step":
+            self._undisturbed[key] = 0.0
             return 0.0
         self._rounded = max(self._rounded, UNIT_ROUNDOFF.get(pair.baseline.dtype, 0.0))
         if self._leaky and key.phase == "forward":
             negative = (int(entry.summary["negative"]) for entry in (pair.baseline, pair.candidate))
             self._turned_signs[key] = abs(next(negative) - next(negative))
         derived = self._derived(pair, self._floors)  # also updates what later floors depend on
-        return self._joined(pair, self.measured(pair), derived)
+        floor = self._joined(pair, self.measured(pair), derived)
+        if self._parted:
+            self._undisturbed[key] = min(floor, max(self._calm_floor(pair), self._run.quiet.get(key, 0.0)))
+        else:
+            self._undisturbed[key] = floor
+            if math.isfinite(floor):
+                self._run.quiet[key] = floor
+        return floor
+
+    def undisturbed(self, pair: Pair) -> float:
+        """The floor of a pair if every difference so far were noise; call `of` first. 0 for whole numbers."""
+        return self._undisturbed.get(pair.baseline.key, 0.0)
+
+    def _calm_floor(self, pair: Pair) -> float:
+        derived, measured = self._derived(pair, self._calm), self.measured(pair)
+        if measured is None or self._is_unmeasurable(pair):
+            return max(derived, measured or 0.0)
+        return max(measured, self._gated(pair, self._calm))
 
     def measured(self, pair: Pair, *, summed: bool = True) -> float | None:
         """Largest difference that a replica may have at this site; None if no replica has the site.
@@ -215,7 +259,7 @@ class SiteFloors:
             rounded=self._rounded, inside=self._inside(pair),
         )  # fmt: skip
         if summed:
-            floor = max(floor, self._coherent_floor(pair))
+            floor = max(floor, self._coherent_floor(pair, self._floors))
         if key.phase == "grad":
             self._gradients[key.path] = max(self._gradients.get(key.path, 0.0), floor)
         if key.phase == "optimizer":
@@ -236,8 +280,14 @@ class SiteFloors:
             return self._rounded
         return self._rounded if self._forced and pair.baseline.key.phase in ("backward", "grad") else 0.0
 
-    def saw(self, pair: Pair, size: float) -> None:
-        """Note a measured difference; later floors of the step follow from it."""
+    def saw(self, pair: Pair, size: float, *, found: bool = False) -> None:
+        """Note a measured difference; later floors of the step follow from it.
+
+        Args:
+            pair: Both sides.
+            size: Relative L2 difference.
+            found: Whether it is a finding. It is more than noise then, as if it exceeded its undisturbed floor.
+        """
         key, floors = pair.baseline.key, self._floors
         measured = self.measured(pair) or 0.0
         learns = key.phase in ("loss", "update") or key[:2] in (("grad", ""), ("param", ""))
@@ -260,16 +310,27 @@ class SiteFloors:
             shown = measured if key.phase == "grad" else self.measured(pair, summed=False)
             self._run.exceeded_noise |= size > (shown or 0.0)
         if key.phase == "optimizer":
-            floors.saw_state(key.path, size)
             self._run.states[key] = float(norm(pair.baseline.summary))
         elif key.phase == "grad" and key.slot == "grad":
-            floors.saw_gradient(key.path, size)
             self._seen[key.path] = pair
             self._learned(pair, norms_apart(pair) if key.path in self._run.permuted else size)
-        if key.phase in ("forward", "backward", "loss") or (key.phase == "grad" and not key.stage):
-            floors.saw(size)
-            if expected is not None and math.isfinite(max(expected)):
-                self._noise_flow = max(self._noise_flow, *expected)
+        flows = key.phase in ("forward", "backward", "loss") or (key.phase == "grad" and not key.stage)
+        if flows and expected is not None and math.isfinite(max(expected)):
+            self._noise_flow = max(self._noise_flow, *expected)
+        if found or size > self._undisturbed.get(key, math.inf):
+            self.disturb(pair)
+            _enter(floors, key, size, flows=flows)
+        else:
+            _enter(self._calm, key, size, flows=flows and not self._parted)
+            _enter(floors, key, size, flows=flows)
+
+    def disturb(self, pair: Pair) -> None:
+        """Note that a pair differs by more than noise. What follows from it differs, too."""
+        if self._forced:
+            return
+        self._parted = True
+        if pair.baseline.key.phase in ("grad", "optimizer", "update"):
+            self._run.disturbed.add(pair.baseline.key.path)
 
     def _learned(self, pair: Pair, size: float) -> None:
         whole = float(norm(pair.baseline.summary))
@@ -287,9 +348,13 @@ class SiteFloors:
         if self._gradient_size:
             self._run.learning_apart = max(self._run.learning_apart, self._gradient_apart / self._gradient_size)
 
-    def saw_other_inputs(self, size: float) -> None:
-        """Note that the batch or the random state differs by so much."""
+    def saw_other_inputs(self, size: float, *, noise: bool = False) -> None:
+        """Note that the batch, the random state or a choice differs by so much, and whether that may be noise."""
         self._floors.saw(size)
+        if noise:
+            self._calm.saw(size)
+        elif size:
+            self._parted = True
 
     def factor(self, pair: Pair, *, left_over: float) -> float:
         """Floor of a difference that is only a constant factor; see `Floors.factor`."""
@@ -340,7 +405,7 @@ class SiteFloors:
         given_inputs = max(derived, measured * closer)
         if self._is_unmeasurable(pair):
             return given_inputs
-        return max(min(measured, given_inputs), self._gated(pair))
+        return max(min(measured, given_inputs), self._gated(pair, self._floors))
 
     def _is_unmeasurable(self, pair: Pair) -> bool:
         """True if a few replicas cannot tell how far correct runs may differ.
@@ -352,20 +417,19 @@ class SiteFloors:
         few = int(finite_count(pair.baseline.summary)) < FEW
         return few or is_quotient(key, self._run.adaptive)
 
-    def _coherent_floor(self, pair: Pair) -> float:
-        floors = self._floors
+    def _coherent_floor(self, pair: Pair, floors: Floors) -> float:
         own = floors.own.get(pair.baseline.key.path, 0.0)
         return self._coherent.floor(pair, max(floors.flow, floors.parameters), own)
 
     def _derived(self, pair: Pair, floors: Floors) -> float:
-        return max(self._independent(pair, floors), self._coherent_floor(pair))
+        return max(self._independent(pair, floors), self._coherent_floor(pair, floors))
 
     def _independent(self, pair: Pair, floors: Floors) -> float:
         key = pair.baseline.key
         dtypes = (pair.baseline.dtype, pair.candidate.dtype)
         if key.phase in ("forward", "backward"):
             self._alone.activation(key.path, dtypes)  # notes the dtype
-            return max(floors.activation(key.path, dtypes), self._gated(pair), self._summation(pair))
+            return max(floors.activation(key.path, dtypes), self._gated(pair, floors), self._summation(pair))
         if key.phase == "loss" or key.slot == "norm":
             return floors.scalar(self._samples)
         if key.phase == "grad":
@@ -380,7 +444,7 @@ class SiteFloors:
         if key.phase in ("optimizer", "update"):
             adaptive = key.path in self._run.adaptive
             floor = floors.update(key.path, dtypes[0], adaptive=adaptive, storage=self.storage(pair))
-            return max(floor, self._turned(pair) if adaptive and not self._forced else 0.0, self._mixed(pair))
+            return max(floor, self._turned(pair, floors) if adaptive and not self._forced else 0.0, self._mixed(pair))
         return max(floors.activation(key.path.rpartition(".")[0], dtypes), self._summation(pair))  # a buffer
 
     def _summation(self, pair: Pair) -> float:
@@ -414,17 +478,17 @@ class SiteFloors:
         share = self._moved / own if _is_update(pair) and own else 1.0
         return GAIN * self._run.canceled * max(apart, rounding(pair.baseline.dtype)) * max(1.0, share)
 
-    def _turned(self, pair: Pair) -> float:
+    def _turned(self, pair: Pair, floors: Floors) -> float:
         """Floor of an adaptive update whose elements flip where the gradient is only noise."""
         seen = self._seen.get(pair.baseline.key.path)
         if seen is None:
             return 0.0
-        expected = max(self._run.gradients.get(pair.baseline.key.path, 0.0), rounding(seen.baseline.dtype))
+        expected = max(floors.gradients.get(pair.baseline.key.path, 0.0), rounding(seen.baseline.dtype))
         return 2.0 * math.sqrt(turned_share(seen, expected))
 
-    def _chosen(self, pair: Pair) -> float:
+    def _chosen(self, pair: Pair, floors: Floors) -> float:
         """Floor of a tensor because of choices that rounding turned; 0 if none shows. More may hide than show."""
-        key, summary, inputs = pair.baseline.key, pair.baseline.summary, max(self._floors.flow, self._floors.parameters)
+        key, summary, inputs = pair.baseline.key, pair.baseline.summary, max(floors.flow, floors.parameters)
         power, shares = float(summary["sum_of_squares"]), [0.0]
         gradient = key.phase == "backward" and power > 0.0
         peak = float(largest(summary)) ** 2 * int(summary["count"]) / power if gradient else 1.0
@@ -434,15 +498,15 @@ class SiteFloors:
             shares.append(one.share(hidden if hidden >= SEEN_FLIPS else 0.0, key.path, rows, peak))
         return math.sqrt(max(shares))
 
-    def _gated(self, pair: Pair) -> float:
+    def _gated(self, pair: Pair, floors: Floors) -> float:
         key = pair.baseline.key
         if key.phase not in ("forward", "backward"):
             return 0.0
-        chosen = self._chosen(pair)
+        chosen = self._chosen(pair, floors)
         if key.phase == "forward":
             return chosen
         turned = self._turned_signs.get(key._replace(phase="forward")) if self._leaky else None
-        return max(chosen, self._floors.gated(pair.baseline.summary, pair.candidate.summary, turned))
+        return max(chosen, floors.gated(pair.baseline.summary, pair.candidate.summary, turned))
 
 
 def _is_update(pair: Pair) -> bool:
@@ -460,21 +524,38 @@ def is_mixing(table: StepTable) -> bool:
     return False
 
 
-def _at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> Floors:
-    """Floors at the beginning of a step, from the parameters and from earlier steps."""
-    squares: dict[str, tuple[float, float]] = {}
+def _enter(floors: Floors, key: SiteKey, size: float, *, flows: bool) -> None:
+    """Enter a measured difference into the floors of later sites."""
+    if key.phase == "optimizer":
+        floors.saw_state(key.path, size)
+    elif key.phase == "grad" and key.slot == "grad":
+        floors.saw_gradient(key.path, size)
+    if flows:
+        floors.saw(size)
+
+
+def _at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> tuple[Floors, Floors]:
+    """Floors at the beginning of a step, from the parameters and from earlier steps; then the undisturbed ones."""
+    squares: dict[str, tuple[float, float, float]] = {}
     for path, pair in parameters.items():
         equal = equal_bits(pair)
         apart = 0.0 if equal else float(distance(pair.baseline.summary, pair.candidate.summary))
+        calm = 0.0 if path in run.disturbed else apart
         size = float(norm(pair.baseline.summary))
         for owner in (path.rpartition(".")[0], "*"):
-            before = squares.get(owner, (0.0, 0.0))
-            squares[owner] = before[0] + apart * apart, before[1] + size * size
-    relative = {path: math.sqrt(a / b) if b else 0.0 for path, (a, b) in squares.items()}
-    return Floors(
-        parameters=relative.pop("*", 0.0),
-        own=relative,
-        gradients=run.gradients,
-        settings_differ=run.settings_differ,
-        coefficients=run.coefficients,
+            before = squares.get(owner, (0.0, 0.0, 0.0))
+            squares[owner] = before[0] + apart * apart, before[1] + calm * calm, before[2] + size * size
+    disturbed, undisturbed = (
+        {path: math.sqrt(found[which] / found[2]) if found[2] else 0.0 for path, found in squares.items()}
+        for which in (0, 1)
     )
+    return (
+        Floors(
+            parameters=disturbed.pop("*", 0.0), own=disturbed, gradients=run.gradients,
+            settings_differ=run.settings_differ, coefficients=run.coefficients,
+        ),
+        Floors(
+            parameters=undisturbed.pop("*", 0.0), own=undisturbed, gradients=run.undisturbed,
+            coefficients=run.coefficients,
+        ),
+    )  # fmt: skip

@@ -21,8 +21,8 @@ from traindiff.analyse.findings import Finding, finite
 from traindiff.core.site import ROOT
 
 COLUMNS = (
-    "step", "evaluation", "micro_step", "rank", "phase", "stage", "site", "slot", "call", "kind", "difference", "floor",
-    "ratio", "num_steps", "num_identical_steps", "message",
+    "step", "evaluation", "micro_step", "rank", "phase", "stage", "site", "slot", "call", "kind", "word", "difference",
+    "floor", "ratio", "num_steps", "num_identical_steps", "first_other_bits", "message",
 )  # fmt: skip
 """Columns of every table, in order. Cells without a value, and sizes that are not finite, are empty."""
 
@@ -34,9 +34,10 @@ MATRIX_COLUMNS = ("name", "verdict", "message", "seconds", "output", "exit_code"
 def write(result: Comparison | Verification | Verdict | Matrix, file: IO[str]) -> None:
     """Write a header, then one row for each site, finding or combination.
 
-    A comparison has a row for each site, in execution order. The row has the site's largest difference as a multiple of
-    its noise floor, and the `step` of this difference. `num_steps` counts the steps in which the site was compared, and
-    `num_identical_steps` those with the same bits. `kind` and `message` are those of the first finding at the site, if
+    A comparison has a row for each site, in execution order. The row has the difference that weighs most, with its
+    `word` (see `SITE_WORDS`), and the `step` of this difference. `num_steps` counts the steps in which the site was
+    compared, and `num_identical_steps` those with the same bits; `first_other_bits` is the first step with other bits.
+    `kind` and `message` are those of the first finding at the site, if
     there is one. Rows for further findings, and for findings at sites that only one run has, follow at the end. A
     verification has the rows of the comparison of its free runs. A check has a row for each finding, then for each
     warning; `num_steps` counts the steps in which it was found. A matrix has a row for each combination, with other
@@ -76,8 +77,9 @@ def _site(one: SiteDifference | Finding) -> tuple[object, ...]:
 def _of_site(row: SiteDifference) -> dict[str, Any]:
     return {
         "step": row.step, "phase": row.phase, "stage": row.stage, "site": row.path or ROOT, "slot": row.slot,
-        "call": row.call, "difference": finite(row.difference), "floor": finite(row.floor),
+        "call": row.call, "word": row.word, "difference": finite(row.difference), "floor": finite(row.floor),
         "ratio": finite(row.ratio), "num_steps": row.num_steps, "num_identical_steps": row.num_identical_steps,
+        "first_other_bits": row.first_other_bits,
     }  # fmt: skip
 
 

@@ -46,12 +46,14 @@ class _Suite:
         self._name = name
         self._suite = ElementTree.Element("testsuite")
 
-    def case(self, name: str, *, outcome: str = "", message: str = "", text: str = "") -> None:
-        """Add a case, which passes where it has no outcome."""
+    def case(self, name: str, *, outcome: str = "", message: str = "", text: str = "", said: str = "") -> None:
+        """Add a case, which passes where it has no outcome; `said` is its output."""
         one = ElementTree.SubElement(self._suite, "testcase", {"classname": _text(self._name), "name": _text(name)})
         if outcome:
             about = ElementTree.SubElement(one, outcome, {"message": _text(message), "type": outcome})
             about.text = _text(text)
+        if said:
+            ElementTree.SubElement(one, "system-out").text = _text(said)
 
     def findings(self, name: str, findings: Sequence[Finding], *, heading: str = "") -> None:
         """Add a case that fails where there are findings."""
@@ -84,7 +86,8 @@ def _of_check(verdict: Verdict) -> _Suite:
 def _of_comparison(result: Comparison | Verification) -> _Suite:
     comparison, story = result.comparison if isinstance(result, Verification) else result, story_of(result)
     suite = _Suite(f"traindiff compare {comparison.baseline} {comparison.candidate}")
-    suite.case("verdict", outcome=_outcome(story.word), message=story.sentence, text=str(story))
+    said = "\n".join(filter(None, (story.bits, story.sites)))
+    suite.case("verdict", outcome=_outcome(story.word), message=story.sentence, text=str(story), said=said)
     compared = {row.phase for row in comparison.differences} | {one.phase for one in comparison.findings}
     for phase in (phase for phase in PHASES if phase in compared):
         suite.findings(phase, [one for one in comparison.findings if one.phase == phase])

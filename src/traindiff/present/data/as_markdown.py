@@ -46,8 +46,9 @@ def _of_story(story: Story) -> Iterator[str]:
     yield from _paragraph(story.compiler)
     for chapter in story.chapters:
         if chapter.noun == "finding":
-            yield from _first(chapter)
+            yield from _first(chapter, story.bits)
             yield from _further(chapter.further)
+    yield from _paragraph(*filter(None, ("" if story.chapters else story.bits, story.sites)))
     yield from _paragraph(story.pin_note)
     for pinned in story.pinned:
         yield from _paragraph(pinned.heading)
@@ -63,14 +64,14 @@ def _paragraph(*lines: str) -> Iterator[str]:
         yield from ("", "<br>".join(escaped(line.strip()) for line in lines))
 
 
-def _first(chapter: Chapter) -> Iterator[str]:
+def _first(chapter: Chapter, bits: str) -> Iterator[str]:
     first = chapter.first.first
     phase = escaped(phase_text(first.phase, first.stage))
     yield ""
     yield f"**{chapter.title}:** {moment_text(first)}, {phase}, {code(first.site)}"
     yield ""
     yield f"> {escaped(first.message)}"
-    yield from (f"> <br>{escaped(line)}" for line in chapter.first.further)
+    yield from (f"> <br>{escaped(line)}" for line in filter(None, (*chapter.first.further, bits)))
 
 
 def _further(groups: Sequence[Group]) -> Iterator[str]:

@@ -5,32 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, Literal
+from typing import IO
 
-import numpy as np
 from rich.console import Console
 from rich.text import Text
 
 from traindiff.analyse.compare import Comparison
-from traindiff.analyse.findings import phase_text
-from traindiff.analyse.merge.history import NOT_JUDGED, DifferenceHistory
+from traindiff.analyse.findings import SITE_WORDS, SiteWord, phase_text, ratio_of
+from traindiff.analyse.merge.history import DifferenceHistory
 from traindiff.analyse.merge.site import SiteKey
 from traindiff.core.site import ROOT, label
 from traindiff.core.steps import StepSelection, parse_steps
 from traindiff.errors import ConfigError, Problem
 from traindiff.present.data.as_csv import CsvRows
-from traindiff.present.text.results import columns
+from traindiff.present.text.results import STYLES_OF_SITES, columns
 
 FIRST = "first"
 """Stands for the step of the first divergence, or for the first compared step where nothing diverges."""
 
 COLUMNS = (
     "step", "phase", "stage", "site", "slot", "call", "micro_step", "baseline", "candidate", "difference", "floor",
-    "ratio", "verdict", "first",
+    "ratio", "word", "first",
 )  # fmt: skip
 """Columns of the table as comma-separated values. Sizes that are not finite are empty."""
-
-RowWord = Literal["identical", "equivalent", "diverged", "not judged"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +40,8 @@ class StepRow:
         baseline: Its size in the baseline: the L2 norm, or the value of a single element.
         candidate: Its size in the candidate.
         difference: Relative L2 difference; inf where it has no size.
-        floor: The noise floor; inf where the difference is not judged.
-        ratio: Difference over noise floor.
+        floor: The noise floor; inf where nothing bounds the difference.
+        word: The meaning of the difference.
         first: Whether this is the first divergence of the comparison.
     """
 
@@ -54,17 +51,13 @@ class StepRow:
     candidate: float
     difference: float
     floor: float
-    ratio: float
+    word: SiteWord
     first: bool
 
     @property
-    def verdict(self) -> RowWord:
-        """The meaning of the difference, in a word."""
-        if self.difference == 0:
-            return "identical"
-        if self.ratio == np.float32(NOT_JUDGED):
-            return "not judged"
-        return "diverged" if self.ratio > 1 else "equivalent"
+    def ratio(self) -> float:
+        """Difference over noise floor."""
+        return ratio_of(self.difference, self.floor)
 
 
 def parse_table(text: str) -> StepSelection | None:
@@ -117,24 +110,26 @@ def _of_step(
     place = (first.phase, first.stage, first.path, first.slot, first.call) if first and first.step == step else None
     for key, row in sites:
         cell = dict(zip(history.whole.fields, map(float, history.whole.cells[row, column]), strict=True))
-        if math.isnan(cell["ratio"]):
+        weight = cell.pop("weight")
+        if math.isnan(weight):
             continue  # the step has no such site
         is_first = place == key[:5]
         place = None if is_first else place
-        yield StepRow(step=step, key=key, first=is_first, **cell)
+        yield StepRow(step=step, key=key, first=is_first, word=SITE_WORDS[int(weight)], **cell)
 
 
 def print_rows(console: Console, rows: Sequence[StepRow]) -> None:
     """Print a table for each step."""
     for step in dict.fromkeys(row.step for row in rows):
         shown = [row for row in rows if row.step == step]
-        apart = sum(row.verdict == "diverged" for row in shown)
-        title = f"\nStep {step}: {len(shown)} sites in execution order, {apart} above their floors"
+        apart, follow = (sum(row.word == word for row in shown) for word in ("above", "follows"))
+        after = f", {follow} that follow from the first divergence" if follow else ""
+        title = f"\nStep {step}: {len(shown)} sites in execution order, {apart} above their floors{after}"
         console.print(Text(title, style="bold"), Text("(sizes are L2 norms, of single elements their values)"))
         table = columns(left=("phase", "site"), right=("baseline", "candidate", "difference", "floor", "x floor"))
-        table.add_column("verdict", no_wrap=True)
+        table.add_column("", no_wrap=True)
         for row in shown:
-            table.add_row(*map(Text, _cells(row)), style="red" if row.verdict == "diverged" else None)
+            table.add_row(*map(Text, _cells(row)), style=STYLES_OF_SITES.get(row.word))
         console.print(table)
 
 
@@ -142,23 +137,23 @@ def _cells(row: StepRow) -> tuple[str, ...]:
     site = label(row.key.path, row.key.slot) + (f" call {row.key.call}" if row.key.call else "")
     site += f" micro-step {row.key.micro_step}" if row.key.micro_step else ""
     sizes = (f"{row.baseline:.6g}", f"{row.candidate:.6g}", *map(_digits, (row.difference, row.floor, row.ratio)))
-    verdict = f"{row.verdict}  <- first divergence" if row.first else row.verdict
-    return phase_text(row.key.phase, row.key.stage), site, *sizes, verdict
+    word = f"{row.word}  <- first divergence" if row.first else row.word
+    return phase_text(row.key.phase, row.key.stage), site, *sizes, word
 
 
 def _digits(value: float) -> str:
-    return f"{value:.2g}" if math.isfinite(value) and value != np.float32(NOT_JUDGED) else "-"
+    return f"{value:.2g}" if math.isfinite(value) else "-"
 
 
 def write_rows(file: IO[str], rows: Sequence[StepRow]) -> None:
     """Write the rows as comma-separated values."""
     writer = CsvRows(file, COLUMNS)
     for row in rows:
-        key, judged = row.key, row.verdict != "not judged"
-        sizes = (row.baseline, row.candidate, row.difference, row.floor, row.ratio if judged else math.nan)
+        key, bounded = row.key, not math.isinf(row.floor)
+        sizes = (row.baseline, row.candidate, row.difference, row.floor, row.ratio if bounded else math.nan)
         cells = (
             row.step, key.phase, key.stage, key.path or ROOT, key.slot, key.call, key.micro_step,
-            *(f"{size:.9g}" if math.isfinite(size) else "" for size in sizes), row.verdict, row.first,
+            *(f"{size:.9g}" if math.isfinite(size) else "" for size in sizes), row.word, row.first,
         )  # fmt: skip
         writer.write(dict(zip(COLUMNS, cells, strict=True)))
 

@@ -8,11 +8,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from traindiff.analyse.check import Verdict
 from traindiff.analyse.compare import Comparison
-from traindiff.analyse.findings import Finding, Group, grouped, phase_text
+from traindiff.analyse.findings import SITE_WORDS, Finding, Group, SiteWord, grouped, phase_text
 from traindiff.analyse.merge.history import DifferenceHistory, RunHistory
-from traindiff.analyse.story import Story, story_of
+from traindiff.analyse.story import Story, is_same_place, story_of
 from traindiff.core.site import label
 from traindiff.errors import ConfigError, Problem, RecordingError
 from traindiff.present.page.dataflow import Node, dataflow
@@ -83,6 +86,7 @@ class Page:
         flow: The dataflow around the first finding: columns of sites.
         findings: All of them.
         representation: Differences in how things are represented.
+        bits: The first difference in bits, where it is not the headline.
         alone: For each site that only one run has: which run, its phase, its name, the steps, and why.
         settings: What the runs say of themselves.
         order: By row, which site of the history it is.
@@ -96,6 +100,7 @@ class Page:
     flow: Sequence[Sequence[Node]] = ()
     findings: tuple[Found, ...]
     representation: tuple[Found, ...] = ()
+    bits: Found | None = None
     alone: tuple[tuple[str, ...], ...] = ()
     settings: Sequence[Setting]
     order: Sequence[int]
@@ -162,6 +167,7 @@ def _of_check(verdict: Verdict, history: RunHistory) -> Page:
             **data_of(
                 sites, history.whole, drawn=_DRAWN["check"], recordings=recordings, findings=verdict.findings
             ),
+            "words": None,
             "by_rank": None,
             "sides": ["run"],
             "curves": _curves(sites, {"size": history.whole.of("size")}),
@@ -192,8 +198,10 @@ def _of_comparison(comparison: Comparison, history: DifferenceHistory) -> Page:
             _counted(len(comparison.steps), "step", " compared"),
             (len(differences), "sites"),
             (sum(row.num_identical_steps == row.num_steps for row in differences), "with the same bits throughout"),
-            (sum(row.ratio > 1 for row in differences), "above their floors"),
+            (comparison.words["above"], "above their floors"),
+            (comparison.words["follows"], "that follow from the first divergence"),
         ),
+        bits=_bits(comparison, sites.places),
         flow=_flow(headline.group.first, sites, history) if headline else (),
         findings=findings,
         representation=representation,
@@ -206,11 +214,19 @@ def _of_comparison(comparison: Comparison, history: DifferenceHistory) -> Page:
                 sites, whole, drawn=_DRAWN["comparison"], recordings=recordings,
                 findings=(*comparison.findings, *comparison.representation),
             ),
+            "words": {"names": SITE_WORDS, "values": packed(_words(history, sites.order))} if sites.rows else None,
             "by_rank": _by_rank(history, sites.order),
             "sides": ["baseline", "candidate"],
             "curves": _curves(sites, {name: whole.of(name) for name in _DRAWN["comparison"]}),
         },
     )  # fmt: skip
+
+
+def _bits(comparison: Comparison, places: Mapping[Place, int]) -> Found | None:
+    first, divergence = comparison.first_bit_difference, comparison.first_divergence
+    if first is None or (divergence is not None and is_same_place(first, divergence)):
+        return None
+    return _found([first], places)[0]
 
 
 def _counted(count: int, noun: str, rest: str = "") -> tuple[int, str]:
@@ -245,8 +261,19 @@ def _flow(first: Finding, sites: ShownSites, history: DifferenceHistory) -> list
     if not history.whole.columns:
         return []
     column, order = history.whole.column_of(first.step), sites.order
-    differences, floors = history.whole.of("difference")[:, column], history.whole.of("floor")[:, column]
-    return dataflow(first, sites.rows, lambda row: (float(differences[order[row]]), float(floors[order[row]])))
+    held = [history.whole.of(name)[:, column] for name in ("difference", "floor", "weight")]
+
+    def measure(row: int) -> tuple[float, float, SiteWord | None]:
+        difference, floor, weight = (float(values[order[row]]) for values in held)
+        return difference, floor, None if math.isnan(weight) else SITE_WORDS[int(weight)]
+
+    return dataflow(first, sites.rows, measure)
+
+
+def _words(history: DifferenceHistory, order: Sequence[int]) -> NDArray[np.uint16]:
+    """The word of each row in each column, as its place in `SITE_WORDS` counted from 1; 0 where there is none."""
+    weights = history.whole.of("weight")[list(order)]
+    return np.asarray(1 + np.nan_to_num(weights, nan=-1.0).astype(np.int64), dtype=np.uint16)
 
 
 def _by_rank(history: DifferenceHistory, order: Sequence[int]) -> dict[str, Any] | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from traindiff.analyse.findings import Finding, phase_text
+from traindiff.analyse.findings import Finding, SiteWord, phase_text
 from traindiff.core.site import label
 from traindiff.present.page.sites import SiteRow, place_of
 
@@ -19,8 +20,10 @@ BEFORE, AFTER = 3, 2
 MOST = 4
 """Most sites that are shown above each other."""
 
-Measure = Callable[[int], tuple[float, float]]
-"""Gives the difference and the noise floor of a row in the finding's step; NaN where it was not compared."""
+Measure = Callable[[int], tuple[float, float, SiteWord | None]]
+"""Gives difference, noise floor and word of a row in the finding's step; no word where it was not compared."""
+
+Status = SiteWord | Literal["not compared"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +35,7 @@ class Node:
         phase: Phase and stage.
         site: The site as people read it.
         shape: Shape of the baseline's tensor.
-        status: `identical`, `agrees` (within the floor), `differs`, or `unknown` (not compared, or not judged).
+        status: Its word, or that it was not compared.
         size: Difference and floor in words.
         first: True for the site of the finding.
     """
@@ -41,9 +44,14 @@ class Node:
     phase: str
     site: str
     shape: str
-    status: str
+    status: Status
     size: str
     first: bool
+
+    @property
+    def style(self) -> str:
+        """The name of its look: what is unknown looks alike."""
+        return "unknown" if self.status.startswith("not ") else self.status
 
 
 def dataflow(finding: Finding, rows: Sequence[SiteRow], measure: Measure) -> list[list[Node]]:
@@ -55,7 +63,7 @@ def dataflow(finding: Finding, rows: Sequence[SiteRow], measure: Measure) -> lis
     Args:
         finding: The first finding.
         rows: Rows of the page, in execution order.
-        measure: Difference and noise floor of a row, in the finding's step.
+        measure: Difference, noise floor and word of a row, in the finding's step.
 
     Returns:
         Columns of nodes; empty where the finding's site has no row.
@@ -112,42 +120,32 @@ def _at(rows: Sequence[SiteRow], phase: str, path: str) -> list[int]:
     return [at for at, row in enumerate(rows) if row.place[0] == phase and row.place[2] == path]
 
 
-def _node(at: int, row: SiteRow, measured: tuple[float, float], *, first: bool) -> Node:
+def _node(at: int, row: SiteRow, measured: tuple[float, float, SiteWord | None], *, first: bool) -> Node:
     phase, stage, path, slot, call = row.place
-    difference, floor = measured
+    difference, floor, word = measured
     return Node(
         row=at,
         phase=phase_text(phase, stage),
         site=label(path, slot) + (f" call {call}" if call else ""),
         shape=" x ".join(map(str, row.shapes[0])) or "scalar",
-        status=status_of(difference, floor),
-        size=_size(difference, floor),
+        status=word or "not compared",
+        size=_size(difference, floor, word),
         first=first,
     )
 
 
-def status_of(difference: float, floor: float) -> str:
-    """The meaning of a difference, in a word."""
-    if math.isnan(difference):
-        return "unknown"
-    if difference == 0.0:
-        return "identical"
-    if math.isinf(floor):
-        return "unknown"  # other inputs, or another batch: it was not judged
-    return "agrees" if difference <= floor else "differs"
-
-
-def _size(difference: float, floor: float) -> str:
-    if math.isnan(difference):
+def _size(difference: float, floor: float, word: SiteWord | None) -> str:
+    if word is None:
         return "not compared"
-    if difference == 0.0:
+    if word == "identical":
         return "same bits"
     size = "differs" if math.isinf(difference) else f"{difference:.2g}"
     if math.isinf(floor):
-        return f"{size}, not judged"
+        return f"{size}, {word}"
     if not floor or math.isinf(difference):
         return size
-    return f"{difference:.2g} = {difference / floor:.2g} x floor"
+    ratio = f"{difference:.2g} = {difference / floor:.2g} x floor"
+    return f"{ratio}, follows" if word == "follows" else ratio
 
 
 def message(column: Iterable[Node]) -> str:

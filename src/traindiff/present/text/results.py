@@ -14,7 +14,7 @@ from traindiff.analyse.check import Rule, Verdict
 from traindiff.analyse.compare import Comparison, SiteDifference, Verification
 from traindiff.analyse.compare.investigation import Investigation, Matrix
 from traindiff.analyse.compare.operator_localization import OperatorLocalization, OperatorRow, place_text
-from traindiff.analyse.findings import more_text, phase_text
+from traindiff.analyse.findings import SiteWord, more_text, phase_text
 from traindiff.analyse.story import (
     Chapter,
     Emphasis,
@@ -37,6 +37,9 @@ _WORD_STYLES = {
     "diverged": "bold red", "unhealthy": "bold red",
 }  # fmt: skip
 """By the word of a verdict. All other words are yellow."""
+
+STYLES_OF_SITES: Mapping[SiteWord, str] = {"above": "red", "follows": "magenta"}
+"""By the word of a site; other words have no style."""
 
 
 def columns(*, left: Sequence[str], right: Sequence[str] = ()) -> Table:
@@ -135,19 +138,18 @@ def _print_further(console: Console, chapter: Chapter, *, top: int) -> None:
 
 
 def _print_differences(console: Console, differences: Sequence[SiteDifference], *, top: int) -> None:
-    largest = sorted(differences, key=lambda row: row.ratio, reverse=True)[:top]
-    shown = sorted((row for row in largest if row.difference > 0), key=lambda row: row.order)
-    if not top or not any(row.difference > 0 for row in differences):
+    largest = sorted(differences, key=lambda row: row.weight, reverse=True)[:top]
+    shown = sorted((row for row in largest if row.word != "identical"), key=lambda row: row.order)
+    if not shown:
         return
-    equal = sum(row.num_identical_steps == row.num_steps for row in differences)
-    title = f"\nLargest differences, in execution order ({equal} of {len(differences)} sites are identical throughout)"
-    console.print(Text(title, style="bold"), soft_wrap=True)
+    console.print(Text("\nLargest differences, in execution order", style="bold"), soft_wrap=True)
     table = columns(left=("phase", "site"), right=("at step", "difference", "floor", "x floor"))
+    table.add_column("", no_wrap=True)
     for row in shown:
         site = label(row.path, row.slot) + (f" call {row.call}" if row.call else "")
         cells = (phase_text(row.phase, row.stage), site, str(row.step))
         sizes = map(_digits, (row.difference, row.floor, row.ratio))
-        table.add_row(*map(Text, (*cells, *sizes)), style="red" if row.ratio > 1 else None)
+        table.add_row(*map(Text, (*cells, *sizes, row.word)), style=STYLES_OF_SITES.get(row.word))
     console.print(table)
 
 

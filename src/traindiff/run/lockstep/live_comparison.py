@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from traindiff.analyse.align.two_runs import AlignedStep, TwoRuns
 from traindiff.analyse.compare.incremental import ComparedStep, Noise, RunningComparison
-from traindiff.analyse.compare.verdict import Comparison, Word
+from traindiff.analyse.compare.verdict import Comparison, Word, joined_rows
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.renames import Renaming
 from traindiff.analyse.merge.run_steps import StepMerger
@@ -152,7 +152,8 @@ class _LiveNoise(Noise):
             self._calibrating.refuse_what_does_not_align()
         self._first = False
         self.calibration = self._calibrating.calibration()
-        return noise if noise.sizes else None
+        covered = (given.baseline.optimizer, given.step) in self.calibration.covered
+        return noise if covered else None
 
 
 def joined(comparisons: Sequence[Comparison]) -> Comparison:
@@ -173,8 +174,9 @@ def joined(comparisons: Sequence[Comparison]) -> Comparison:
         ),
         steps=tuple(dict.fromkeys(step for one in comparisons for step in one.steps)),
         notes=tuple(dict.fromkeys(note for one in comparisons for note in one.notes)),
-        differences=tuple(row for one in comparisons for row in one.differences),
+        differences=joined_rows(row for one in comparisons for row in one.differences),
         zooms=tuple(zoom for one in comparisons for zoom in one.zooms),
+        first_bit_difference=next(filter(None, (one.first_bit_difference for one in comparisons)), None),
     )
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from traindiff.analyse.compare import Comparison, Verification, compare
-from traindiff.core.site import label
 from traindiff.errors import ConfigError, Problem, type_of
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def assert_equivalent(
             batches to train on, by default 4.
         rtol: Relative tolerance in place of noise floors; see `traindiff.compare`.
         atol: Absolute tolerance per element, in the same formula.
-        identical: Demand the same bits.
+        identical: Demand the same bits. The message then names the first site in execution order whose bits differ.
         output: For two recipes: directory for the recordings. By default a temporary one, kept if the two differ.
         running: For two recipes: `seed`, `replicas` and `repeat`; see `traindiff.verify`.
 
@@ -72,8 +71,10 @@ def assert_equivalent(
     result: Comparison | Verification
     if paths[0] is not None and paths[1] is not None:
         _refuse({**running, **({"output": output} if output is not None else {})}, of="recordings")
-        result = compare(paths[0], paths[1], noise=noise, rename=rename, steps=steps, rtol=rtol, atol=atol)
-        require(result, identical=identical)
+        result = compare(
+            paths[0], paths[1], noise=noise, rename=rename, steps=steps, rtol=rtol, atol=atol, identical=identical
+        )
+        require(result)
         return result
     if paths != (None, None) or not callable(baseline) or not callable(candidate):
         raise ConfigError(_ASKED_BY, [_kinds(baseline, candidate)])
@@ -84,22 +85,18 @@ def assert_equivalent(
             where=f"steps={steps!r}", what="of two recipes is how many batches to train on.", fix="Write steps=4."
         )
         raise ConfigError(_ASKED_BY, [problem])
-    settings = {"rename": rename, "rtol": rtol, "atol": atol, "steps": num_steps, **running}
-    return _verified(baseline, candidate, output, settings, identical=identical)
+    settings = {"rename": rename, "rtol": rtol, "atol": atol, "identical": identical, "steps": num_steps, **running}
+    return _verified(baseline, candidate, output, settings)
 
 
-def require(result: Comparison | Verification, *, identical: bool, hint: str = "") -> None:
+def require(result: Comparison | Verification, *, hint: str = "") -> None:
     """Raise `AssertionError` unless the verdict is `equivalent` or `identical`; `hint`, a line, ends its message."""
     __tracebackhide__ = True
     comparison = result.comparison if isinstance(result, Verification) else result
-    verdict = result.verdict
-    if verdict == "identical" or (verdict == "equivalent" and not identical):
+    if result.verdict in ("identical", "equivalent"):
         return
-    report = str(result)
-    if verdict == "equivalent":
-        report = f"equivalent, but not identical.\n{report}{_first_differing(comparison)}"
     paths = f"baseline:  {comparison.baseline}\ncandidate: {comparison.candidate}"
-    raise AssertionError(f"{report}\n\n{paths}{hint}")
+    raise AssertionError(f"{result}\n\n{paths}{hint}")
 
 
 def _verified(
@@ -107,8 +104,6 @@ def _verified(
     candidate: Callable[[], Any],
     output: str | os.PathLike[str] | None,
     settings: Mapping[str, Any],
-    *,
-    identical: bool,
 ) -> Verification:
     __tracebackhide__ = True
     from traindiff.run.verify.verify import verify
@@ -117,13 +112,11 @@ def _verified(
     keep = output is not None
     try:
         result = verify(baseline, candidate, directory, **settings)
-        keep = (
-            keep or result.verdict not in ("identical", "equivalent") or (identical and result.verdict != "identical")
-        )
+        keep = keep or result.verdict not in ("identical", "equivalent")
     finally:
         if not keep:
             shutil.rmtree(directory, ignore_errors=True)
-    require(result, identical=identical)
+    require(result)
     return result
 
 
@@ -148,12 +141,3 @@ def _refuse(given: Mapping[str, Any], *, of: str, known: Iterable[str] = ()) -> 
 def _kinds(baseline: Any, candidate: Any) -> Problem:
     names = [f"a recording ({path})" if (path := _path(one)) else type_of(one) for one in (baseline, candidate)]
     return Problem(where="baseline, candidate", what=f"are {names[0]} and {names[1]}.", fix=_KINDS)
-
-
-def _first_differing(comparison: Comparison) -> str:
-    """The first site, in execution order, at which bits differ."""
-    for row in comparison.differences:
-        if row.num_identical_steps < row.num_steps:
-            site = label(row.path, row.slot)
-            return f"\nFirst site with other bits: {row.phase}, {site}; by {row.difference:.2g} of its size at most."
-    return ""

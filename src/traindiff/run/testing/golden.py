@@ -172,7 +172,7 @@ class Golden:
         )  # fmt: skip
 
     def _checked(
-        self, recording: Path, name: str, make: Callable[[Path], object], *, identical: bool, **settings: Any
+        self, recording: Path, name: str, make: Callable[[Path], object], **settings: Any
     ) -> Comparison | None:
         """Compare with the golden recording; with `update`, let `make` write a new one unless the bits are equal."""
         __tracebackhide__ = True
@@ -191,7 +191,7 @@ class Golden:
         noise = sorted(path for path in kept.iterdir() if path.name != _BASELINE and (path / "run.json").exists())
         comparison = compare(kept / _BASELINE, recording, noise=noise, **settings)
         if not self.update:
-            require(comparison, identical=identical, hint=_MEANT)
+            require(comparison, hint=_MEANT)
         elif comparison.verdict == "identical":
             self.kept.append(kept)
         else:

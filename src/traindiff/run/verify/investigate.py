@@ -156,7 +156,7 @@ class Investigating:
         request = self.request
         with needed(runs):
             recorded = record_repeated(runs, request, repeat=True)
-        yield stages.repeats(compare(*recorded, rtol=0.0, atol=0.0), compare(*recorded))
+        yield stages.repeats(compare(*recorded))
         losses = {request.seed: losses_of(recorded[0])}
         of_seeds = self._seeded(runs, losses)
         yield of_seeds

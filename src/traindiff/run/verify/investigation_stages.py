@@ -33,11 +33,10 @@ def _stage(name: str, message: str, *, final: bool = False, **numbers: Any) -> S
     return Stage(name=name, asks=_ASKS[name], message=message, numbers=numbers, final=final)
 
 
-def repeats(bits: Comparison, tolerant: Comparison) -> Stage:
-    """Does the baseline repeat itself? `bits` reports every difference, `tolerant` is judged by noise floors."""
-    first = bits.first_divergence
-    if tolerant.verdict == "misaligned" and tolerant.first_divergence is not None:
-        other = tolerant.first_divergence
+def repeats(again: Comparison) -> Stage:
+    """Does the baseline repeat itself? `again` compares it with a second run of it."""
+    first, other = again.first_bit_difference, again.first_divergence
+    if again.verdict == "misaligned" and other is not None:
         message = (
             f"No, it is not the same training when it is called again. {where_text(other)}: {other.message} Prepare "
             "model, data and generators from scratch in each call; torch, NumPy and random are seeded."
@@ -47,8 +46,9 @@ def repeats(bits: Comparison, tolerant: Comparison) -> Stage:
         message = "Yes: run again, it gives the same bits."
         return _stage("repeats", message, identical=True)
     size = f", by {first.difference:.2g} (relative L2)" if math.isfinite(first.difference) else ""
+    sites = len(again.differences) - again.words["identical"]
     message = (
-        f"Not to the bit: it first differs at {where_text(first)}{size}, and in {len(bits.findings)} sites altogether. "
+        f"Not to the bit: it first differs at {where_text(first)}{size}, and in {sites} sites altogether. "
         "This is the baseline's own noise; nothing below it counts as a difference."
     )
     return _stage("repeats", message, identical=False, first=first.to_json())

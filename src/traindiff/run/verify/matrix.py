@@ -250,7 +250,7 @@ def _fingerprint(request: VerifyRequest, *, of_the_baseline: bool = False) -> st
     if not of_the_baseline:
         known += [
             _source(request.candidate), request.setup.to_json(), request.pin, repr(request.rename),
-            request.rtol, request.atol, request.compiler_logs, request.zoom,
+            request.rtol, request.atol, request.identical, request.compiler_logs, request.zoom,
         ]  # fmt: skip
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 

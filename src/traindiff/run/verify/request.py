@@ -72,6 +72,7 @@ class VerifyRequest:
     rename: Mapping[str, str] | Sequence[str] | None = None
     rtol: float | None = None
     atol: float | None = None
+    identical: bool = False
     record: Mapping[str, Any] = field(default_factory=dict)
     compiler_logs: bool = False
     timeout: float | None = None

@@ -158,8 +158,9 @@ def _compared(trusted: Trusted, path: str, request: VerifyRequest, failed: Faile
     """The comparison; of a candidate that failed, with what it had recorded by then."""
     try:
         return compare(
-            trusted.baseline, path, noise=trusted.noise, rename=request.rename, rtol=request.rtol, atol=request.atol
-        )
+            trusted.baseline, path, noise=trusted.noise, rename=request.rename, rtol=request.rtol, atol=request.atol,
+            identical=request.identical,
+        )  # fmt: skip
     except (RecordingError, ConfigError):
         if failed is None:
             raise

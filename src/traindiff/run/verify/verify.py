@@ -142,6 +142,7 @@ def verify(
     rename: Mapping[str, str] | Sequence[str] | None = None,
     rtol: float | None = None,
     atol: float | None = None,
+    identical: bool = False,
     record: Mapping[str, Any] | None = None,
     compiler_logs: bool = False,
     timeout: float | None = None,
@@ -174,6 +175,7 @@ def verify(
         rename: See `traindiff.compare`.
         rtol: See `traindiff.compare`.
         atol: See `traindiff.compare`.
+        identical: See `traindiff.compare`.
         record: Settings of `traindiff.record` for all runs; they override those of the recipes.
         compiler_logs: Gather what torch's compiler logs about the candidate.
         timeout: Seconds that a run in its own processes may go without ending a step. Default: 600 for the first step,
@@ -190,7 +192,7 @@ def verify(
         recipe=recipe, candidate=recipe if candidate is None else candidate, output=Path(output),
         baseline_setup=trusted_way(setup) if baseline_setup is None else baseline_setup, setup=setup, steps=steps,
         seed=seed, repeat=repeat, replicas=replicas, pin=pin, zoom=zoom, rename=rename, rtol=rtol, atol=atol,
-        record=record or {}, compiler_logs=compiler_logs, timeout=timeout, progress=progress,
+        identical=identical, record=record or {}, compiler_logs=compiler_logs, timeout=timeout, progress=progress,
     )  # fmt: skip
     ranks = PresentRanks.found()
     return ranks.together(lambda: run_request(request, ranks)) if ranks else run_request(request)

@@ -21,13 +21,17 @@ function rgb(hex) {
   return [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
 }
 
-// Colors of a quantity between the ends of its scale, as 32-bit pixels; then those of zero and of infinity.
+// Stands in a heat map of ratios for a site that follows from the first divergence: above what is within its floor
+// (0 at most, as a logarithm), and below what is above it.
+const FOLLOWS = Math.fround(1e-9);
+
+// Colors of a quantity between the ends of its scale, as 32-bit pixels; then those of zero, of infinity, of what follows.
 const LEVELS = 512;
 function palette(quantity) {
   const stops = LOOK.stops[isDark() ? "dark" : "light"], about = LOOK.quantities[quantity];
   const [low, high] = about.range ?? rangeOfHeat(), own = about.stops;
   const marks = stops[own].map(([at, hex]) => [own === "size" ? low + at * (high - low) : at, rgb(hex)]);
-  const pixels = new Uint32Array(LEVELS + 2);
+  const pixels = new Uint32Array(LEVELS + 3);
   for (let level = 0; level < LEVELS; level++) {
     const value = low + (level / (LEVELS - 1)) * (high - low);
     let next = marks.findIndex(([at]) => at > value);
@@ -39,6 +43,7 @@ function palette(quantity) {
   }
   pixels[LEVELS] = pixel(rgb(stops.zero));
   pixels[LEVELS + 1] = pixel(rgb(stops.infinite));
+  pixels[LEVELS + 2] = pixel(rgb(stops.follows));
   return { pixels, low, high };
 }
 
@@ -49,6 +54,7 @@ function pixel([red, green, blue]) {
 function colorOf({ pixels, low, high }, value) {
   if (value === Infinity) return pixels[LEVELS + 1];
   if (value === -Infinity) return pixels[LEVELS];
+  if (value === FOLLOWS) return pixels[LEVELS + 2];
   const level = Math.round(((value - low) / (high - low)) * (LEVELS - 1));
   return pixels[level < 0 ? 0 : level >= LEVELS ? LEVELS - 1 : level];
 }

@@ -3,7 +3,7 @@
 const map = document.getElementById("map"), axis = document.getElementById("axis"), frame = document.getElementById("map-frame");
 const layout = { gutter: 0, names: true, total: 0, width: 0, height: 0, rowHeight: 1, pool: 1, image: null, colors: null };
 const MOST_ROWS = 6000, MAP_HEIGHT = 560;
-const MARKS = 156; // pixels that the marks of equal and infinite take beside the scale
+const MARKS = 236; // pixels that the marks of equal, infinite and following take beside the scale
 const EDGE = 6; // pixels above and below the rows, for the text beside the first and the last
 const LABEL = 12, NAMES_FROM = 74, LEAST_NAME = 80; // pixels: the height of a line of text, and where names of sites stand
 
@@ -23,6 +23,7 @@ function heatOf(quantity) {
     for (let at = 0; at < found.length; at++) {
       const difference = differences[at], floor = floors[at];
       if (difference === MISSING) found[at] = NaN;
+      else if (wordOf(at) === "follows") found[at] = FOLLOWS;
       else if (difference === ZERO) found[at] = -Infinity;
       else if (floor === INFINITE) found[at] = NaN; // not judged
       else if (floor === ZERO || difference === INFINITE) found[at] = Infinity;
@@ -290,8 +291,10 @@ function paintScale(ratio) {
     const text = power === 0 ? "1" : power === 1 ? "10" : `1e${power}`;
     context.fillText(text, left + ((power - low) / (high - low)) * width, 32);
   }
-  [[pixels[LEVELS], about.zero], [pixels[LEVELS + 1], "inf"]].forEach(([color, text], at) => {
-    const x = left + width + 20 + at * 92;
+  const marks = [[pixels[LEVELS], about.zero], [pixels[LEVELS + 1], "inf"]];
+  if (comparing && state.rank === "all" && state.quantity === "ratio") marks.push([pixels[LEVELS + 2], "follows"]);
+  marks.forEach(([color, text], at) => {
+    const x = left + width + 20 + [0, 92, 146][at];
     context.fillStyle = colorText(color);
     context.fillRect(x, 6, 16, 14);
     context.strokeStyle = css("line");

@@ -89,6 +89,7 @@ function refreshFrom(address) {
 async function start() {
   for (const [name, block] of Object.entries(page.cells)) cells[name] = await unpacked(block);
   if (page.by_rank) cells.byRank = await unpacked(page.by_rank.ratio);
+  if (page.words) cells.words = await unpacked(page.words.values);
   if (page.numbers) cells.numbers = await unpacked(page.numbers.values);
   if (page.profiles) cells.profiles = await unpacked(page.profiles.values);
   controls();

@@ -32,11 +32,12 @@ function cellText(row, column) {
   }
   const difference = sizeAt("difference", row, column), floor = sizeAt("floor", row, column);
   if (Number.isNaN(difference)) return `${where}\nnot compared`;
-  if (difference === 0) return `${where}\nthe same bits`;
-  const size = difference === Infinity ? "differs, without a size" : `difference ${digits(difference)}`;
-  if (floor === Infinity) return `${where}\n${size}, not judged`;
-  if (difference === Infinity || floor === 0) return `${where}\n${size}${floor ? `; its floor is ${digits(floor)}` : ", and must not differ"}`;
-  return `${where}\ndifference ${digits(difference)} = ${digits(ratioAt(row, column))} x its floor of ${digits(floor)}`;
+  const word = wordAt(row, column), follows = word === "follows" ? "; it follows from the first divergence" : "";
+  if (word === "identical") return `${where}\nthe same bits`;
+  const size = difference === 0 ? "other bits, the same numbers" : difference === Infinity ? "differs, without a size" : `difference ${digits(difference)}`;
+  if (floor === Infinity) return `${where}\n${size}${follows || ", not judged"}`;
+  if (difference === Infinity || floor === 0) return `${where}\n${size}${floor ? `; its floor is ${digits(floor)}` : ", and must not differ"}${follows}`;
+  return `${where}\ndifference ${digits(difference)} = ${digits(ratioAt(row, column))} x its floor of ${digits(floor)}${follows}`;
 }
 
 map.addEventListener("pointermove", (event) => {

@@ -49,6 +49,15 @@ function sizeAt(name, row, column) {
   return sizeOf(cells[name][row * numColumns + column]);
 }
 
+// The word of a cell, by its place in the array of cells; empty where it was not compared.
+function wordOf(at) {
+  return cells.words?.[at] ? page.words.names[cells.words[at] - 1] : "";
+}
+
+function wordAt(row, column) {
+  return wordOf(row * numColumns + column);
+}
+
 function ratioAt(row, column) {
   const difference = sizeAt("difference", row, column), floor = sizeAt("floor", row, column);
   if (difference === 0) return 0;

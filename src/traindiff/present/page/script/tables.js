@@ -46,7 +46,7 @@ const TABLE_COLUMNS = comparing ? [
   ["at step", (row) => shownStep(row), (row) => String(shownStep(row))],
   ["baseline", (row) => sizeAt("baseline", row, shownColumn(row)), null], ["candidate", (row) => sizeAt("candidate", row, shownColumn(row)), null],
   ["difference", (row) => sizeAt("difference", row, shownColumn(row)), null], ["floor", (row) => sizeAt("floor", row, shownColumn(row)), null],
-  ["x floor", (row) => shownRatio(row), null],
+  ["x floor", (row) => shownRatio(row), null], ["word", null, (row) => wordAt(row, shownColumn(row))],
 ] : [
   ["phase", null, (row) => phaseText(row)], ["site", null, (row) => siteText(row)], ["tensor", null, (row) => `${rows.dtype[row]} ${rows.shape[row]}`],
   ["at step", (row) => shownStep(row), (row) => String(shownStep(row))],
@@ -98,7 +98,7 @@ function tableRow(row) {
       cell.append(element("button", { type: "button", class: "site", "data-row": row, "data-step": shownStep(row) }, text(row)));
       if (firstFound && firstFound.row === row && firstFound.step === shownStep(row)) cell.classList.add("first");
     } else cell.append(text ? text(row) : name === "floor" && number(row) === Infinity ? "–" : digits(number(row)));
-    if (name === "x floor" && number(row) > 1) cell.classList.add("above");
+    if (name === "x floor" || name === "word") cell.classList.add(...["above", "follows"].filter((one) => one === wordAt(row, shownColumn(row))));
     line.append(cell);
   });
   return line;
