@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import traindiff
 from tests.made_up import BATCH, FC, HEAD, Edit, Measured, Seen, Step, at, both, plain_step, record, rotated, scaled
 from traindiff.analyse.compare import compare
 
@@ -191,3 +193,30 @@ def test_channels_in_another_order_are_another_representation(measured: Measured
     assert found.verdict == "equivalent", str(found)
     assert found.representation[0].kind == "initial-parameter"
     assert "starts with the same values in another order" in found.notes[0]
+
+
+def words(path: Path, *, permuted: bool, lost: bool = False) -> Path:
+    """A training of rare words with AdamW: the signs of its smallest gradients follow the order of the sums."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(40, 16), torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 40)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with traindiff.record(path, model, optimizer):
+        for step in range(4):
+            draw = torch.Generator().manual_seed(step)
+            tokens, order = torch.randint(0, 40, (16, 12), generator=draw), torch.randperm(16, generator=draw)
+            tokens = tokens[order] if permuted else tokens
+            torch.nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            if lost and step == 2:
+                model[1].weight.grad.mul_(0.5)  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+    return path
+
+
+def test_samples_in_another_order_are_the_same_training_also_with_an_adaptive_optimizer(tmp_path: Path) -> None:
+    baseline = words(tmp_path / "a", permuted=False)
+
+    assert compare(baseline, words(tmp_path / "b", permuted=True)).verdict == "equivalent"
+    assert compare(baseline, words(tmp_path / "c", permuted=True, lost=True)).exit_code

@@ -87,7 +87,8 @@ def test_a_scale_that_is_never_divided_out_is_named(tmp_path: Path) -> None:
     assert first is not None
     assert (first.step, first.phase, first.stage, first.kind) == (0, "grad", "", "scale")
     assert first.message == (
-        "All gradients are 1024 x the baseline's (= the candidate's loss scale 1024: never divided out?)."
+        "scaler: only the candidate has one (GradScaler). All gradients are 1024 x the baseline's (= the candidate's "
+        "loss scale 1024: never divided out?)."
     )
 
 

@@ -31,7 +31,11 @@ def part(
 
 
 def activations(seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=(ROWS, 8)).astype(np.float32)
+    return np.random.default_rng(seed).normal(size=(ROWS, 32)).astype(np.float32)
+
+
+def in_bfloat16(values: np.ndarray) -> np.ndarray:
+    return ((values.view(np.uint32) + 0x8000) & 0xFFFF0000).view(np.float32)
 
 
 def handed_on(received: dict[int, np.ndarray]) -> list[Part]:
@@ -54,9 +58,10 @@ def test_what_arrives_as_it_was_sent_is_no_finding() -> None:
 @pytest.mark.parametrize(
     ("received", "message"),
     [
-        (activations(1) * np.float32(1.5), "it differs by 0.5 of its size."),
+        (activations(1) * np.float32(1.5), "it differs by 0.52 of its size."),
         (activations(0), "what it sent in micro-step 0. Was a buffer read before it was filled?"),
-        (np.float32(1.001) * activations(1), "as rounding to bfloat16 would make it."),
+        (np.float32(1.001) * activations(1), "it differs by 0.001 of its size."),
+        (in_bfloat16(activations(1)), "as rounding to bfloat16 would make it."),
     ],
 )
 def test_what_arrives_as_something_else_is_described(received: np.ndarray, message: str) -> None:
@@ -89,7 +94,7 @@ def test_gradients_are_handed_back_to_the_stage_before() -> None:
 
     assert finding.message == (
         "Stage 0 (rank 0) received something else than the gradient that stage 1 (rank 1) sent, in micro-step 1 of 2: "
-        "it differs by 2 of its size."
+        "it differs by 2.1 of its size."
     )
     assert (finding.rank, finding.micro_step, finding.evidence) == (0, 1, {"stage": 0, "micro_steps": [1]})
 
