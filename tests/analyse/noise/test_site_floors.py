@@ -12,7 +12,8 @@ from tests.made_up import Array, random, summary_of
 from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.site import MergedSite, SiteKey
 from traindiff.analyse.noise.measured import SAFETY, Calibration, NoiseRecording, StepNoise
-from traindiff.analyse.noise.site_floors import RunFloors, SiteFloors
+from traindiff.analyse.noise.run_floors import RunFloors
+from traindiff.analyse.noise.site_floors import SiteFloors
 from traindiff.analyse.noise.uncalibrated import ADAPTIVE_GAIN, GAIN
 from traindiff.core.summary import rounding
 

@@ -49,7 +49,7 @@ from traindiff.analyse.merge.renames import Renaming
 from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.site import Part, SiteKey, finding_at, loss_scale, num_micro_steps
 from traindiff.analyse.noise.measured import Calibration, StepNoise
-from traindiff.analyse.noise.site_floors import is_mixing
+from traindiff.analyse.noise.run_floors import is_mixing
 from traindiff.analyse.noise.tolerance import Tolerances
 from traindiff.analyse.rules import run_facts
 from traindiff.analyse.story import representation_note
@@ -285,7 +285,6 @@ class RunningComparison:
         if not self._forced:  # in a forced run no operation computes it
             pairs = [*pairs, *gradient_norms(pairs)]
         agreed = all(map(is_uncalled, self._judge.findings))
-        noise = self._noise(given)
         micro_steps = [num_micro_steps(table) for table in tables]
         found = judge_step(
             self._judge,

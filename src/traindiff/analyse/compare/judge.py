@@ -17,7 +17,7 @@ from traindiff.analyse.findings import UNJUDGED, Finding, SiteWord, word_of
 from traindiff.analyse.merge.distance import Pair, difference, same_bits, size_of
 from traindiff.analyse.merge.history import DifferenceHistory
 from traindiff.analyse.merge.site import GRADIENT_NORM, SiteKey, StepTable, finding_at
-from traindiff.analyse.noise.site_floors import RunFloors
+from traindiff.analyse.noise.run_floors import RunFloors
 from traindiff.analyse.noise.tolerance import Tolerances
 from traindiff.analyse.rules import RULES, RunFacts
 from traindiff.analyse.rules.rule import RunJudge

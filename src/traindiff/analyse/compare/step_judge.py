@@ -108,7 +108,9 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
     )  # fmt: skip
     found = sorted((*given.found, *StepJudge(judge, given, floors).judge()), key=lambda finding: finding.order)
     floors.finish()
-    judge.choices += [f"step {given.step}, {one.where}: about {one.turned:,} of {one.rows:,}" for one in floors.turned]
+    judge.choices += [
+        f"step {given.step}, {one.where}: about {one.turned:,} of {one.rows:,}" for one in floors.choices.explained
+    ]
     if judge.forced and any(finding.slot != LOGGED for finding in found):
         # Logged numbers cannot be forced, so they may follow from the other findings.
         found = [finding for finding in found if finding.slot != LOGGED]
@@ -197,11 +199,13 @@ class StepJudge:
         if key.phase == "param" and key.slot == "value" and not self._judge.judges_parameters:
             return None  # it follows from the parameter before the step and the update
         floor = self._floors.of(pair)
-        if size > floor and self._floors.choice_at(pair) is not None:
+        if size > floor and self._floors.choices.at(pair) is not None:
             self._note_turned(pair)
             return None
         moved = self._moved(pair, size, floor)
         self._floors.saw(pair, size)
+        if key.path in self._judge.absent:
+            floor, moved = math.inf, None  # it follows from what one run lacks
         finding = self._finding(pair, size, floor, moved=moved)
         if finding is not None:
             self._floors.disturb(pair)
@@ -237,7 +241,7 @@ class StepJudge:
     def _is_turned(self, pair: Pair) -> bool:
         """True if other inputs explain that a choice (of a router, a mask) picked another number of rows."""
         key, baseline, candidate = pair.baseline.key, pair.baseline.shape, pair.candidate.shape
-        if baseline != candidate and key.phase in ("forward", "backward") and self._floors.choice_at(pair) is not None:
+        if baseline != candidate and key.phase in ("forward", "backward") and self._floors.choices.at(pair) is not None:
             return True
         before = self._previous.get(key)
         if key.phase not in ("forward", "backward") or baseline == candidate or before is None:
@@ -249,7 +253,7 @@ class StepJudge:
 
     def _note_turned(self, pair: Pair) -> None:
         baseline, step = pair.baseline, self._given.step
-        if self._floors.choice_at(pair) is not None:  # the floors of what is computed from these rows allow for it
+        if self._floors.choices.at(pair) is not None:  # the floors of what is computed from these rows allow for it
             self._judge.note(pair, step, math.inf, math.inf, math.inf)
             return
         self._judge.turned.append(

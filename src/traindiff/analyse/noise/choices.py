@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from traindiff.analyse.merge.distance import Pair, equal_bits
-from traindiff.core.summary import UNIT_ROUNDOFF, distance
+from traindiff.analyse.noise.uncalibrated import SEEN_FLIPS
+from traindiff.core.summary import UNIT_ROUNDOFF, distance, largest
 
 MOST_CHOICES = 64
 """Whole numbers in a last axis of at most so many are the choices of one row."""
@@ -54,6 +55,57 @@ class Choice:
         several = rows and self.rows % rows == 0 and self.rows // rows <= MOST_OF_A_ROW
         chosen = self.chosen.get(path, rows if several else self.rows)
         return min(2.0, 2.0 * (turned + math.sqrt(turned) * peak) / max(1, chosen))
+
+
+class TurnedChoices:
+    """The choices of a step that were made otherwise in the candidate, because of rounding.
+
+    Args:
+        pairs: All pairs of the step.
+        most: Gives the most rows that rounding may turn of a number of rows, after the pairs seen so far.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], *, most: Callable[[int], float]) -> None:
+        self._choices = choices(pairs)
+        self._most = most
+        self._explained: dict[Choice, bool] = {}  # whether rounding may have turned so many, for those come to
+
+    @property
+    def explained(self) -> list[Choice]:
+        """The choices so far that rounding turned."""
+        return [one for one, explained in self._explained.items() if explained]
+
+    def at(self, pair: Pair) -> Choice | None:
+        """The choice of rows that a module computes, if rounding turned a part of it: then rows do not correspond."""
+        of_module = (one for one in self._before(pair) if one.gathered and pair.baseline.key.path in one.chosen)
+        return next(of_module, None)
+
+    def floor(self, pair: Pair, *, inputs: float) -> float:
+        """Floor of a tensor because of choices that rounding turned; 0 if none shows. More may hide than show.
+
+        Args:
+            pair: An output of a module, or the gradient of one.
+            inputs: Relative difference at the inputs.
+        """
+        key, summary = pair.baseline.key, pair.baseline.summary
+        power, shares = float(summary["sum_of_squares"]), [0.0]
+        gradient = key.phase == "backward" and power > 0.0
+        peak = float(largest(summary)) ** 2 * int(summary["count"]) / power if gradient else 1.0
+        rows = math.prod(pair.baseline.shape[:-1])
+        for one in self._before(pair):
+            hidden = one.rows * inputs
+            shares.append(one.share(hidden if hidden >= SEEN_FLIPS else 0.0, key.path, rows, peak))
+        return math.sqrt(max(shares))
+
+    def _before(self, pair: Pair) -> Iterator[Choice]:
+        """Choices before a pair that were made otherwise, and no more of them than their inputs explain.
+
+        Each is held against its inputs at the first pair after it: later differences may follow from the choice.
+        """
+        before = (one for one in self._choices if one.order <= pair.baseline.order)
+        for one in before:
+            if self._explained.setdefault(one, one.turned <= self._most(one.rows)):
+                yield one
 
 
 def choices(pairs: Sequence[Pair]) -> list[Choice]:

@@ -31,7 +31,7 @@ from traindiff.analyse.noise.measured import (
     made_as,
     step_noise,
 )
-from traindiff.analyse.noise.site_floors import adaptive_parameters, is_quotient
+from traindiff.analyse.noise.run_floors import adaptive_parameters, is_quotient
 from traindiff.core.observation import ITSELF, NO_REPLICA
 from traindiff.core.steps import StepSelection
 from traindiff.core.summary import UNIT_ROUNDOFF, finite_count, norm

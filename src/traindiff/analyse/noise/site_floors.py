@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from traindiff.analyse.merge.distance import ESTIMATED_PERMUTED_NORMS, Pair, equal_bits, norms_apart
-from traindiff.analyse.merge.site import SiteKey, StepTable
-from traindiff.analyse.noise.choices import Choice, choices
+from traindiff.analyse.merge.distance import ESTIMATED_PERMUTED_NORMS, Pair, norms_apart
+from traindiff.analyse.merge.site import SiteKey
+from traindiff.analyse.noise.choices import TurnedChoices
 from traindiff.analyse.noise.coherent import CoherentErrors
 from traindiff.analyse.noise.gradients import (
     NO_NORMS,
@@ -23,75 +21,9 @@ from traindiff.analyse.noise.gradients import (
 )
 from traindiff.analyse.noise.measured import FEW, SAFETY, Calibration, StepNoise, basis
 from traindiff.analyse.noise.moments import MomentFloors, Moved
+from traindiff.analyse.noise.run_floors import FIRST_MOMENTS, LINEAR_STATE, RunFloors, at_the_beginning, is_quotient
 from traindiff.analyse.noise.uncalibrated import GAIN, SEEN_FLIPS, Floors
-from traindiff.core.summary import UNIT_ROUNDOFF, distance, finite_count, largest, norm, rounding
-
-LINEAR_STATE = frozenset({"momentum_buffer", "step"})
-"""State slots of optimizers whose update is linear in the gradient."""
-
-FIRST_MOMENTS = frozenset({"exp_avg", *LINEAR_STATE})
-"""State slots that are linear in the gradient; others hold squares of it."""
-
-
-def is_quotient(key: SiteKey, adaptive: Collection[str]) -> bool:
-    """True if an optimizer has divided this by a moment: an update, or a state that sums updates.
-
-    Args:
-        key: Of the site.
-        adaptive: Parameters whose optimizer divides by a moment.
-    """
-    if key.path not in adaptive:
-        return False
-    # RMSprop's momentum averages quotients, and Adadelta accumulates them.
-    return key.phase in ("update", "param") or (
-        key.phase == "optimizer" and key.slot in ("momentum_buffer", "acc_delta")
-    )
-
-
-def adaptive_parameters(keys: Iterable[SiteKey]) -> set[str]:
-    """Paths of the parameters whose optimizer divides by a moment of the gradient, such as Adam."""
-    return {key.path for key in keys if key.phase == "optimizer" and key.slot not in LINEAR_STATE and not key.group}
-
-
-@dataclass(slots=True)
-class RunFloors:
-    """Facts of earlier steps that the floors of later steps depend on.
-
-    Attributes:
-        gradients: Largest relative difference of each parameter's gradients so far in the run.
-        adaptive: Parameters whose optimizer keeps a moment that it divides by.
-        settings_differ: Whether the optimizers are set differently.
-        coefficients: Relative error that the optimizers' own coefficients may have.
-        states: Norm of each running average of an optimizer after the latest step.
-        exceeded_noise: Whether any site has exceeded its measured floor. From then on inputs differ by more than noise,
-            and what follows from that is not a further divergence.
-        permuted: Parameters that started with the same values in another order.
-        learning_differs: Whether a loss, a gradient or an update (of permuted parameters, its norm) differs by more
-            than its own rounding and than replicas do.
-        learning_apart: Relative difference of all gradients of a step together, in the step in which it is largest.
-        mixing: Whether an optimizer computes the update of a parameter from the gradients of all, as LBFGS does.
-        canceled: Norm of all gradients over the norm of their change since the evaluation before, where it was largest.
-        latest: The baseline's gradients in the latest evaluation, by parameter.
-        undisturbed: The same as `gradients`, without differences that exceed noise.
-        disturbed: Parameters with an initial value, a gradient, a state or an update that differs by more than noise.
-        quiet: Floor of each site when it was last judged before any divergence.
-    """
-
-    gradients: dict[str, float] = field(default_factory=dict)
-    undisturbed: dict[str, float] = field(default_factory=dict)
-    disturbed: set[str] = field(default_factory=set)
-    quiet: dict[SiteKey, float] = field(default_factory=dict)
-    adaptive: set[str] = field(default_factory=set)
-    settings_differ: bool = False
-    coefficients: float = 0.0
-    states: dict[SiteKey, float] = field(default_factory=dict)
-    exceeded_noise: bool = False
-    permuted: set[str] = field(default_factory=set)
-    learning_differs: bool = False
-    learning_apart: float = 0.0
-    mixing: bool = False
-    canceled: float = 1.0
-    latest: dict[str, Any] = field(default_factory=dict)
+from traindiff.core.summary import UNIT_ROUNDOFF, distance, finite_count, norm, rounding
 
 
 class SiteFloors:
@@ -148,8 +80,7 @@ class SiteFloors:
         self._moments = MomentFloors()
         self._calibration = calibration
         pairs = tuple(pairs)
-        self._choices = choices(pairs)
-        self._explained: dict[Choice, bool] = {}  # whether rounding may have turned so many, for those come to
+        self.choices = TurnedChoices(pairs, most=self.turned_rows)
         self._terms: Mapping[str, Terms] = terms_by_module(pairs, norms)
         self._coherent = CoherentErrors(self._terms, parameters)
         self._rounded = 0.0  # largest unit roundoff of the baseline so far in the step
@@ -163,7 +94,7 @@ class SiteFloors:
         )  # floors for the case that all inputs agree
         self._floors = self._calm = self._alone
         if not forced:
-            self._floors, self._calm = _at_the_beginning(parameters, run)
+            self._floors, self._calm = at_the_beginning(parameters, run)
         # Whether `_floors` and `_calm` are not the same.
         self._parted = not forced and (bool(run.disturbed) or run.settings_differ)
         self._undisturbed: dict[SiteKey, float] = {}
@@ -191,26 +122,6 @@ class SiteFloors:
         floors = self._calm if undisturbed else self._floors
         hidden = rows * max(floors.flow, floors.parameters)
         return max(1.0, GAIN * hidden) if hidden >= SEEN_FLIPS else 0.0
-
-    @property
-    def turned(self) -> list[Choice]:
-        """The choices of the step that rounding turned."""
-        return [one for one, explained in self._explained.items() if explained]
-
-    def choice_at(self, pair: Pair) -> Choice | None:
-        """The choice of rows that a module computes, if rounding turned a part of it: then rows do not correspond."""
-        of_module = (one for one in self._turned_choices(pair) if one.gathered and pair.baseline.key.path in one.chosen)
-        return next(of_module, None)
-
-    def _turned_choices(self, pair: Pair) -> Iterator[Choice]:
-        """Choices before a pair that were made otherwise, and no more of them than their inputs explain.
-
-        Each is held against its inputs at the first pair after it: later differences may follow from the choice.
-        """
-        before = (one for one in self._choices if one.order <= pair.baseline.order)
-        for one in before:
-            if self._explained.setdefault(one, one.turned <= self.turned_rows(one.rows)):
-                yield one
 
     def of(self, pair: Pair) -> float:
         """Floor of a pair: the largest relative difference that is not a finding."""
@@ -486,23 +397,11 @@ class SiteFloors:
         expected = max(floors.gradients.get(pair.baseline.key.path, 0.0), rounding(seen.baseline.dtype))
         return 2.0 * math.sqrt(turned_share(seen, expected))
 
-    def _chosen(self, pair: Pair, floors: Floors) -> float:
-        """Floor of a tensor because of choices that rounding turned; 0 if none shows. More may hide than show."""
-        key, summary, inputs = pair.baseline.key, pair.baseline.summary, max(floors.flow, floors.parameters)
-        power, shares = float(summary["sum_of_squares"]), [0.0]
-        gradient = key.phase == "backward" and power > 0.0
-        peak = float(largest(summary)) ** 2 * int(summary["count"]) / power if gradient else 1.0
-        rows = math.prod(pair.baseline.shape[:-1])
-        for one in self._turned_choices(pair):
-            hidden = one.rows * inputs
-            shares.append(one.share(hidden if hidden >= SEEN_FLIPS else 0.0, key.path, rows, peak))
-        return math.sqrt(max(shares))
-
     def _gated(self, pair: Pair, floors: Floors) -> float:
         key = pair.baseline.key
         if key.phase not in ("forward", "backward"):
             return 0.0
-        chosen = self._chosen(pair, floors)
+        chosen = self.choices.floor(pair, inputs=max(floors.flow, floors.parameters))
         if key.phase == "forward":
             return chosen
         turned = self._turned_signs.get(key._replace(phase="forward")) if self._leaky else None
@@ -513,17 +412,6 @@ def _is_update(pair: Pair) -> bool:
     return pair.baseline.key[:2] == ("update", "")
 
 
-def is_mixing(table: StepTable) -> bool:
-    """True if an optimizer keeps vectors of all parameters together, or a history of vectors, as LBFGS does."""
-    for key, entry in table.items():
-        if key.phase == "optimizer" and not key.group and not entry.unobserved and len(entry.shape) == 1:
-            own = table.get(SiteKey("param", "", key.path, "value"))
-            count = int(entry.summary["count"])
-            if count > 1 and (key.slot.endswith("]") or (own is not None and count > int(own.summary["count"]))):
-                return True
-    return False
-
-
 def _enter(floors: Floors, key: SiteKey, size: float, *, flows: bool) -> None:
     """Enter a measured difference into the floors of later sites."""
     if key.phase == "optimizer":
@@ -532,30 +420,3 @@ def _enter(floors: Floors, key: SiteKey, size: float, *, flows: bool) -> None:
         floors.saw_gradient(key.path, size)
     if flows:
         floors.saw(size)
-
-
-def _at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> tuple[Floors, Floors]:
-    """Floors at the beginning of a step, from the parameters and from earlier steps; then the undisturbed ones."""
-    squares: dict[str, tuple[float, float, float]] = {}
-    for path, pair in parameters.items():
-        equal = equal_bits(pair)
-        apart = 0.0 if equal else float(distance(pair.baseline.summary, pair.candidate.summary))
-        calm = 0.0 if path in run.disturbed else apart
-        size = float(norm(pair.baseline.summary))
-        for owner in (path.rpartition(".")[0], "*"):
-            before = squares.get(owner, (0.0, 0.0, 0.0))
-            squares[owner] = before[0] + apart * apart, before[1] + calm * calm, before[2] + size * size
-    disturbed, undisturbed = (
-        {path: math.sqrt(found[which] / found[2]) if found[2] else 0.0 for path, found in squares.items()}
-        for which in (0, 1)
-    )
-    return (
-        Floors(
-            parameters=disturbed.pop("*", 0.0), own=disturbed, gradients=run.gradients,
-            settings_differ=run.settings_differ, coefficients=run.coefficients,
-        ),
-        Floors(
-            parameters=undisturbed.pop("*", 0.0), own=undisturbed, gradients=run.undisturbed,
-            coefficients=run.coefficients,
-        ),
-    )  # fmt: skip

@@ -1,0 +1,118 @@
+"""What the floors of a step take from earlier steps, and which optimizers make of gradients something nonlinear."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from traindiff.analyse.merge.distance import Pair, equal_bits
+from traindiff.analyse.merge.site import SiteKey, StepTable
+from traindiff.analyse.noise.uncalibrated import Floors
+from traindiff.core.summary import distance, norm
+
+LINEAR_STATE = frozenset({"momentum_buffer", "step"})
+"""State slots of optimizers whose update is linear in the gradient."""
+
+FIRST_MOMENTS = frozenset({"exp_avg", *LINEAR_STATE})
+"""State slots that are linear in the gradient; others hold squares of it."""
+
+
+def is_quotient(key: SiteKey, adaptive: Collection[str]) -> bool:
+    """True if an optimizer has divided this by a moment: an update, or a state that sums updates.
+
+    Args:
+        key: Of the site.
+        adaptive: Parameters whose optimizer divides by a moment.
+    """
+    if key.path not in adaptive:
+        return False
+    # RMSprop's momentum averages quotients, and Adadelta accumulates them.
+    return key.phase in ("update", "param") or (
+        key.phase == "optimizer" and key.slot in ("momentum_buffer", "acc_delta")
+    )
+
+
+def adaptive_parameters(keys: Iterable[SiteKey]) -> set[str]:
+    """Paths of the parameters whose optimizer divides by a moment of the gradient, such as Adam."""
+    return {key.path for key in keys if key.phase == "optimizer" and key.slot not in LINEAR_STATE and not key.group}
+
+
+@dataclass(slots=True)
+class RunFloors:
+    """Facts of earlier steps that the floors of later steps depend on.
+
+    Attributes:
+        gradients: Largest relative difference of each parameter's gradients so far in the run.
+        adaptive: Parameters whose optimizer keeps a moment that it divides by.
+        settings_differ: Whether the optimizers are set differently.
+        coefficients: Relative error that the optimizers' own coefficients may have.
+        states: Norm of each running average of an optimizer after the latest step.
+        exceeded_noise: Whether any site has exceeded its measured floor. From then on inputs differ by more than noise,
+            and what follows from that is not a further divergence.
+        permuted: Parameters that started with the same values in another order.
+        learning_differs: Whether a loss, a gradient or an update (of permuted parameters, its norm) differs by more
+            than its own rounding and than replicas do.
+        learning_apart: Relative difference of all gradients of a step together, in the step in which it is largest.
+        mixing: Whether an optimizer computes the update of a parameter from the gradients of all, as LBFGS does.
+        canceled: Norm of all gradients over the norm of their change since the evaluation before, where it was largest.
+        latest: The baseline's gradients in the latest evaluation, by parameter.
+        undisturbed: The same as `gradients`, without differences that exceed noise.
+        disturbed: Parameters with an initial value, a gradient, a state or an update that differs by more than noise.
+        quiet: Floor of each site when it was last judged before any divergence.
+    """
+
+    gradients: dict[str, float] = field(default_factory=dict)
+    undisturbed: dict[str, float] = field(default_factory=dict)
+    disturbed: set[str] = field(default_factory=set)
+    quiet: dict[SiteKey, float] = field(default_factory=dict)
+    adaptive: set[str] = field(default_factory=set)
+    settings_differ: bool = False
+    coefficients: float = 0.0
+    states: dict[SiteKey, float] = field(default_factory=dict)
+    exceeded_noise: bool = False
+    permuted: set[str] = field(default_factory=set)
+    learning_differs: bool = False
+    learning_apart: float = 0.0
+    mixing: bool = False
+    canceled: float = 1.0
+    latest: dict[str, Any] = field(default_factory=dict)
+
+
+def at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> tuple[Floors, Floors]:
+    """Floors at the beginning of a step, from the parameters and from earlier steps; then the undisturbed ones."""
+    squares: dict[str, tuple[float, float, float]] = {}
+    for path, pair in parameters.items():
+        equal = equal_bits(pair)
+        apart = 0.0 if equal else float(distance(pair.baseline.summary, pair.candidate.summary))
+        calm = 0.0 if path in run.disturbed else apart
+        size = float(norm(pair.baseline.summary))
+        for owner in (path.rpartition(".")[0], "*"):
+            before = squares.get(owner, (0.0, 0.0, 0.0))
+            squares[owner] = before[0] + apart * apart, before[1] + calm * calm, before[2] + size * size
+    disturbed, undisturbed = (
+        {path: math.sqrt(found[which] / found[2]) if found[2] else 0.0 for path, found in squares.items()}
+        for which in (0, 1)
+    )
+    return (
+        Floors(
+            parameters=disturbed.pop("*", 0.0), own=disturbed, gradients=run.gradients,
+            settings_differ=run.settings_differ, coefficients=run.coefficients,
+        ),
+        Floors(
+            parameters=undisturbed.pop("*", 0.0), own=undisturbed, gradients=run.undisturbed,
+            coefficients=run.coefficients,
+        ),
+    )  # fmt: skip
+
+
+def is_mixing(table: StepTable) -> bool:
+    """True if an optimizer keeps vectors of all parameters together, or a history of vectors, as LBFGS does."""
+    for key, entry in table.items():
+        if key.phase == "optimizer" and not key.group and not entry.unobserved and len(entry.shape) == 1:
+            own = table.get(SiteKey("param", "", key.path, "value"))
+            count = int(entry.summary["count"])
+            if count > 1 and (key.slot.endswith("]") or (own is not None and count > int(own.summary["count"]))):
+                return True
+    return False
