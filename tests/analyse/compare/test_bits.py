@@ -336,7 +336,7 @@ def test_every_output_says_where_bits_first_differ(compared: Compared) -> None:
     assert result.to_json()["first_bit_difference"]["site"] == "fc"
     header, *lines = written(result, as_csv).splitlines()
     column = header.split(",").index("first_other_bits")
-    begun = {tuple(line.split(",")[3:7]): line.split(",")[column] for line in lines}
+    begun = {tuple(line.split(",")[4:8]): line.split(",")[column] for line in lines}
     assert begun["forward", "", "fc", "output[0]"] == begun["grad", "", "fc.weight", "grad"] == "1"
     assert begun["forward", "", "head", "output[0]"] == ""
 

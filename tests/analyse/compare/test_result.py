@@ -13,7 +13,7 @@ from traindiff.analyse.compare import Comparison, compare
 
 FC = ("forward", "", "fc", "output[0]")
 FINDING = {
-    "step", "micro_step", "rank", "phase", "stage", "site", "slot", "call", "kind", "ratio", "difference", "floor",
+    "step", "evaluation", "micro_step", "rank", "phase", "stage", "site", "slot", "call", "kind", "ratio", "difference", "floor",
     "message", "evidence",
 }  # fmt: skip
 
