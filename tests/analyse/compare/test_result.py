@@ -13,8 +13,8 @@ from traindiff.analyse.compare import Comparison, compare
 
 FC = ("forward", "", "fc", "output[0]")
 FINDING = {
-    "step", "evaluation", "micro_step", "rank", "phase", "stage", "site", "slot", "call", "kind", "ratio", "difference", "floor",
-    "message", "evidence",
+    "step", "evaluation", "micro_step", "rank", "phase", "stage", "site", "slot", "call", "kind", "ratio", "difference",
+    "floor", "message", "evidence",
 }  # fmt: skip
 
 

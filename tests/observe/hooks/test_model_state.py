@@ -120,3 +120,25 @@ def test_only_selected_parameters_and_buffers_are_recorded(tmp_path: Path) -> No
     record(tmp_path / "run", 1, select="*.bias")
 
     assert {seen.path for seen, _ in rows(tmp_path / "run", phase="param")} == {"0.bias", "2.bias"}
+
+
+def test_a_call_inside_a_transform_of_torch_func_disturbs_nothing(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+
+    def loss(parameters: dict[str, Tensor], sample: Tensor) -> Tensor:
+        found: Tensor = torch.func.functional_call(model, parameters, (sample[None],))
+        return found.square().mean()
+
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        for batch in batches(3):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            parameters = {name: one.detach() for name, one in model.named_parameters()}
+            of_samples = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, batch)
+            assert of_samples["0.weight"].shape == (len(batch), 16, 8)
+
+    assert before(tmp_path / "run") == [0]
+    assert traindiff.check(tmp_path / "run").verdict == "healthy"

@@ -95,15 +95,35 @@ if __name__ == "__main__":
     ]
 
 
-def test_a_first_step_that_was_not_seen_is_said(tmp_path: Path) -> None:
+UNSEEN = (
+    "Not seen: the forward pass of the first step, in which no module was called in a way that can be observed "
+    "(compiled together with other code, or called by its forward method). The recording begins with the gradients of "
+    "that step."
+)
+
+
+def test_a_first_forward_pass_that_was_not_seen_is_said(tmp_path: Path) -> None:
     ended = run(tmp_path, "train(3, torch.compile(lambda x: model(x).square(), backend='eager'))")
 
-    assert ended.said == [
-        *RECORDED,
-        "Not seen: the first step of the training, in which no module was called in a way that can be "
-        "observed (compiled together with other code, or called by its forward method). Step 0 of the recording is "
-        "step 1 of the training.",
-    ]
+    assert ended.said == ["Recorded in run: 3 steps of SGD.", RECORDED[1], UNSEEN]
+
+
+def test_a_model_that_is_never_called_is_recorded_from_its_first_step_on(tmp_path: Path) -> None:
+    """Its steps have the numbers of the training, so they can be compared with those of a model that is called."""
+    by_hand = (
+        "def by_hand(x):\n"
+        "    hidden = torch.relu(nn.functional.linear(x, model[0].weight, model[0].bias))\n"
+        "    return nn.functional.linear(hidden, model[2].weight, model[2].bias)\n"
+        "train(3, by_hand)\n"
+    )
+    assert run(tmp_path, by_hand).said == ["Recorded in run: 3 steps of SGD.", RECORDED[1], UNSEEN]
+    (tmp_path / "run").rename(tmp_path / "by-hand")
+    run(tmp_path, "train(3, model)")
+
+    found = traindiff.compare(tmp_path / "run", tmp_path / "by-hand")
+
+    assert (found.verdict, found.findings, found.steps) == ("incomplete", (), (0, 1, 2))
+    assert {row.phase for row in found.differences} >= {"grad", "update", "loss"}
 
 
 @pytest.mark.parametrize(

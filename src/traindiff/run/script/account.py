@@ -66,7 +66,7 @@ class Account:
         models: The recorded models.
         untrained: Models whose parameters no optimizer holds.
         optimizers: All optimizers that were made.
-        attached_late: True if the first step ended before anything was attached.
+        attached_late: True if the first forward pass ended before anything was attached.
         num_processes: Processes that the script has started, without those of data loaders.
         torch_imported: True if the script has imported torch.
         own_recording: Path of the script's own recording; empty if there is none.
@@ -146,9 +146,9 @@ class Account:
             yield f"The script records itself, in {self.own_recording}; from there on, this recording ends."
         if self.models and self.attached_late:
             yield (
-                "Not seen: the first step of the training, in which no module was called in a way that can be observed "
-                "(compiled together with other code, or called by its forward method). Step 0 of the recording is "
-                "step 1 of the training."
+                "Not seen: the forward pass of the first step, in which no module was called in a way that can be "
+                "observed (compiled together with other code, or called by its forward method). The recording begins "
+                "with the gradients of that step."
             )
         yield from (f"Not followed: {one}" for one in self.not_followed())
         for model in self.untrained[:MOST]:

@@ -157,14 +157,17 @@ class Follower:
         self._account.num_processes += is_script and not self._is_elsewhere()
 
     def _stepping(self, optimizer: Optimizer, *call: Any) -> None:
-        """Handle an optimizer that is about to be called; its closure may compute everything."""
+        """Handle an optimizer that is about to be called: if no module was, a closure or other code computes all."""
         if self._is_elsewhere():
             return
         if self._recorder is not None and self._were_given:
             self._recorder.follow(optimizer, *call)
-        if not self._waits or not has_closure(optimizer, *call):
+        if not self._waits or not self._trains_a_module(optimizer):
             return
-        if self._trains_a_module(optimizer):
+        if has_closure(optimizer, *call):
+            self._attach(None, stepping=optimizer)
+        elif not _only_makes_state(optimizer):
+            self._account.attached_late = True
             self._attach(None, stepping=optimizer)
 
     def _trains_a_module(self, optimizer: Optimizer) -> bool:
@@ -178,10 +181,7 @@ class Follower:
         if self._waits and _only_makes_state(optimizer):
             return
         seen.num_steps += 1
-        if seen.num_steps == 1 and self._waits and self._trains_a_module(optimizer):
-            self._account.attached_late = True
-            self._attach(None)
-        elif not seen.followed_as and self._recorder is not None:
+        if not seen.followed_as and self._recorder is not None:
             self._note_followed(optimizer, seen)
             if seen.num_steps == 1 and not seen.followed_as:
                 trained = outermost(live_modules(), self._given.get(optimizer, frozenset()))

@@ -91,7 +91,7 @@ class _Listener:
 
     def _begin(self, roots: Sequence[Tensor]) -> None:
         progress, chunk = self._sink.progress, self._sink.progress.chunk
-        if not (self._observe_loss and progress.observing and progress.forward_done):
+        if not (self._observe_loss and progress.observing):
             return
         if chunk is not None and not chunk.is_last:
             return  # this pipeline stage continues from the gradients of the next one

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from traindiff.core.observation import EDITED, MODE
-from traindiff.core.torch_compat.execution import version_of
+from traindiff.core.torch_compat.execution import inside_transform, version_of
 from traindiff.observe.torch.hooks.context import TapContext, emit_pieces
 from traindiff.observe.torch.hooks.nested import as_tensor
 
@@ -50,7 +50,7 @@ class ModelStateTap:
         """Record parameters and buffers, unless the step before was recorded."""
         progress = self._sink.progress
         recorded = {progress.step} if self._context.before_every_step else {progress.step, progress.step - 1}
-        if not progress.observing:
+        if not progress.observing or inside_transform():  # `torch.func` puts its own tensors in place of the model's
             return
         if self._recorded_step in recorded:
             if not self._context.before_every_step and self._computes_with_parameters:
