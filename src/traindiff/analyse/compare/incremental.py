@@ -26,6 +26,7 @@ from traindiff.analyse.compare.circumstances import (
     scale_note,
 )
 from traindiff.analyse.compare.configuration import Configurations
+from traindiff.analyse.compare.evaluations import OtherEvaluations, without_gradients
 from traindiff.analyse.compare.explanations import (
     batch_statistics_message,
     explained,
@@ -40,14 +41,15 @@ from traindiff.analyse.compare.explanations import (
 from traindiff.analyse.compare.judge import BothRuns, Judge, is_uncalled, recomputation_findings
 from traindiff.analyse.compare.limits import hints, limits, not_followed, unjudged_note
 from traindiff.analyse.compare.operator_search import OperatorSearch
-from traindiff.analyse.compare.step_judge import StepInput, judge_step
+from traindiff.analyse.compare.step_input import StepInput
+from traindiff.analyse.compare.step_judge import judge_step
 from traindiff.analyse.compare.verdict import Comparison, Word
-from traindiff.analyse.findings import Finding, more_text, times_text
+from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.history import DifferenceHistory
 from traindiff.analyse.merge.recorded_calls import clips, contributions, samples_of
 from traindiff.analyse.merge.renames import Renaming
 from traindiff.analyse.merge.run_steps import RunStep
-from traindiff.analyse.merge.site import Part, SiteKey, finding_at, loss_scale, num_micro_steps
+from traindiff.analyse.merge.site import Part, SiteKey, loss_scale, num_micro_steps
 from traindiff.analyse.noise.measured import Calibration, StepNoise
 from traindiff.analyse.noise.run_floors import is_mixing
 from traindiff.analyse.noise.tolerance import Tolerances
@@ -127,7 +129,7 @@ class RunningComparison:
         self._remarks = ""  # on the first finding, and the evidence for them
         self._evidence: dict[str, Any] = {}
         self._uncovered: list[int] = []
-        self._turned_evaluations: list[tuple[int, int, int]] = []  # step, and evaluations of baseline and candidate
+        self._other_evaluations = OtherEvaluations()
         self._notes: dict[str, None] = {}
         self._other_dtypes: dict[tuple[str, str], dict[SiteKey, None]] = {}
         self._operators = OperatorSearch(runs.runs, rename)
@@ -160,7 +162,7 @@ class RunningComparison:
             *calibration.notes(uncovered=self._uncovered),
             *notes,
             *self._further_notes(),
-            *self._evaluation_notes(),
+            *self._other_evaluations.notes(),
         ]
         findings, representation = self._explained(self._judge.findings), ()
         if not self._forced and self._judge.only_representation_differs:
@@ -169,7 +171,7 @@ class RunningComparison:
         return Comparison(
             baseline=baseline.path,
             candidate=candidate.path,
-            verdict=self._word(findings, incomplete=incomplete or bool(self._turned_evaluations)),
+            verdict=self._word(findings, incomplete=incomplete or bool(self._other_evaluations.steps)),
             calibrated=calibration.is_known and not (self._uncovered or calibration.is_partial),
             noise=calibration.to_json(),
             findings=findings,
@@ -199,7 +201,7 @@ class RunningComparison:
         first = (*given.earlier, given)[0]
         begins = [min((e.order for k, e in one.items() if k.phase == "batch"), default=0) for one in first.tables]
         extra += [one for one in own if one.order < begins[_is_of_candidate(one)]]
-        extra += self._without_gradients(given)
+        extra += without_gradients(given)
         found = []
         for one in (*given.earlier, given):
             if one is given:
@@ -207,44 +209,10 @@ class RunningComparison:
             of_one = noise.get(one.evaluation or 0, last) if noise else last
             found += self._evaluation(one, of_one, extra, whole=one is given)
             extra = []
-        return [*found, *self._other_evaluations(given)]
-
-    def _other_evaluations(self, given: AlignedStep) -> list[Finding]:
-        """What is said of a step in which one run evaluates the loss more often than the other."""
-        counts = [1 + len(side.earlier) for side in given.recorded]
-        if counts[0] == counts[1]:
-            return []
-        if not (self._judge.all_equal and not self._judge.findings):
-            self._turned_evaluations.append((given.step, counts[0], counts[1]))
-            return []
-        longer = given.recorded[counts.index(max(counts))]
-        further = (*longer.earlier, longer)[min(counts)].table
-        entry = min(further.values(), key=lambda one: (one.key.phase != "forward", one.order))
-        message = (
-            f"The candidate evaluates the loss {times_text(counts[1])} in this step, the baseline "
-            f"{times_text(counts[0])}, although all that both compute until then has the same bits: does the closure "
-            "return another loss, or does the optimizer stop for another reason?"
-        )
-        finding = finding_at(
-            entry, step=given.step, kind="evaluations", message=message, evaluation=min(counts),
-            evidence={"baseline": counts[0], "candidate": counts[1]},
-        )  # fmt: skip
-        self._judge.add([finding])
-        return [finding]
-
-    def _without_gradients(self, given: AlignedStep) -> list[Finding]:
-        """Findings about gradients that are missing, if evaluations before did not record any.
-
-        How parameters moved after such an evaluation follows from the same gradients, so this comes before it.
-        """
-        first = (*given.earlier, given)[0]
-        if first is given or any(pair.baseline.key[:2] == ("grad", "") for pair in first.pairs):
-            return []
-        moved = min((pair.baseline.order for pair in first.pairs if pair.baseline.key.phase == "update"), default=0)
-        found = [one for one in given.findings if one.phase == "grad" and one.kind in ("missing", "extra")]
-        for one in found:
-            given.findings.remove(one)
-        return [replace(one, order=moved, evaluation=given.evaluation) for one in found]
+        same_bits = self._judge.all_equal and not self._judge.findings
+        others = self._other_evaluations.see(given, same_bits=same_bits)
+        self._judge.add(others)
+        return [*found, *others]
 
     def _of_one_run(self, given: AlignedStep) -> list[Finding]:
         """Faults that only one run has."""
@@ -379,18 +347,6 @@ class RunningComparison:
         notes += self._configurations.notes()
         notes += not_forced([candidate.rank_content(rank) for rank in candidate.ranks])
         return [*notes, *circumstances(baseline.run, candidate.run)]
-
-    def _evaluation_notes(self) -> list[str]:
-        """Steps in which one run evaluates the loss more often than the other."""
-        if not self._turned_evaluations:
-            return []
-        step, baseline, candidate = self._turned_evaluations[0]
-        return [
-            f"In step {step}, the baseline evaluates the loss {times_text(baseline)}, the candidate "
-            f"{times_text(candidate)}{more_text(len(self._turned_evaluations) - 1, 'such step')}. A search stops "
-            "earlier or later where rounding decides. The evaluations that both runs have were compared. What the "
-            "optimizer did with such a step was not."
-        ]
 
     def _word(self, findings: Sequence[Finding], *, incomplete: bool) -> Word:
         if findings:

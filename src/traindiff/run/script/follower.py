@@ -21,8 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from traindiff.core.settings import RecordSettings
 from traindiff.core.torch_compat.training import is_loader_worker, is_nested_step
 from traindiff.errors import ConfigError, TraindiffWarning
-from traindiff.observe.torch.hooks.optimizer_step import has_closure, inner_optimizer
 from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
+from traindiff.observe.torch.hooks.step_hooks import has_closure, inner_optimizer
 from traindiff.observe.torch.session.models import (
     called_of,
     can_be_name,

@@ -16,7 +16,6 @@ from traindiff.core.kernels.torch_arrays import is_abstract
 from traindiff.core.shards import Piece, Shard
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.compiled import CallObserver, tap_compiled_calls
-from traindiff.observe.torch.hooks.optimizer_step import has_closure, hook_after_step, hook_before_step
 from traindiff.observe.torch.hooks.replay_formulas import (
     Before,
     Rule,
@@ -27,6 +26,7 @@ from traindiff.observe.torch.hooks.replay_formulas import (
     step_of,
     variants,
 )
+from traindiff.observe.torch.hooks.step_hooks import has_closure, hook_after_step, hook_before_step
 
 FIRST = 3
 """The number of recorded steps that are replayed at the beginning of a run."""

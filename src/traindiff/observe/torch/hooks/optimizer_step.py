@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial, wraps
@@ -16,58 +15,13 @@ from torch.optim import Optimizer
 from traindiff.core.observation import BEFORE, ITSELF, MAYBE_UNSEEN, SKIPPED, UNSEEN
 from traindiff.core.shards import Piece
 from traindiff.core.torch_compat.execution import version_of
-from traindiff.core.torch_compat.training import is_nested_step
 from traindiff.observe.torch.hooks.compiled import CallObserver, tap_compiled_calls
 from traindiff.observe.torch.hooks.context import TapContext, emit_pieces
 from traindiff.observe.torch.hooks.followed_modules import HeldHooks
-from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy
 from traindiff.observe.torch.hooks.loss_scale import ScalerListener, tap_loss_scaler
 from traindiff.observe.torch.hooks.marks import Marks
 from traindiff.observe.torch.hooks.nested import as_tensor, tensors
-
-StepHook = Callable[..., Any]
-"""Called with the optimizer, and with the positional and keyword arguments of its `step`."""
-
-
-def hook_before_step(optimizer: Optimizer, hook: StepHook) -> HeldHooks:
-    """Have `hook` called before each step, until the result is removed."""
-    hooks = HeldHooks()
-    hooks.before_step(optimizer, _Once(hook))
-    return hooks
-
-
-def hook_after_step(optimizer: Optimizer, hook: StepHook) -> HeldHooks:
-    """Have `hook` called after each step, until the result is removed."""
-    hooks = HeldHooks()
-    hooks.after_step(optimizer, _Once(hook))
-    return hooks
-
-
-class _Once(InertOnCopy):
-    """A hook that is called once per step, although a subclass's `step` may call that of its base."""
-
-    def __init__(self, hook: StepHook) -> None:
-        self._hook = hook
-
-    def __call__(self, optimizer: Optimizer, *arguments: Any) -> Any:
-        if is_compiling() or not is_nested_step(optimizer):
-            return self._hook(optimizer, *arguments)
-        return None
-
-
-def inner_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that updates this rank's parameters and keeps their state: as a rule the optimizer itself.
-
-    `ZeroRedundancyOptimizer` steps an inner optimizer, then broadcasts the parameters that this has written. With
-    `overlap_with_ddp` it has none that can be followed.
-    """
-    module = sys.modules.get("torch.distributed.optim")
-    kind = getattr(module, "ZeroRedundancyOptimizer", None)
-    if kind is None or not isinstance(optimizer, kind):
-        return optimizer
-    inner = getattr(optimizer, "optim", None)
-    return inner if isinstance(inner, Optimizer) else optimizer
-
+from traindiff.observe.torch.hooks.step_hooks import Once, has_closure, inner_optimizer, leaves_out
 
 MOST_BYTES = 2**30
 """Memory that the dense form of a gradient may take while it is summarized; a larger gradient is not observed."""
@@ -145,10 +99,10 @@ class OptimizerTap:
         guarded = partial(self._sink.guarded, "optimizer_step")
         with ExitStack() as undo:
             undo.callback(self._hooks.remove)
-            self._hooks.before_step(self.optimizer, _Once(guarded(self.before_step)))
-            self._hooks.before_step(self.optimizer, _Once(self._sink.altering("optimizer_step", self._counting)))
-            self._hooks.after_step(self.optimizer, _Once(guarded(self.after_step)))
-            self._hooks.after_step(self.optimizer, _Once(self._end_step))
+            self._hooks.before_step(self.optimizer, Once(guarded(self.before_step)))
+            self._hooks.before_step(self.optimizer, Once(self._sink.altering("optimizer_step", self._counting)))
+            self._hooks.after_step(self.optimizer, Once(guarded(self.after_step)))
+            self._hooks.after_step(self.optimizer, Once(self._end_step))
             compiled = CallObserver(begin=guarded(self._begin_compiled), end=guarded(self._end_compiled))
             undo.enter_context(tap_compiled_calls(self.optimizer, compiled))
             scaler = ScalerListener(before=self._before_scaler, after=partial(self._after_scaler, guarded(self._skip)))
@@ -425,20 +379,3 @@ class OptimizerTap:
 
     def _emit(self, tensor: Tensor, *, phase: str, path: str, slot: str) -> None:
         self._sink.emit(tensor, phase=phase, path=path, slot=slot, optimizer=self.name)
-
-
-def has_closure(*call: Any) -> bool:
-    """True if a hook on `step`, called with the optimizer, `args` and `kwargs`, was called for `step(closure)`."""
-    if len(call) < 3:
-        return False
-    _, args, kwargs = call  # `args` begins with the optimizer itself
-    return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
-
-
-def leaves_out(optimizer: Optimizer) -> bool:
-    """True if a fused optimizer is about to skip its step: a loss scaler has told it of infinite gradients.
-
-    Waits for the device.
-    """
-    found = getattr(optimizer, "found_inf", None)
-    return isinstance(found, Tensor) and bool(found.item())

@@ -20,7 +20,7 @@ from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.followed_modules import takes_hooks
 from traindiff.observe.torch.hooks.inspect import alter_inspected
 from traindiff.observe.torch.hooks.nested import replaced, tensors
-from traindiff.observe.torch.hooks.optimizer_step import has_closure
+from traindiff.observe.torch.hooks.step_hooks import has_closure
 from traindiff.observe.torch.perturb.replica import NAME
 
 _INTEGERS = {

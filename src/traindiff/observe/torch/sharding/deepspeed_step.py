@@ -17,7 +17,8 @@ from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.gradient_stages import emit_clipping
 from traindiff.observe.torch.hooks.loss_scale import emit_loss_scale
 from traindiff.observe.torch.hooks.optimizer_replay import CAPACITY_BYTES, OptimizerReplayTap
-from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap, hook_before_step
+from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
+from traindiff.observe.torch.hooks.step_hooks import hook_before_step
 from traindiff.observe.torch.sharding.deepspeed_optimizer import (
     EngineOptimizer,
     HeldTensor,

@@ -1,0 +1,67 @@
+"""Facts about one step of both runs, from which it is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.distance import Pair
+from traindiff.analyse.merge.recorded_calls import Samples
+from traindiff.analyse.noise.measured import Calibration, StepNoise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInput:
+    """Facts about a step before it is judged.
+
+    Attributes:
+        step: Its number.
+        optimizer: Name of the optimizer whose step it is.
+        first: Whether it is the first step that is compared.
+        pairs: Aligned sites in the baseline's execution order.
+        found: Findings of the step that need no measuring.
+        contributions: By path: gradients of the candidate's micro-batches.
+        expected: The same of the baseline.
+        parameters: By path: the parameters as this step found them, on both sides.
+        micro_steps: Micro-batches in the candidate's step.
+        most_micro_steps: The same of the run that has more of them.
+        ranks: Number of ranks that share the batch, in the run that has more of them.
+        samples: Elements in the baseline's batch.
+        batches: The single samples of both runs' batches.
+        noise: Differences of replicas in this step; None without them.
+        calibration: The calibration; empty without replicas.
+        factors: Known factors, with what to say about each.
+        clipped: The same for gradients only.
+        carried: Part that a gradient which was not set to zero has in the next one, relative to that one's own part.
+        leaky: Whether the model has gates that leave no zeros when they shut.
+        evaluation: Number of the evaluation of the loss; None in a step with one.
+        whole: True if the pairs include those of the whole step: updates, and the optimizer's state.
+        norms: Class names of the norms over positions, by path.
+        every_bit: Why any bit that differs is a finding; empty if floors decide.
+    """
+
+    step: int
+    optimizer: str
+    first: bool
+    pairs: tuple[Pair, ...]
+    found: tuple[Finding, ...]
+    contributions: Mapping[str, Mapping[tuple[int, int], Any]]
+    expected: Mapping[str, Mapping[tuple[int, int], Any]]
+    parameters: Mapping[str, Pair]
+    micro_steps: int
+    most_micro_steps: int
+    ranks: int
+    samples: int
+    batches: tuple[Samples, Samples] = ({}, {})
+    noise: StepNoise | None = None
+    calibration: Calibration = field(default_factory=Calibration)
+    factors: tuple[tuple[float, str], ...] = ()
+    clipped: tuple[tuple[float, str], ...] = ()
+    carried: float = 1.0
+    leaky: bool = False
+    evaluation: int | None = None
+    whole: bool = True
+    norms: Mapping[str, str] = field(default_factory=dict)
+    every_bit: str = ""

@@ -1,0 +1,76 @@
+"""Hooks on the steps of optimizers, and what can be asked of a step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.optim import Optimizer
+
+from traindiff.core.torch_compat.training import is_nested_step
+from traindiff.observe.torch.hooks.followed_modules import HeldHooks
+from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy
+
+StepHook = Callable[..., Any]
+"""Called with the optimizer, and with the positional and keyword arguments of its `step`."""
+
+
+def hook_before_step(optimizer: Optimizer, hook: StepHook) -> HeldHooks:
+    """Have `hook` called before each step, until the result is removed."""
+    hooks = HeldHooks()
+    hooks.before_step(optimizer, Once(hook))
+    return hooks
+
+
+def hook_after_step(optimizer: Optimizer, hook: StepHook) -> HeldHooks:
+    """Have `hook` called after each step, until the result is removed."""
+    hooks = HeldHooks()
+    hooks.after_step(optimizer, Once(hook))
+    return hooks
+
+
+class Once(InertOnCopy):
+    """A hook that is called once per step, although a subclass's `step` may call that of its base."""
+
+    def __init__(self, hook: StepHook) -> None:
+        self._hook = hook
+
+    def __call__(self, optimizer: Optimizer, *arguments: Any) -> Any:
+        """Call the hook, unless `step` was called by another `step`."""
+        if is_compiling() or not is_nested_step(optimizer):
+            return self._hook(optimizer, *arguments)
+        return None
+
+
+def inner_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that updates this rank's parameters and keeps their state: as a rule the optimizer itself.
+
+    `ZeroRedundancyOptimizer` steps an inner optimizer, then broadcasts the parameters that this has written. With
+    `overlap_with_ddp` it has none that can be followed.
+    """
+    module = sys.modules.get("torch.distributed.optim")
+    kind = getattr(module, "ZeroRedundancyOptimizer", None)
+    if kind is None or not isinstance(optimizer, kind):
+        return optimizer
+    inner = getattr(optimizer, "optim", None)
+    return inner if isinstance(inner, Optimizer) else optimizer
+
+
+def has_closure(*call: Any) -> bool:
+    """True if a hook on `step`, called with the optimizer, `args` and `kwargs`, was called for `step(closure)`."""
+    if len(call) < 3:
+        return False
+    _, args, kwargs = call  # `args` begins with the optimizer itself
+    return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
+
+
+def leaves_out(optimizer: Optimizer) -> bool:
+    """True if a fused optimizer is about to skip its step: a loss scaler has told it of infinite gradients.
+
+    Waits for the device.
+    """
+    found = getattr(optimizer, "found_inf", None)
+    return isinstance(found, Tensor) and bool(found.item())
