@@ -7,10 +7,12 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from traindiff.analyse.merge.distance import Pair, equal_bits
 from traindiff.analyse.merge.site import SiteKey, StepTable
-from traindiff.analyse.noise.uncalibrated import Floors
-from traindiff.core.summary import distance, norm
+from traindiff.analyse.noise.uncalibrated import GAIN, Floors
+from traindiff.core.summary import distance, norm, rounding
 
 LINEAR_STATE = frozenset({"momentum_buffer", "step"})
 """State slots of optimizers whose update is linear in the gradient."""
@@ -105,6 +107,58 @@ def at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> tuple[Fl
             coefficients=run.coefficients,
         ),
     )  # fmt: skip
+
+
+class GradientsTogether:
+    """The difference of all gradients of a step together, and what an optimizer that mixes them makes of it.
+
+    Args:
+        run: Carried from step to step.
+        pairs: All pairs of the step.
+    """
+
+    def __init__(self, run: RunFloors, pairs: Iterable[Pair]) -> None:
+        self._run = run
+        self._apart = self._size = self._change = 0.0  # of all gradients
+        self._moved = math.sqrt(sum(float(norm(one.baseline.summary)) ** 2 for one in pairs if _is_update(one)))
+
+    def saw(self, pair: Pair, size: float) -> None:
+        """Note the relative difference of a gradient."""
+        whole = float(norm(pair.baseline.summary))
+        if not math.isfinite(size) or pair.baseline.key.stage:
+            return
+        self._apart = math.hypot(self._apart, size * whole)
+        self._size = math.hypot(self._size, whole)
+        if self._run.mixing:
+            path, summary = pair.baseline.key.path, pair.baseline.summary
+            if (before := self._run.latest.get(path)) is not None:
+                self._change = math.hypot(self._change, float(distance(before, summary)))
+            self._run.latest[path] = np.array(summary)[()]  # a copy: a summary keeps its step's array in memory
+
+    def finish(self) -> None:
+        """Note the end of the step."""
+        if self._size:
+            self._run.learning_apart = max(self._run.learning_apart, self._apart / self._size)
+
+    def floor(self, pair: Pair) -> float:
+        """Floor of what an optimizer computes from all gradients together; 0 if the optimizer does not.
+
+        LBFGS computes a direction from inner products of all gradients, and from the changes of gradients between
+        evaluations, whose relative error is larger by the norm of gradients over the norm of the change. The error of a
+        direction is spread over all parameters, so it is larger where a parameter's own part is small.
+        """
+        if not self._run.mixing:
+            return 0.0
+        if self._change:
+            self._run.canceled = max(self._run.canceled, self._size / self._change)
+        apart = max(self._run.learning_apart, self._apart / self._size if self._size else 0.0)
+        own = float(norm(pair.baseline.summary))
+        share = self._moved / own if _is_update(pair) and own else 1.0
+        return GAIN * self._run.canceled * max(apart, rounding(pair.baseline.dtype)) * max(1.0, share)
+
+
+def _is_update(pair: Pair) -> bool:
+    return pair.baseline.key[:2] == ("update", "")
 
 
 def is_mixing(table: StepTable) -> bool:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-import numpy as np
-
 from traindiff.analyse.merge.distance import ESTIMATED_PERMUTED_NORMS, Pair, norms_apart
 from traindiff.analyse.merge.site import SiteKey
 from traindiff.analyse.noise.choices import TurnedChoices
@@ -21,9 +19,16 @@ from traindiff.analyse.noise.gradients import (
 )
 from traindiff.analyse.noise.measured import FEW, SAFETY, Calibration, StepNoise, basis
 from traindiff.analyse.noise.moments import MomentFloors, Moved
-from traindiff.analyse.noise.run_floors import FIRST_MOMENTS, LINEAR_STATE, RunFloors, at_the_beginning, is_quotient
+from traindiff.analyse.noise.run_floors import (
+    FIRST_MOMENTS,
+    LINEAR_STATE,
+    GradientsTogether,
+    RunFloors,
+    at_the_beginning,
+    is_quotient,
+)
 from traindiff.analyse.noise.uncalibrated import GAIN, SEEN_FLIPS, Floors
-from traindiff.core.summary import UNIT_ROUNDOFF, distance, finite_count, norm, rounding
+from traindiff.core.summary import UNIT_ROUNDOFF, finite_count, norm, rounding
 
 
 class SiteFloors:
@@ -85,8 +90,8 @@ class SiteFloors:
         self._coherent = CoherentErrors(self._terms, parameters)
         self._rounded = 0.0  # largest unit roundoff of the baseline so far in the step
         self._noise_flow = 0.0  # largest difference of a replica so far in the step
-        self._gradient_apart = self._gradient_size = self._gradient_change = 0.0  # of all gradients together
-        self._moved = math.sqrt(sum(float(norm(one.baseline.summary)) ** 2 for one in pairs if _is_update(one)))
+        self._together = GradientsTogether(run, pairs)
+        self.finish = self._together.finish
         self._seen: dict[str, Pair] = {}  # gradients, by parameter
         self._gradients: dict[str, float] = {}  # measured floors of gradients, by parameter
         self._alone = Floors(
@@ -224,7 +229,7 @@ class SiteFloors:
             self._run.states[key] = float(norm(pair.baseline.summary))
         elif key.phase == "grad" and key.slot == "grad":
             self._seen[key.path] = pair
-            self._learned(pair, norms_apart(pair) if key.path in self._run.permuted else size)
+            self._together.saw(pair, norms_apart(pair) if key.path in self._run.permuted else size)
         flows = key.phase in ("forward", "backward", "loss") or (key.phase == "grad" and not key.stage)
         if flows and expected is not None and math.isfinite(max(expected)):
             self._noise_flow = max(self._noise_flow, *expected)
@@ -242,22 +247,6 @@ class SiteFloors:
         self._parted = True
         if pair.baseline.key.phase in ("grad", "optimizer", "update"):
             self._run.disturbed.add(pair.baseline.key.path)
-
-    def _learned(self, pair: Pair, size: float) -> None:
-        whole = float(norm(pair.baseline.summary))
-        if math.isfinite(size) and not pair.baseline.key.stage:
-            self._gradient_apart = math.hypot(self._gradient_apart, size * whole)
-            self._gradient_size = math.hypot(self._gradient_size, whole)
-            if self._run.mixing:
-                path, summary = pair.baseline.key.path, pair.baseline.summary
-                if (before := self._run.latest.get(path)) is not None:
-                    self._gradient_change = math.hypot(self._gradient_change, float(distance(before, summary)))
-                self._run.latest[path] = np.array(summary)[()]  # a copy: a summary keeps its step's array in memory
-
-    def finish(self) -> None:
-        """Note the end of the step."""
-        if self._gradient_size:
-            self._run.learning_apart = max(self._run.learning_apart, self._gradient_apart / self._gradient_size)
 
     def saw_other_inputs(self, size: float, *, noise: bool = False) -> None:
         """Note that the batch, the random state or a choice differs by so much, and whether that may be noise."""
@@ -351,11 +340,13 @@ class SiteFloors:
             if key.slot.endswith("]") and int(pair.baseline.summary["count"]) == 1:
                 return math.inf  # LBFGS keeps lists of inner products, which may cancel; their vectors are judged
             if not is_quotient(key, self._run.adaptive):
-                return max(floors.state(key.path, dtypes) * self._shrunk(pair), self._mixed(pair))
+                return max(floors.state(key.path, dtypes) * self._shrunk(pair), self._together.floor(pair))
         if key.phase in ("optimizer", "update"):
             adaptive = key.path in self._run.adaptive
             floor = floors.update(key.path, dtypes[0], adaptive=adaptive, storage=self.storage(pair))
-            return max(floor, self._turned(pair, floors) if adaptive and not self._forced else 0.0, self._mixed(pair))
+            return max(
+                floor, self._turned(pair, floors) if adaptive and not self._forced else 0.0, self._together.floor(pair)
+            )
         return max(floors.activation(key.path.rpartition(".")[0], dtypes), self._summation(pair))  # a buffer
 
     def _summation(self, pair: Pair) -> float:
@@ -371,23 +362,6 @@ class SiteFloors:
         """Ratio by which a running average shrank in the step: its error was relative to its larger size."""
         size = float(norm(pair.baseline.summary))
         return max(1.0, self._run.states.get(pair.baseline.key, 0.0) / size) if size else 1.0
-
-    def _mixed(self, pair: Pair) -> float:
-        """Floor of what an optimizer computes from all gradients together; 0 if the optimizer does not.
-
-        LBFGS computes a direction from inner products of all gradients, and from the changes of gradients between
-        evaluations, whose relative error is larger by the norm of gradients over the norm of the change. The error of a
-        direction is spread over all parameters, so it is larger where a parameter's own part is small.
-        """
-        if not self._run.mixing:
-            return 0.0
-        size, change = self._gradient_size, self._gradient_change
-        if change:
-            self._run.canceled = max(self._run.canceled, size / change)
-        apart = max(self._run.learning_apart, self._gradient_apart / size if size else 0.0)
-        own = float(norm(pair.baseline.summary))
-        share = self._moved / own if _is_update(pair) and own else 1.0
-        return GAIN * self._run.canceled * max(apart, rounding(pair.baseline.dtype)) * max(1.0, share)
 
     def _turned(self, pair: Pair, floors: Floors) -> float:
         """Floor of an adaptive update whose elements flip where the gradient is only noise."""
@@ -406,10 +380,6 @@ class SiteFloors:
             return chosen
         turned = self._turned_signs.get(key._replace(phase="forward")) if self._leaky else None
         return max(chosen, floors.gated(pair.baseline.summary, pair.candidate.summary, turned))
-
-
-def _is_update(pair: Pair) -> bool:
-    return pair.baseline.key[:2] == ("update", "")
 
 
 def _enter(floors: Floors, key: SiteKey, size: float, *, flows: bool) -> None:
