@@ -52,7 +52,7 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
     command = f"{sys.executable} -W error -m traindiff show baseline -f csv | head -n 1"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=GOLDEN, timeout=60, check=True)
 
-    assert result.stdout.startswith("step,micro_step,rank")
+    assert result.stdout.startswith("step,evaluation,micro_step,rank")
     assert result.stderr == ""
 
 

@@ -158,7 +158,7 @@ def test_a_verdict_is_written_as_csv(traindiff: Traindiff) -> None:
 
     header, *rows = result.stdout.splitlines()
     assert result.exit_code == 1
-    assert header.startswith("step,micro_step,rank,phase,stage,site,slot")
+    assert header.startswith("step,evaluation,micro_step,rank,phase,stage,site,slot")
     assert any("The candidate's is 2 x the baseline's." in row for row in rows)
 
 

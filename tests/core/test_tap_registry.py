@@ -45,7 +45,7 @@ def _filed_under() -> set[str]:
 
 def test_every_name_that_faults_are_filed_under_is_a_tap_or_what_nothing_can_do_without() -> None:
     assert {"samples", "root_forward", "log"} <= _filed_under()
-    assert _filed_under() - LOSES.keys() == {"in_flight", "writer"}
+    assert _filed_under() - LOSES.keys() == {"describe", "in_flight", "writer"}
 
 
 def test_what_there_is_to_observe_is_the_phases_and_what_taps_have_of_their_own() -> None:

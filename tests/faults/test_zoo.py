@@ -17,7 +17,7 @@ LEGAL = {
     "dlrm": ("bag",),
 }
 FAULTS = {
-    "llama": ("norm-eps", "activation", "gradient-doubled", "learning-rate", "frozen"),
+    "llama": ("norm-eps", "activation", "gradient-doubled", "micro-batch-lost", "learning-rate", "frozen"),
     "moe": ("gradient-row-zero",),
     "resnet": ("evaluation-mode", "bias-lost"),
     "gan": ("gradient-negated",),

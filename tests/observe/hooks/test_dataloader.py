@@ -243,7 +243,7 @@ ODD: dict[str, tuple[Callable[[list[Any]], Any], Callable[[Any], Tensor], list[s
     "sparse": (
         lambda batch: (torch.stack([one for one, _ in batch]), torch.eye(len(batch)).to_sparse()),
         lambda batch: batch[0],
-        ["batch[0]", "batch[1]"],
+        ["batch[0]", "batch[1].indices", "batch[1].values"],
     ),
     "uneven": (
         lambda batch: (torch.stack([one for one, _ in batch]), torch.zeros(7, 2), torch.zeros(0)),

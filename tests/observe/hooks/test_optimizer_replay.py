@@ -295,6 +295,7 @@ def test_training_is_bitwise_the_same_with_replays(kind: type[Optimizer], tmp_pa
 
 class Progress:
     observing = True
+    evaluation = 0
 
     def __init__(self) -> None:
         self.steps: dict[str, int] = {}

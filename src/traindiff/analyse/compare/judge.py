@@ -11,7 +11,7 @@ from typing import Any
 from traindiff.analyse.align import exact
 from traindiff.analyse.align.two_runs import RUNS
 from traindiff.analyse.compare.bits import bit_difference
-from traindiff.analyse.compare.moved_moments import SYSTEMATIC
+from traindiff.analyse.compare.moved_moments import KIND as SYSTEMATIC
 from traindiff.analyse.compare.verdict import SiteDifference
 from traindiff.analyse.findings import UNJUDGED, Finding, SiteWord, word_of
 from traindiff.analyse.merge.distance import Pair, difference, same_bits, size_of

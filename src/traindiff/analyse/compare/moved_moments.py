@@ -7,7 +7,7 @@ from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.noise.moments import Moved
 from traindiff.core.summary import norm
 
-SYSTEMATIC = "systematic"
+KIND = "systematic"
 """Kind of a finding about a norm or a sum."""
 
 
@@ -19,7 +19,7 @@ def systematic(pair: Pair, moved: Moved) -> Diagnosis:
     if moved.statistic == "norm":
         factor = float(norm(candidate)) / float(norm(baseline))
         message = f"The norm is {factor:.6g} x the baseline's: {times}."
-        return Diagnosis(kind=SYSTEMATIC, message=message, evidence={**evidence, "factor": factor})
+        return Diagnosis(kind=KIND, message=message, evidence={**evidence, "factor": factor})
     sums = float(baseline["sum"]), float(candidate["sum"])
     message = f"The sum of all elements is {sums[1]:.6g}, and {sums[0]:.6g} in the baseline: {times}."
-    return Diagnosis(kind=SYSTEMATIC, message=message, evidence=evidence)
+    return Diagnosis(kind=KIND, message=message, evidence=evidence)
