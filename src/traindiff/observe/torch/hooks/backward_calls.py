@@ -42,6 +42,11 @@ def may_reach(roots: Iterable[Tensor], parameter_ids: Collection[int]) -> bool:
     return not reaches_others
 
 
+def reaches(roots: Iterable[Tensor], parameter_ids: Collection[int]) -> bool:
+    """True if a parameter is found in the graph of `roots`."""
+    return any(id(getattr(node, "variable", None)) in parameter_ids for node in nodes_of(roots))
+
+
 def nodes_of(roots: Iterable[Tensor]) -> Iterator[Any]:
     """Yield all nodes of the graph of some tensors."""
     waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
@@ -93,6 +98,8 @@ class _Listener:
         progress, chunk = self._sink.progress, self._sink.progress.chunk
         if not (self._observe_loss and progress.observing):
             return
+        if not progress.forward_done and not reaches(roots, self._context.targets.leaf_ids):
+            return  # compiled code of another model, or of a copy, may look like that of this one
         if chunk is not None and not chunk.is_last:
             return  # this pipeline stage continues from the gradients of the next one
         for root in roots:
