@@ -13,7 +13,7 @@ LEGAL = {
     "llama": ("again", "linear-rows", "accumulated-unequal", "fused-projections"),
     "moe": ("linear-columns",),
     "resnet": ("channels-last",),
-    "gan": ("again", "optimizer-for-loop"),
+    "gan": ("again", "linear-rows"),
     "dlrm": ("bag",),
 }
 FAULTS = {

@@ -74,6 +74,7 @@ def terms_by_module(pairs: Iterable[Pair], norms: Mapping[str, str] = NO_NORMS) 
     found: dict[str, Terms] = {}
     channels: dict[str, int] = {}
     summed: dict[str, float] = {}
+    pairs = list(pairs)
     for pair in pairs:
         key, summary = pair.baseline.key, pair.baseline.summary
         if key.slot == "buffer" and key.path.endswith(".running_mean") and pair.baseline.shape:
@@ -89,7 +90,24 @@ def terms_by_module(pairs: Iterable[Pair], norms: Mapping[str, str] = NO_NORMS) 
     for path, number in channels.items():
         if path in found:
             summed.setdefault(path, found[path].count / number)
+    found = {**_by_weights(pairs), **found}
     return {path: replace(terms, summed=summed.get(path, 0.0)) for path, terms in found.items()}
+
+
+def _by_weights(pairs: Iterable[Pair]) -> dict[str, Terms]:
+    """Estimates of the terms by the gradient of the module's weight, for backward passes that are not observed.
+
+    The gradient of an output is not observed if the forward pass belongs to the step of another optimizer, as that of
+    a GAN's generator does. The weight's gradient sums the same terms, each times an input. With inputs of unit size its
+    norm is sqrt(inputs) times that of the sum. So a bias before a norm, whose gradient is mathematically zero, still
+    shows: in a generator before BatchNorm, its gradient is 1e-7 of the weight's.
+    """
+    return {
+        key.path.rpartition(".")[0]: Terms(norm=float(norm(pair.baseline.summary)) / math.sqrt(inputs), count=shape[0])
+        for pair in pairs
+        if (key := pair.baseline.key).phase == "grad" and key.path.endswith(".weight") and not key.stage
+        and len(shape := pair.baseline.shape) > 1 and shape[0] and (inputs := math.prod(shape[1:]))
+    }  # fmt: skip
 
 
 def summed_rows(pair: Pair, terms: Mapping[str, Terms]) -> float:
