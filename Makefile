@@ -89,7 +89,7 @@ format: $(VENV)/ready
 	$(BIN)/ruff check --fix .
 
 unit: $(VENV)/ready
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal --ignore tests/no_torch --ignore tests/package \
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --ignore tests/no_torch --ignore tests/package \
 		-m "not deepspeed and not release"
 
 no-torch: $(LIGHT)/ready
