@@ -1,10 +1,8 @@
 """A sample of the zoo, of trainings that other people designed; `make zoo` tries all of it."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from benchmarks.zoo.faults import faults
 from benchmarks.zoo.legal import variations
 from benchmarks.zoo.measure import ZOO, Bench, outcome
@@ -23,14 +21,6 @@ FAULTS = {
     "gan": ("gradient-negated",),
     "dlrm": ("low-precision", "stray-write"),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("training", LEGAL)

@@ -119,6 +119,9 @@ class RunningComparison:
         baseline, candidate = runs.runs
         self._facts = (run_facts(baseline), run_facts(candidate, rename))
         self._both = BothRuns(self._facts)
+        modules = self._facts[0].modules
+        self._leaky = not _LEAKY.isdisjoint(modules.values())
+        self._norms = {path: name for path, name in modules.items() if _OVER_POSITIONS.search(name)}
         contents = [[run.rank_content(rank) for rank in run.ranks] for run in runs.runs]
         self._configurations = Configurations(contents[0], contents[1], rename)
         self._forced = bool(candidate.run.get("forced_by"))
@@ -278,8 +281,8 @@ class RunningComparison:
                 evaluation=given.evaluation,
                 whole=whole,
                 carried=clip_coefficient(clipped[0]) / scales[1],
-                leaky=not _LEAKY.isdisjoint(self._facts[0].modules.values()),
-                norms={path: name for path, name in self._facts[0].modules.items() if _OVER_POSITIONS.search(name)},
+                leaky=self._leaky,
+                norms=self._norms,
             ),
         )
         if agreed and self._judge.findings and not is_uncalled(self._judge.findings[0]):

@@ -102,13 +102,14 @@ class StepJudge:
         found: list[Finding | None] = []
         gradients: list[Pair] = []
         drawn = {finding.order for finding in self._given.found if finding.kind == "random-state"}
+        first_drawn = min(drawn, default=math.inf)
         first: Finding | None = None
         for pair in self._given.pairs:
             key = pair.baseline.key
             compared = key.path != "rng" or pair.baseline.order in drawn  # a state that nothing draws from is of no use
             if compared and self._judge.see_bits(pair, self._given.step, micro_steps=self._given.micro_steps):
                 first = self._judge.first_bit_difference
-            if pair.baseline.order >= min(drawn, default=math.inf):
+            if pair.baseline.order >= first_drawn:
                 self._floors.saw_other_inputs(math.inf)  # what comes before does not follow from what is drawn
             judged_together = key.phase == "grad" and key.slot == "grad" and key.stage != "micro"
             if gradients and not (judged_together and key.stage == gradients[0].baseline.key.stage):
