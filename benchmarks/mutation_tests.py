@@ -89,9 +89,10 @@ def measure(tests: Sequence[str], source: Path) -> Measured:
         SystemExit: Some fail as it is.
     """
     with TemporaryDirectory() as directory:
-        file = Path(directory) / "measured.json"
-        if waited(forked(lambda: _measure(tests, source, file))):
-            raise SystemExit(f"{' '.join(tests)} do not pass as they are; nothing was measured.")
+        file, output = Path(directory) / "measured.json", Path(directory) / "output"
+        if waited(forked(lambda: _measure(tests, source, file), output)):
+            print(output.read_text(errors="replace"), file=sys.stderr)
+            raise SystemExit(f"{' '.join(tests)} do not pass as they are (above); nothing was measured.")
         seconds, lines = json.loads(file.read_text())
     return Measured(
         seconds=seconds,
@@ -130,15 +131,15 @@ def start(mutant: Mutant, tests: Sequence[str], module: str, *, seconds: float) 
     return forked(run)
 
 
-def forked(run: Callable[[], int]) -> int:
-    """Begin to run something in a fork, whose exit status it returns; its id."""
+def forked(run: Callable[[], int], output: Path = Path(os.devnull)) -> int:
+    """Begin to run something in a fork, whose exit status it returns and whose output goes to a file; its id."""
     process = os.fork()
     if process == 0:
         status = 1
         try:
-            with open(os.devnull, "w") as nowhere:  # noqa: PTH123
-                os.dup2(nowhere.fileno(), 1)
-                os.dup2(nowhere.fileno(), 2)
+            with output.open("w") as written:
+                os.dup2(written.fileno(), 1)
+                os.dup2(written.fileno(), 2)
             status = run()
         finally:
             os._exit(status)
