@@ -3,11 +3,14 @@
 Each training is recorded with three replicas. Each legal variation and each fault is compared with it: free (without
 the replicas), calibrated (with them), and forced (the step of the fault, or the last step, run again with every tensor
 overwritten by the baseline's after it was observed).
+
+The whole zoo takes hours: with `--kept FILE`, what was measured is kept there, and is not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
 import traceback
@@ -15,7 +18,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stderr
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from io import StringIO
 from pathlib import Path
@@ -41,6 +44,7 @@ from traindiff.run.verify.runs import REPLICAS, Runs
 RESULTS = Path(__file__).parent.with_name("ZOO.md")
 ZOO = {one.name: one for one in (*LANGUAGE, *VISION, *OTHERS)}
 PRECISIONS = ("float32", "bfloat16", "autocast")
+_MODES = ("free", "calibrated", "forced")
 RIGHT = ("identical", "equivalent")
 """Verdicts of legal variations."""
 
@@ -191,14 +195,14 @@ def said(comparison: Comparison) -> str:
     return file.getvalue()
 
 
-def measured(
-    training: str, precision: str, names: str, modes: tuple[str, ...], kinds: tuple[str, ...]
-) -> list[Outcome]:
-    """The outcomes of one training in one precision, in a process of its own."""
+def measured(training: str, precision: str, mode: str, names: str, kinds: str) -> tuple[float, list[Outcome]]:
+    """The outcomes of one training in one precision and mode, in a process of its own; and the seconds it took."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    began = perf_counter()
     with redirect_stderr(StringIO()):
-        return list(outcomes(ZOO[training].but(precision=precision), names, modes, kinds=kinds))
+        found = list(outcomes(ZOO[training].but(precision=precision), names, [mode], kinds=kinds.split(",")))
+    return perf_counter() - began, found
 
 
 def main() -> None:
@@ -207,32 +211,54 @@ def main() -> None:
     parser.add_argument("--trainings", default=",".join(ZOO), help="names of trainings, separated by commas")
     parser.add_argument("--only", default="", help="variations and faults whose name contains this")
     parser.add_argument("--precisions", default=",".join(PRECISIONS))
-    parser.add_argument("--modes", default="free,calibrated,forced")
+    parser.add_argument("--modes", default=",".join(_MODES))
     parser.add_argument("--kinds", default="legal,fault")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--kept", type=Path, help="a file (JSON lines) of what was measured; not measured again")
     parser.add_argument("--texts", type=Path, help="a file for what was said, where it is not right")
     given = parser.parse_args()
-    began = perf_counter()
-    found: list[Outcome] = []
+    wanted = {
+        (training, precision, mode, given.only, given.kinds)
+        for precision in given.precisions.split(",")
+        for mode in given.modes.split(",")
+        for training in given.trainings.split(",")
+    }
+    kept = _kept(given.kept)
+    found = [one for part in sorted(kept.keys() & wanted) for one in kept[part][1]]
+    seconds = sum(kept[part][0] for part in kept.keys() & wanted)
+    left = wanted - kept.keys()
     with ProcessPoolExecutor(given.workers) as pool:
-        jobs = [
-            pool.submit(
-                measured, training, precision, given.only, tuple(given.modes.split(",")), tuple(given.kinds.split(","))
-            )
-            for training in given.trainings.split(",")
-            for precision in given.precisions.split(",")
-        ]
+        jobs = {
+            pool.submit(measured, *part): part
+            for part in sorted(left, key=lambda part: (_MODES.index(part[2]), PRECISIONS.index(part[1]), part[0]))
+        }
         for job in as_completed(jobs):
-            found += job.result()
-            for one in job.result():
+            taken, outcomes_of_part = job.result()
+            found += outcomes_of_part
+            seconds += taken
+            if given.kept:
+                with given.kept.open("a", encoding="utf-8") as file:
+                    print(json.dumps([jobs[job], taken, [asdict(one) for one in outcomes_of_part]]), file=file)
+            print(f"{len(left) - sum(not one.done() for one in jobs)} of {len(left)}, {taken:.0f} s", flush=True)
+            for one in outcomes_of_part:
                 print(one.line(), flush=True)
                 if given.texts and one.line().startswith("!!"):
                     with given.texts.open("a", encoding="utf-8") as file:
                         file.write(f"{one.line()}\n\n{one.text}\n\n{'=' * 80}\n")
-    page = report(found, seconds=perf_counter() - began)
+    page = report(found, seconds=seconds)
     print(page)
-    if all(getattr(given, name) == parser.get_default(name) for name in ("trainings", "only", "precisions", "modes")):
+    if all(
+        getattr(given, name) == parser.get_default(name)
+        for name in ("trainings", "only", "precisions", "modes", "kinds")
+    ):
         RESULTS.write_text(page, encoding="utf-8")
+
+
+def _kept(file: Path | None) -> dict[tuple[str, ...], tuple[float, list[Outcome]]]:
+    """What was measured before, by the arguments of `measured`: seconds, and the outcomes."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file and file.exists() else []
+    parts = map(json.loads, lines)
+    return {tuple(part): (seconds, [Outcome(**one) for one in outcomes]) for part, seconds, outcomes in parts}
 
 
 def report(found: list[Outcome], *, seconds: float) -> str:
@@ -242,13 +268,13 @@ def report(found: list[Outcome], *, seconds: float) -> str:
         "# The zoo: what traindiff says of trainings of other people's design",
         "",
         f"Written by `make zoo` on {datetime.now(UTC):%Y-%m-%d}. {machine()}. {len(trainings)} trainings, "
-        f"{len(found):,} comparisons in {seconds:.0f} s.",
+        f"{len(found):,} comparisons, {seconds:.0f} s of one core.",
         "",
         "| precision | mode | legal variations | false alarms | faults | found | located | explained |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for precision in PRECISIONS:
-        for mode in ("free", "calibrated", "forced"):
+        for mode in _MODES:
             these = [
                 one for one in found
                 if (one.precision, one.mode) == (precision, mode) and one.verdict != "refused"
