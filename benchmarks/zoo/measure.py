@@ -21,6 +21,7 @@ from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from io import StringIO
+from itertools import product
 from pathlib import Path
 from time import perf_counter
 
@@ -195,13 +196,15 @@ def said(comparison: Comparison) -> str:
     return file.getvalue()
 
 
-def measured(training: str, precision: str, mode: str, names: str, kinds: str) -> tuple[float, list[Outcome]]:
-    """The outcomes of one training in one precision and mode, in a process of its own; and the seconds it took."""
+def measured(
+    training: str, precision: str, names: str, kinds: str, modes: tuple[str, ...]
+) -> tuple[float, list[Outcome]]:
+    """The outcomes of one training in one precision, in a process of its own; and the seconds it took."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     began = perf_counter()
     with redirect_stderr(StringIO()):
-        found = list(outcomes(ZOO[training].but(precision=precision), names, [mode], kinds=kinds.split(",")))
+        found = list(outcomes(ZOO[training].but(precision=precision), names, modes, kinds=kinds.split(",")))
     return perf_counter() - began, found
 
 
@@ -217,30 +220,28 @@ def main() -> None:
     parser.add_argument("--kept", type=Path, help="a file (JSON lines) of what was measured; not measured again")
     parser.add_argument("--texts", type=Path, help="a file for what was said, where it is not right")
     given = parser.parse_args()
-    wanted = {
-        (training, precision, mode, given.only, given.kinds)
-        for precision in given.precisions.split(",")
-        for mode in given.modes.split(",")
-        for training in given.trainings.split(",")
-    }
+    modes = given.modes.split(",")
     kept = _kept(given.kept)
-    found = [one for part in sorted(kept.keys() & wanted) for one in kept[part][1]]
-    seconds = sum(kept[part][0] for part in kept.keys() & wanted)
-    left = wanted - kept.keys()
+    found: list[Outcome] = []
+    seconds, left = 0.0, {}
+    for training, precision in product(given.trainings.split(","), given.precisions.split(",")):
+        part = (training, precision, given.only, given.kinds)
+        taken, before = kept.get(part, (0.0, {}))
+        found += [one for mode in modes for one in before.get(mode, ())]
+        seconds += taken
+        left[part] = tuple(mode for mode in modes if mode not in before)
+    left = {part: missing for part, missing in left.items() if missing}
     with ProcessPoolExecutor(given.workers) as pool:
-        jobs = {
-            pool.submit(measured, *part): part
-            for part in sorted(left, key=lambda part: (_MODES.index(part[2]), PRECISIONS.index(part[1]), part[0]))
-        }
-        for job in as_completed(jobs):
-            taken, outcomes_of_part = job.result()
-            found += outcomes_of_part
+        jobs = {pool.submit(measured, *part, missing): (part, missing) for part, missing in left.items()}
+        for number, job in enumerate(as_completed(jobs), 1):
+            taken, measured_now = job.result()
+            found += measured_now
             seconds += taken
             if given.kept:
                 with given.kept.open("a", encoding="utf-8") as file:
-                    print(json.dumps([jobs[job], taken, [asdict(one) for one in outcomes_of_part]]), file=file)
-            print(f"{len(left) - sum(not one.done() for one in jobs)} of {len(left)}, {taken:.0f} s", flush=True)
-            for one in outcomes_of_part:
+                    print(json.dumps([*jobs[job], taken, [asdict(one) for one in measured_now]]), file=file)
+            print(f"{number} of {len(left)}, {taken:.0f} s", flush=True)
+            for one in measured_now:
                 print(one.line(), flush=True)
                 if given.texts and one.line().startswith("!!"):
                     with given.texts.open("a", encoding="utf-8") as file:
@@ -254,11 +255,15 @@ def main() -> None:
         RESULTS.write_text(page, encoding="utf-8")
 
 
-def _kept(file: Path | None) -> dict[tuple[str, ...], tuple[float, list[Outcome]]]:
-    """What was measured before, by the arguments of `measured`: seconds, and the outcomes."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file and file.exists() else []
-    parts = map(json.loads, lines)
-    return {tuple(part): (seconds, [Outcome(**one) for one in outcomes]) for part, seconds, outcomes in parts}
+def _kept(file: Path | None) -> dict[tuple[str, ...], tuple[float, dict[str, list[Outcome]]]]:
+    """What was measured before, by the first arguments of `measured`: seconds, and by mode the outcomes."""
+    kept: dict[tuple[str, ...], tuple[float, dict[str, list[Outcome]]]] = {}
+    for line in file.read_text(encoding="utf-8").splitlines() if file and file.exists() else []:
+        part, modes, taken, outcomes_of_part = json.loads(line)
+        seconds, by_mode = kept.get(tuple(part), (0.0, {}))
+        by_mode |= {mode: [Outcome(**one) for one in outcomes_of_part if one["mode"] == mode] for mode in modes}
+        kept[tuple(part)] = seconds + taken, by_mode
+    return kept
 
 
 def report(found: list[Outcome], *, seconds: float) -> str:
