@@ -49,9 +49,13 @@ class ForcedStep:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Settings of each run; the step before is recorded too, because it ends with the state before this step."""
+        """Settings of each run.
+
+        The step before is recorded too, because it ends with the state before this step. So is what follows in the same
+        batch: of several optimizers, the first to step ends the recorded step, and others step after it.
+        """
         dtype = None if self.precision == NATIVE else getattr(torch, self.precision)
-        steps = f"{max(0, self.step - 1)}-{self.step}"
+        steps = f"{max(0, self.step - 1)}-{self.step + 1}"
         zoomed = {"operators": self.operators} if self.operators else {}
         return {"num_steps": self.step + 1, "precision": dtype, "steps": steps, **zoomed}
 
@@ -135,7 +139,8 @@ def pin_down(
     """
     settings = {**given.settings, **({"operators": operators} if operators else {})}
     found = runs.run(candidate, f"{given.directory}/candidate", setup=setup, forced_by=given.baseline, **settings)
-    comparison = compare(given.baseline, found, noise=given.noise, rename=rename, steps=str(given.step))
+    steps = f"{given.step}-{given.step + 1}"
+    comparison = compare(given.baseline, found, noise=given.noise, rename=rename, steps=steps)
     return Pinned(step=given.step, precision=given.precision, comparison=comparison)
 
 

@@ -44,6 +44,8 @@ class ModelStateTap:
         self._sink = context.sink
         self._seen: dict[str, tuple[ReferenceType[Tensor], int]] = {}
         self._recorded_step = -2
+        self._found_by: dict[str, int] = {}  # by path: the step of its optimizer before which it was recorded
+        self._looked_after = 0  # steps of optimizers
         self._training = {path: module.training for path, module in context.targets.modules.items()}
 
     def before_step(self) -> None:
@@ -53,8 +55,6 @@ class ModelStateTap:
         if not progress.observing or inside_transform():  # `torch.func` puts its own tensors in place of the model's
             return
         if self._recorded_step in recorded:
-            if not self._context.before_every_step and self._computes_with_parameters:
-                self._edited_parameters()
             if progress.step & (progress.step - 1) == 0:
                 self._parameters_before(self._held_by_none())
             return
@@ -68,17 +68,33 @@ class ModelStateTap:
     def _parameters_before(self, paths: Collection[str]) -> None:
         """Record the parameters with these paths as the step finds them."""
         holders = {id(holder): holder for path, holder in self._context.targets.parameters.items() if path in paths}
+        optimizers = self._context.optimizers
+        # Each optimizer counts its own steps. Of several, only the first to step ends the recorded step.
+        counts = {piece.path: name for name, one in optimizers.items() for _, _, held in one.held() for piece in held}
         for parameter in holders.values():
             pieces = [piece for piece in self._context.targets.pieces_of(parameter) or () if piece.path in paths]
-            emit_pieces(self._sink, parameter, pieces, phase="param", slot="value", stage="before")
+            for piece in pieces:
+                name = counts.get(piece.path)
+                number = self._sink.progress.steps.get(name, 0) if name else self._sink.progress.step
+                if self._found_by.get(piece.path) != number:
+                    self._found_by[piece.path] = number
+                    emit_pieces(
+                        self._sink, parameter, [piece], phase="param", slot="value", stage="before", optimizer=name
+                    )
 
     def before_forward(self) -> None:
-        """Record which modules are in training mode, as far as that has changed since the last pass with gradients.
+        """Record which parameters were edited since an optimizer stepped, and which modules are in training mode.
 
-        A mode may change inside a step: with several optimizers, the steps of one end in the middle of the loop.
+        Modes are recorded as far as they have changed since the last pass with gradients. That may be inside a step:
+        with several optimizers, the steps of one end in the middle of the loop.
         """
-        if not self._sink.progress.observing or not torch.is_grad_enabled():
+        progress = self._sink.progress
+        if not progress.observing or not torch.is_grad_enabled():
             return
+        steps = sum(progress.steps.values())
+        if steps != self._looked_after and not self._context.before_every_step and self._computes_with_parameters:
+            self._looked_after = steps
+            self._edited_parameters()
         for path, module in self._context.targets.modules.items():
             if self._training.get(path) is not module.training:
                 self._training[path] = module.training
@@ -93,9 +109,11 @@ class ModelStateTap:
 
     def _edited_parameters(self) -> None:
         with self._sink.together():
-            for tap in self._context.optimizers.values():
+            for name, tap in self._context.optimizers.items():
                 for parameter, pieces in tap.marks.edited():
-                    emit_pieces(self._sink, parameter, pieces, phase="param", slot="value", stage=EDITED)
+                    emit_pieces(
+                        self._sink, parameter, pieces, phase="param", slot="value", stage=EDITED, optimizer=name
+                    )
 
     def _held_by_none(self) -> Collection[str]:
         """Paths of the parameters that require a gradient and that no optimizer holds; none without optimizers."""

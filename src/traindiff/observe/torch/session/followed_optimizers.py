@@ -112,9 +112,15 @@ class FollowedOptimizers:
                 self._attach_again(name)
 
     def _look_for_evaluation(self) -> None:
-        """Begin another evaluation of the step if the training has moved the parameters since the backward pass."""
+        """Begin another evaluation of the step if the training has moved the parameters since the backward pass.
+
+        If another optimizer has stepped since, the loop is past the evaluations: parameters were moved between two steps.
+        """
         progress = self._context.sink.progress
         tap = self.taps.get(progress.optimizer)
+        others = (number for name, number in self._stepped_after.items() if name != progress.optimizer)
+        if self._num_backward in others:
+            return
         # An engine may exchange parameters for its own at any time.
         exchanges = list(self._targets.layout.flat) or self._targets.gathering or isinstance(tap, EngineOptimizerTap)
         if tap is not None and progress.chunk is None and torch.is_grad_enabled() and not exchanges:
