@@ -108,6 +108,37 @@ def test_several_optimizers_and_closures_are_no_edits(tmp_path: Path) -> None:
     assert edited(tmp_path / "closure") == []
 
 
+def adversaries(path: Path, edit: Edit = nothing) -> Path:
+    """A loop in which the recorded step of one optimizer ends before another optimizer steps."""
+    torch.manual_seed(0)
+    models = nn.ModuleDict({"critic": nn.Linear(4, 1), "maker": nn.Linear(3, 4)})
+    optimizers = {name: torch.optim.Adam(model.parameters(), lr=1e-2) for name, model in models.items()}
+    with traindiff.record(path, models, optimizers):
+        for step in range(6):
+            made = models["maker"](torch.randn(8, 3, generator=torch.Generator().manual_seed(step)))
+            for name, score in (("critic", models["critic"](made.detach())), ("maker", None)):
+                optimizers[name].zero_grad()
+                (models["critic"](made) if score is None else score).square().mean().backward()
+                optimizers[name].step()
+            if step == 2:
+                edit(models)
+    return path
+
+
+@pytest.mark.parametrize("edited_path", ["critic.weight", "maker.bias"])
+def test_an_edit_after_the_step_of_another_optimizer_is_no_evaluation(tmp_path: Path, edited_path: str) -> None:
+    def edit(models: nn.Module) -> None:
+        with torch.no_grad():
+            models.get_parameter(edited_path).view(-1)[1] += 0.5
+
+    right, wrong = adversaries(tmp_path / "right"), adversaries(tmp_path / "wrong", edit)
+    assert (edited(right), edited(wrong)) == ([], [(3, edited_path)])
+    first = traindiff.compare(right, wrong).first_divergence
+    assert first is not None
+    assert (first.step, first.phase, first.path, first.kind) == (3, "param", edited_path, "edited")
+    assert {seen.evaluation for seen, _ in rows(wrong, phase="loss")} == {0}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.complex64])
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (33, 31), (63, 257), (129, 4, 65)])
 def test_a_mark_shows_every_changed_element(dtype: torch.dtype, shape: tuple[int, ...]) -> None:

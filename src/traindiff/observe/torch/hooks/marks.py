@@ -57,8 +57,9 @@ class Marks:
         self._held = []
 
     def edited(self) -> Iterator[tuple[Tensor, Sequence[Piece]]]:
-        """The parameters that have other bits now, with their pieces."""
-        for held, pieces, mark in self._held:
+        """The parameters that got other bits since they were marked, with their pieces. They are marked again."""
+        for number, (held, pieces, before) in enumerate(self._held):
             parameter = held()
-            if parameter is not None and mark_of(parameter) != mark:
+            if parameter is not None and (now := mark_of(parameter)) != before and now is not None:
+                self._held[number] = held, pieces, now
                 yield parameter, pieces

@@ -44,7 +44,7 @@ class ModelStateTap:
         self._sink = context.sink
         self._seen: dict[str, tuple[ReferenceType[Tensor], int]] = {}
         self._recorded_step = -2
-        self._found_by: dict[str, int] = {}  # by path: the step of its optimizer before which it was recorded
+        self._found_by: dict[str, int] = {}  # by path: the step of its optimizer before which it was last recorded
         self._looked_after = 0  # steps of optimizers
         self._training = {path: module.training for path, module in context.targets.modules.items()}
 
@@ -68,19 +68,23 @@ class ModelStateTap:
     def _parameters_before(self, paths: Collection[str]) -> None:
         """Record the parameters with these paths as the step finds them."""
         holders = {id(holder): holder for path, holder in self._context.targets.parameters.items() if path in paths}
-        optimizers = self._context.optimizers
-        # Each optimizer counts its own steps. Of several, only the first to step ends the recorded step.
-        counts = {piece.path: name for name, one in optimizers.items() for _, _, held in one.held() for piece in held}
+        progress, optimizers = self._sink.progress, self._context.optimizers
+        stepped = {
+            piece.path: (name, progress.steps.get(name, 0))
+            for name, one in optimizers.items()
+            for _, _, held in one.held()
+            for piece in held
+        }
         for parameter in holders.values():
-            pieces = [piece for piece in self._context.targets.pieces_of(parameter) or () if piece.path in paths]
-            for piece in pieces:
-                name = counts.get(piece.path)
-                number = self._sink.progress.steps.get(name, 0) if name else self._sink.progress.step
-                if self._found_by.get(piece.path) != number:
+            for piece in self._context.targets.pieces_of(parameter) or ():
+                # Of several optimizers, the first to step ends the recorded step, and others step after it.
+                name, number = stepped.get(piece.path, (progress.optimizer, progress.step))
+                if piece.path in paths and self._found_by.get(piece.path) != number:
                     self._found_by[piece.path] = number
                     emit_pieces(
-                        self._sink, parameter, [piece], phase="param", slot="value", stage="before", optimizer=name
-                    )
+                        self._sink, parameter, [piece], phase="param", slot="value", stage="before",
+                        optimizer=None if number == progress.step else name,
+                    )  # fmt: skip
 
     def before_forward(self) -> None:
         """Record which parameters were edited since an optimizer stepped, and which modules are in training mode.
@@ -92,7 +96,7 @@ class ModelStateTap:
         if not progress.observing or not torch.is_grad_enabled():
             return
         steps = sum(progress.steps.values())
-        if steps != self._looked_after and not self._context.before_every_step and self._computes_with_parameters:
+        if steps != self._looked_after and self._may_look:
             self._looked_after = steps
             self._edited_parameters()
         for path, module in self._context.targets.modules.items():
@@ -102,18 +106,18 @@ class ModelStateTap:
                 self._sink.emit(flag, phase="forward", path=path, slot="training", stage=MODE, call=call)
 
     @property
-    def _computes_with_parameters(self) -> bool:
-        """False if an engine exchanges parameters for its own between steps."""
+    def _may_look(self) -> bool:
+        """False if others exchange parameters between steps: teacher forcing, an engine, or a transform."""
         targets = self._context.targets
-        return not (list(targets.layout.flat) or targets.gathering)
+        return not (
+            self._context.before_every_step or list(targets.layout.flat) or targets.gathering or inside_transform()
+        )
 
     def _edited_parameters(self) -> None:
         with self._sink.together():
-            for name, tap in self._context.optimizers.items():
+            for tap in self._context.optimizers.values():
                 for parameter, pieces in tap.marks.edited():
-                    emit_pieces(
-                        self._sink, parameter, pieces, phase="param", slot="value", stage=EDITED, optimizer=name
-                    )
+                    emit_pieces(self._sink, parameter, pieces, phase="param", slot="value", stage=EDITED)
 
     def _held_by_none(self) -> Collection[str]:
         """Paths of the parameters that require a gradient and that no optimizer holds; none without optimizers."""
