@@ -114,7 +114,7 @@ class FollowedOptimizers:
     def _look_for_evaluation(self) -> None:
         """Begin another evaluation of the step if the training has moved the parameters since the backward pass.
 
-        If another optimizer has stepped since, the loop is past the evaluations: something moved them between two steps.
+        If another optimizer has stepped since, the loop is past the evaluations: something moved them between steps.
         """
         progress = self._context.sink.progress
         tap = self.taps.get(progress.optimizer)
