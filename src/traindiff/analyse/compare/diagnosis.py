@@ -102,7 +102,7 @@ def scaled(case: Case) -> Diagnosis | None:
     meaning = factor_meaning(s, case.micro_steps, case.ranks, case.factors)
     return Diagnosis(
         kind="scale",
-        message=f"The candidate's is {factor_text(s)} x the baseline's{meaning}.",
+        message=f"The candidate's is {factor_text(s, left_over)} x the baseline's{meaning}.",
         evidence={"factor": s, "residual": left_over},
     )
 

@@ -15,8 +15,10 @@ from traindiff.analyse.merge.site import MergedSite
 from traindiff.core.summary import UNIT_ROUNDOFF
 
 
-def factor_text(value: float) -> str:
-    """A factor with enough digits to tell it from 1."""
+def factor_text(value: float, error: float = 0.0) -> str:
+    """A factor with enough digits to tell it from 1; a whole number if it is one within its relative error."""
+    if 1.5 < abs(value) < 1e6 and abs(value / round(value) - 1.0) <= error:
+        return f"{round(value)}"
     return (
         f"{value:.4g}"
         if abs(value - 1.0) > 5e-4

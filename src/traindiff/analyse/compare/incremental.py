@@ -141,6 +141,8 @@ class RunningComparison:
         """Compare one step of both runs (see `TwoRuns.pair`); None if it was not compared."""
         given = self.runs.pair(baseline, candidate)
         if given is None:
+            if baseline is not None:
+                self._judge.remember(baseline.optimizer, baseline.table.values())
             return None
         assert baseline is not None
         assert candidate is not None

@@ -16,7 +16,7 @@ from traindiff.analyse.compare.verdict import SiteDifference
 from traindiff.analyse.findings import UNJUDGED, Finding, SiteWord, word_of
 from traindiff.analyse.merge.distance import Pair, difference, same_bits, size_of
 from traindiff.analyse.merge.history import DifferenceHistory
-from traindiff.analyse.merge.site import GRADIENT_NORM, SiteKey, StepTable, finding_at
+from traindiff.analyse.merge.site import GRADIENT_NORM, MergedSite, SiteKey, StepTable, finding_at
 from traindiff.analyse.noise.run_floors import RunFloors
 from traindiff.analyse.noise.tolerance import Tolerances
 from traindiff.analyse.rules import RULES, RunFacts
@@ -87,6 +87,14 @@ class Judge:
         self._found: dict[tuple[SiteKey, str], Finding] = {}
         self._counted: dict[tuple[SiteKey, str], int] = {}  # the step that was counted last
         self._noted: dict[SiteKey, tuple[int, bool]] = {}  # the step that was noted last, and whether it was identical
+
+    def remember(self, optimizer: str, entries: Iterable[MergedSite]) -> None:
+        """Note what the baseline computed in a step of an optimizer, whether that was compared or not."""
+        self.previous[optimizer] = {
+            entry.key: entry.summary
+            for entry in entries
+            if entry.key.phase in ("forward", "backward", "grad", "optimizer") and not entry.unobserved
+        }
 
     @property
     def findings(self) -> tuple[Finding, ...]:

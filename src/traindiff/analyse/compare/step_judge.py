@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from traindiff.analyse.align import exact
@@ -29,7 +29,7 @@ from traindiff.analyse.noise.gradients import common_factor
 from traindiff.analyse.noise.moments import Moved
 from traindiff.analyse.noise.site_floors import SiteFloors
 from traindiff.core.observation import is_of_evaluation
-from traindiff.core.summary import nonfinite_count, norm
+from traindiff.core.summary import nonfinite_count, norm, rounding
 
 LOGGED = "logged"
 """Slot of the numbers that a training reports."""
@@ -62,11 +62,7 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
             for finding in found
         ]
     judge.add(found)
-    judge.previous[given.optimizer] = {
-        pair.baseline.key: pair.baseline.summary
-        for pair in given.pairs
-        if pair.baseline.key.phase in ("forward", "backward", "grad", "optimizer")
-    }
+    judge.remember(given.optimizer, (pair.baseline for pair in given.pairs))
     return found
 
 
@@ -214,7 +210,7 @@ class StepJudge:
         floors = {pair.baseline.key: self._floors.of(pair) for pair in pairs}
         self._mixture = common_mixture(pairs, self._previous)
         by_user = self._judge.floor(pairs[0], math.nan) >= 0
-        factor = None if by_user or self._mixture else common_factor(pairs, floors)
+        factor, limits = (None, {}) if by_user or self._mixture else self._common_factor(pairs, floors)
         found: list[Finding] = []
         seen: list[tuple[Pair, float]] = []
         for pair in pairs:
@@ -236,9 +232,27 @@ class StepJudge:
         if not found and self._judge.absent:
             return []  # clipping to a norm that lacks a gradient
         if not found:
-            return [self._all_gradients(pairs, factor, floors)]
+            # Clipping may round the norm of all gradients to the dtype of each: by at most one unit in the last place.
+            rounds = limits is not floors and abs(factor - 1.0) <= 2.0 * rounding(pairs[0].baseline.dtype)
+            return [] if rounds else [self._all_gradients(pairs, factor, limits)]
         aside = f" (All other gradients are {factor_text(factor)} x the baseline's, as clipping to a norm makes them.)"
         return [replace(finding, message=finding.message + aside) for finding in found]
+
+    def _common_factor(
+        self, pairs: Sequence[Pair], floors: Mapping[SiteKey, float]
+    ) -> tuple[float | None, Mapping[SiteKey, float]]:
+        """The factor that most gradients share, if any, and the floors above which it is: of elements, or of norms."""
+        fits = [best_fit(pair.baseline, pair.candidate)[0] for pair in pairs]
+        factor = common_factor(fits, [floors[pair.baseline.key] for pair in pairs])
+        if factor is not None:
+            return factor, floors
+        limits = {
+            pair.baseline.key: (limit, float(norm(pair.candidate.summary)) / float(norm(pair.baseline.summary)))
+            for pair in pairs
+            if (limit := self._floors.norm_limit(pair, floors[pair.baseline.key])) is not None
+        }
+        factor = common_factor([ratio for _, ratio in limits.values()], [limit for limit, _ in limits.values()])
+        return factor, {key: limit for key, (limit, _) in limits.items()}
 
     def _all_gradients(self, pairs: list[Pair], factor: float, floors: Mapping[SiteKey, float]) -> Finding:
         first = pairs[0]

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from traindiff.analyse.merge.distance import Pair, best_fit, equal_bits
-from traindiff.analyse.merge.site import SiteKey
+from traindiff.analyse.merge.distance import Pair, equal_bits
 from traindiff.analyse.noise.uncalibrated import Floors
 from traindiff.core.shards import Shard
 from traindiff.core.summary import norm
@@ -23,7 +22,7 @@ COMMON_SHARE = 0.6
 """Share of the gradients that must follow one factor for it to count as common."""
 
 
-def common_factor(pairs: Sequence[Pair], floors: Mapping[SiteKey, float]) -> float | None:
+def common_factor(fits: Sequence[float], limits: Sequence[float]) -> float | None:
     """The factor between the gradients of the two runs, if most share one that is not 1.
 
     Clipping to a norm multiplies all gradients by a factor that depends on each of them, so one wrong gradient changes
@@ -31,13 +30,11 @@ def common_factor(pairs: Sequence[Pair], floors: Mapping[SiteKey, float]) -> flo
     for either.
 
     Args:
-        pairs: The gradients of one call of an optimizer.
-        floors: Floor of each, by the baseline's key.
+        fits: Factor of each gradient of one call of an optimizer: of its elements, or of its norm.
+        limits: How far noise moves each of these.
     """
-    if len(pairs) < 3:
+    if len(fits) < 3:
         return None
-    fits = [best_fit(pair.baseline, pair.candidate)[0] for pair in pairs]
-    limits = [floors[pair.baseline.key] for pair in pairs]
     factor = float(np.median(fits))
     # A common factor is visible if it exceeds the floor of the least noisy gradient.
     if factor == 0.0 or not math.isfinite(factor) or abs(factor - 1.0) <= min(limits):

@@ -76,16 +76,20 @@ class MomentFloors:
             floor: Floor of their relative L2 difference.
             measured: How far the moments of replicas allow them to be apart.
         """
+        limit = self.limit(pair, floor, measured)
+        for statistic, apart in moments_apart(pair).items() if limit is not None else ():
+            if apart > limit:
+                return Moved(statistic=statistic, apart=apart, floor=limit, unit=self._units(pair)[0])
+        return None
+
+    def limit(self, pair: Pair, floor: float, measured: float = 0.0) -> float | None:
+        """How far the norm or the sum of a pair may move, given the arguments of `moved`; None if that is unknown."""
         unit, u = self._units(pair)
         if u <= UNIT_ROUNDOFF["float32"] or not _are_known(pair) or not floor < math.inf:
             return None
         if int(pair.baseline.summary["count"]) < FEW and pair.baseline.key.phase != "loss":
             return None
-        limit = max(SCATTER * unit * max(1.0, floor / u) + HANDED_ON * self._seen, measured)
-        for statistic, apart in moments_apart(pair).items():
-            if apart > limit:
-                return Moved(statistic=statistic, apart=apart, floor=limit, unit=unit)
-        return None
+        return max(SCATTER * unit * max(1.0, floor / u) + HANDED_ON * self._seen, measured)
 
     def saw(self, pair: Pair, *, handed_on: bool = True) -> None:
         """Note a pair on the data's path; not `handed_on` if later sites do not compute with the candidate's."""

@@ -100,6 +100,7 @@ class SiteFloors:
         self._floors = self._calm = self._alone
         if not forced:
             self._floors, self._calm = at_the_beginning(parameters, run)
+        self._on_path = 0  # sites on the data's path so far
         # Whether `_floors` and `_calm` are not the same.
         self._parted = not forced and (bool(run.disturbed) or run.settings_differ)
         self._undisturbed: dict[SiteKey, float] = {}
@@ -212,11 +213,12 @@ class SiteFloors:
             permuted = key.path in self._run.permuted
             estimated = ESTIMATED_PERMUTED_NORMS if permuted and not pair.candidate.exact else 0.0
             apart = norms_apart(pair) if permuted else size
-            self._run.learning_differs |= apart > max(floor, estimated)
+            self._run.learning_differs |= apart > max(floor, estimated, self._unseen(pair))
             if key.phase == "grad" and not self._forced:  # adaptive updates follow what differs within the floor
                 self._alone.saw_gradient(key.path, min(apart, floor))
         if key.phase in ("forward", "backward", "loss"):
             self._moments.saw(pair, handed_on=not self._forced)
+            self._on_path += 1
         if self._forced:
             return
         expected = None if self._noise is None else self._noise.get(key)
@@ -239,6 +241,15 @@ class SiteFloors:
         else:
             _enter(self._calm, key, size, flows=flows and not self._parted)
             _enter(floors, key, size, flows=flows)
+
+    def _unseen(self, pair: Pair) -> float:
+        """Noise of the sites on the way to a pair, if they cannot be compared: samples in another order.
+
+        Each rounds once, independently, so n of them add up to sqrt(n) u.
+        """
+        if not math.isinf(self._floors.flow):
+            return 0.0
+        return math.sqrt(self._on_path) * UNIT_ROUNDOFF.get(pair.baseline.dtype, 0.0)
 
     def disturb(self, pair: Pair) -> None:
         """Note that a pair differs by more than noise. What follows from it differs, too."""
@@ -271,12 +282,21 @@ class SiteFloors:
             pair: Both sides.
             floor: Floor of their relative L2 difference.
         """
+        measured = self._measured_moments(pair)
+        return None if measured is None else self._moments.moved(pair, floor, measured)
+
+    def norm_limit(self, pair: Pair, floor: float) -> float | None:
+        """How far the norm of a pair may move, as a part of it, given the arguments of `moved`; None if unknown."""
+        measured = self._measured_moments(pair)
+        return None if measured is None else self._moments.limit(pair, floor, measured)
+
+    def _measured_moments(self, pair: Pair) -> float | None:
+        """How far replicas allow the norm or sum of a pair to move; None if they are not judged."""
         key = pair.baseline.key
         of_a_parameter = (key.phase, key.stage, key.slot) == ("grad", "", "grad")
         if not (of_a_parameter or key.phase in ("forward", "backward", "loss")) or self._floors.parameters:
             return None
-        measured = SAFETY * self._calibration.constant(key.phase) * self._noise_of_moments.get(key, 0.0)
-        return self._moments.moved(pair, floor, measured)
+        return SAFETY * self._calibration.constant(key.phase) * self._noise_of_moments.get(key, 0.0)
 
     def storage(self, pair: Pair) -> float:
         """Norm of a parameter over norm of its update; 0 for anything but updates.
