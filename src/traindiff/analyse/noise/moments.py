@@ -77,7 +77,9 @@ class MomentFloors:
             measured: How far the moments of replicas allow them to be apart.
         """
         limit = self.limit(pair, floor, measured)
-        for statistic, apart in moments_apart(pair).items() if limit is not None else ():
+        if limit is None:
+            return None
+        for statistic, apart in moments_apart(pair).items():
             if apart > limit:
                 return Moved(statistic=statistic, apart=apart, floor=limit, unit=self._units(pair)[0])
         return None
