@@ -118,7 +118,11 @@ class Judge:
     @property
     def only_representation_differs(self) -> bool:
         """True if only activations, calls of modules, or the order of samples or channels differ."""
-        if not self._found or not self.learning_agrees or self.tolerance is not None or self._first_bits:
+        if not self._found or self.tolerance is not None or self._first_bits:
+            return False
+        if all(map(is_uncalled, self._found.values())):
+            return self.learning_compared  # no finding has raised a floor, and none is above its floor
+        if not self.learning_agrees:
             return False
         sizes = [found.difference for found in self._found.values() if math.isfinite(found.difference)]
         if sizes and self.run.learning_apart > FOLLOWS * max(sizes):
