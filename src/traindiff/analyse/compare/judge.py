@@ -118,11 +118,7 @@ class Judge:
     @property
     def only_representation_differs(self) -> bool:
         """True if only activations, calls of modules, or the order of samples or channels differ."""
-        if not self._found or self.tolerance is not None or self._first_bits:
-            return False
-        if all(map(is_uncalled, self._found.values())):
-            return self.learning_compared  # no finding has raised a floor, and none is above its floor
-        if not self.learning_agrees:
+        if not self._found or not self.learning_agrees or self.tolerance is not None or self._first_bits:
             return False
         sizes = [found.difference for found in self._found.values() if math.isfinite(found.difference)]
         if sizes and self.run.learning_apart > FOLLOWS * max(sizes):
@@ -131,8 +127,12 @@ class Judge:
 
     @property
     def learning_agrees(self) -> bool:
-        """True if losses, gradients and updates were compared, and none of them differs."""
-        return self.learning_compared and not self.run.learning_differs
+        """True if losses, gradients and updates were compared, and none of them differs.
+
+        What is within its floor agrees, unless a finding before it may have raised that floor.
+        """
+        has_raised = not all(map(is_uncalled, self._found.values()))
+        return self.learning_compared and not (has_raised and self.run.learning_differs)
 
     @property
     def learning_compared(self) -> bool:
