@@ -13,7 +13,7 @@ import numpy as np
 from traindiff.analyse.merge.distance import Pair, equal_bits
 from traindiff.analyse.noise.uncalibrated import Floors
 from traindiff.core.shards import Shard
-from traindiff.core.summary import norm
+from traindiff.core.summary import UNIT_ROUNDOFF, norm
 
 NOISE_SIZE = 8.0
 """An element that is mathematically zero is at most this many times the gradient's error per element."""
@@ -51,11 +51,13 @@ class Terms:
         norm: Its norm.
         count: Its elements.
         summed: Number of elements that each mean of the module is taken of, at most; 0 if it is no norm over positions.
+        dtype: Their dtype; empty if unknown. Under autocast it may be shorter than the gradient's.
     """
 
     norm: float
     count: int
     summed: float = 0.0
+    dtype: str = ""
 
 
 NO_NORMS: Mapping[str, str] = MappingProxyType({})
@@ -79,7 +81,7 @@ def terms_by_module(pairs: Iterable[Pair], norms: Mapping[str, str] = NO_NORMS) 
         if key.phase == "backward" and key.slot == "output[0]":
             before = found.get(key.path, Terms(norm=0.0, count=0))
             size, count = math.hypot(before.norm, float(norm(summary))), before.count + int(summary["count"])
-            found[key.path] = Terms(norm=size, count=count)
+            found[key.path] = Terms(norm=size, count=count, dtype=pair.baseline.dtype)
             if key.path in norms and len(pair.baseline.shape) > 2:
                 # Of [samples, channels, positions...] an InstanceNorm sums positions, a GroupNorm also channels.
                 first = 2 if "Instance" in norms[key.path] else 1
@@ -191,7 +193,7 @@ def gradient_floor(pair: Pair, terms: Mapping[str, Terms], floors: Floors, *, ac
     size = float(norm(baseline.summary))
     return floors.gradient(
         added.norm / size if size else 1.0,
-        dtype=baseline.dtype,
+        dtype=max(baseline.dtype, added.dtype, key=lambda dtype: UNIT_ROUNDOFF.get(dtype, 0.0)),
         terms=max(1.0, added.count / baseline.shape[0]),
         accumulated=accumulated,
     )

@@ -97,7 +97,7 @@ class Floors:
             cancellation: Norm of the summed terms over the norm of their sum. It is large for a gradient that is
                 mathematically zero, e.g. of a key bias: only rounding is left of it, as large as the rounding of its
                 terms.
-            dtype: Dtype of the gradient.
+            dtype: Dtype of the gradient, or a shorter one in which its terms are summed (a norm under autocast).
             terms: Number of terms summed element by element, as for biases and norms. Their sum is good to sqrt(terms)
                 u, and not every kernel sums in a longer dtype. Measured with torch on the CPU, for 128 to 500,000
                 terms: 0.25 sqrt(terms) u in bfloat16 (LayerNorm), and in float32 up to 0.4 sqrt(terms) u of the terms'
