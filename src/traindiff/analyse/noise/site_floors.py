@@ -28,6 +28,7 @@ from traindiff.analyse.noise.run_floors import (
     is_quotient,
 )
 from traindiff.analyse.noise.uncalibrated import GAIN, SEEN_FLIPS, Floors
+from traindiff.analyse.noise.unseen import UnseenNoise
 from traindiff.core.summary import UNIT_ROUNDOFF, finite_count, norm, rounding
 
 
@@ -100,7 +101,7 @@ class SiteFloors:
         self._floors = self._calm = self._alone
         if not forced:
             self._floors, self._calm = at_the_beginning(parameters, run)
-        self._rounded_on_path = 0.0  # squares of the unit roundoffs of the sites on the data's path so far
+        self._unseen = UnseenNoise()
         # Whether `_floors` and `_calm` are not the same.
         self._parted = not forced and (bool(run.disturbed) or run.settings_differ)
         self._undisturbed: dict[SiteKey, float] = {}
@@ -213,14 +214,13 @@ class SiteFloors:
             permuted = key.path in self._run.permuted
             estimated = ESTIMATED_PERMUTED_NORMS if permuted and not pair.candidate.exact else 0.0
             apart = norms_apart(pair) if permuted else size
-            self._run.learning_differs |= apart > max(floor, estimated, self._unseen())
+            unseen = self._unseen.size if math.isinf(floors.flow) else 0.0
+            self._run.learning_differs |= apart > max(floor, estimated, unseen)
             if key.phase == "grad" and not self._forced:  # adaptive updates follow what differs within the floor
                 self._alone.saw_gradient(key.path, min(apart, floor))
         if key.phase in ("forward", "backward", "loss"):
             self._moments.saw(pair, handed_on=not self._forced)
-            self._rounded_on_path += (
-                max(UNIT_ROUNDOFF.get(one.dtype, 0.0) for one in (pair.baseline, pair.candidate)) ** 2
-            )
+            self._unseen.saw(pair)
         if self._forced:
             return
         expected = None if self._noise is None else self._noise.get(key)
@@ -243,13 +243,6 @@ class SiteFloors:
         else:
             _enter(self._calm, key, size, flows=flows and not self._parted)
             _enter(floors, key, size, flows=flows)
-
-    def _unseen(self) -> float:
-        """Noise of the sites on the data's path so far, if they cannot be compared: samples in another order.
-
-        Each rounds once, independently, so n of them add up to sqrt(n) u.
-        """
-        return math.sqrt(self._rounded_on_path) if math.isinf(self._floors.flow) else 0.0
 
     def disturb(self, pair: Pair) -> None:
         """Note that a pair differs by more than noise. What follows from it differs, too."""
