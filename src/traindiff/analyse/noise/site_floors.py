@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 from traindiff.analyse.merge.distance import ESTIMATED_PERMUTED_NORMS, Pair, norms_apart
 from traindiff.analyse.merge.site import SiteKey
@@ -65,7 +65,7 @@ class SiteFloors:
         run: RunFloors,
         *,
         parameters: Mapping[str, Pair],
-        pairs: Iterable[Pair],
+        pairs: Sequence[Pair],
         samples: int,
         micro_steps: int,
         noise: StepNoise | None,
@@ -85,7 +85,6 @@ class SiteFloors:
         self._noise_of_moments = noise.moments if noise else {}
         self._moments = MomentFloors()
         self._calibration = calibration
-        pairs = tuple(pairs)
         self.choices = TurnedChoices(pairs, most=self.turned_rows)
         self._terms: Mapping[str, Terms] = terms_by_module(pairs, norms)
         self._coherent = CoherentErrors(self._terms, parameters)
@@ -95,15 +94,13 @@ class SiteFloors:
         self.finish = self._together.finish
         self._seen: dict[str, Pair] = {}  # gradients, by parameter
         self._gradients: dict[str, float] = {}  # measured floors of gradients, by parameter
-        self._alone = Floors(
-            settings_differ=run.settings_differ, coefficients=run.coefficients
-        )  # floors for the case that all inputs agree
+        # For the case that all inputs agree.
+        self._alone = Floors(settings_differ=run.settings_differ, coefficients=run.coefficients)
         self._floors = self._calm = self._alone
         if not forced:
             self._floors, self._calm = at_the_beginning(parameters, run)
         self._unseen = UnseenNoise()
-        # Whether `_floors` and `_calm` are not the same.
-        self._parted = not forced and (bool(run.disturbed) or run.settings_differ)
+        self._parted = not forced and (bool(run.disturbed) or run.settings_differ)  # `_floors` is not `_calm`
         self._undisturbed: dict[SiteKey, float] = {}
 
     @property
@@ -119,8 +116,7 @@ class SiteFloors:
     def turned_rows(self, rows: int, *, undisturbed: bool = False) -> float:
         """Number of rows of a choice that may change because of differences at its inputs.
 
-        A choice is a gate (see `Floors.gated`): about a share e of its decisions lies within e of the threshold. Below
-        a tenth of a row the answer is 0.
+        A choice is a gate (see `Floors.gated`): about a share e of its decisions lies within e of the threshold.
 
         Args:
             rows: Number of rows in the baseline.
@@ -214,8 +210,7 @@ class SiteFloors:
             permuted = key.path in self._run.permuted
             estimated = ESTIMATED_PERMUTED_NORMS if permuted and not pair.candidate.exact else 0.0
             apart = norms_apart(pair) if permuted else size
-            unseen = self._unseen.size if math.isinf(floors.flow) else 0.0
-            self._run.learning_differs |= apart > max(floor, estimated, unseen)
+            self._run.learning_differs |= apart > max(floor, estimated, self._unseen.behind(floors.flow))
             if key.phase == "grad" and not self._forced:  # adaptive updates follow what differs within the floor
                 self._alone.saw_gradient(key.path, min(apart, floor))
         if key.phase in ("forward", "backward", "loss"):

@@ -27,12 +27,11 @@ class UnseenNoise:
         if pair.baseline.key.phase == "backward" and 0 < int(summary["zero"]) < int(summary["count"]):
             self._gates = max(self._gates, int(summary["count"]))
 
-    @property
-    def size(self) -> float:
-        """Relative L2 difference to expect behind the sites that were noted.
+    def behind(self, flow: float) -> float:
+        """Relative L2 difference to expect behind the noted sites; 0 if the `flow` of differences there is known.
 
         Each rounds once, independently: n of them add up to sqrt(n) u. Gates (ReLU) turn a relative error e of their
         inputs into about a share e of elements that differ as a whole; see `Floors.gated`.
         """
-        rounded = math.sqrt(self._squares)
+        rounded = math.sqrt(self._squares) if math.isinf(flow) else 0.0
         return math.sqrt(rounded) if rounded * self._gates >= SEEN_FLIPS else rounded
