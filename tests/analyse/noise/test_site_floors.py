@@ -90,7 +90,7 @@ def test_what_differs_on_the_way_of_the_data_raises_the_floors_behind_it(phase: 
     floors.saw(site(X, phase=phase, stage=stage), 1e-3)
 
     assert floors.inputs_differ == counts
-    assert floors.of(site(Y, path="head")) == (GAIN * 1e-3 if counts else rounding("float32"))
+    assert floors.of(site(Y, path="head")) == rounding("float32") + (GAIN * 1e-3 if counts else 0)
 
 
 def test_parameters_that_differ_count_where_they_are_used_and_together_everywhere() -> None:
@@ -206,7 +206,7 @@ def test_of_a_handful_of_numbers_replicas_cannot_tell(count: int, floor: float) 
 
     floors.saw(site(X, path="embedding"), 1e-2)  # no replica has that
 
-    assert floors.of(site(random(count, seed=3))) == pytest.approx(floor)
+    assert floors.of(site(random(count, seed=3))) == pytest.approx(floor, rel=1e-4)
 
 
 @pytest.mark.parametrize(("size", "exceeded_noise"), [(1e-3, False), (1e-1, True)])
@@ -218,7 +218,7 @@ def test_once_the_runs_have_parted_inputs_have_the_last_word(size: float, exceed
     floors.saw(before, size)
 
     assert run.exceeded_noise == exceeded_noise
-    assert floors.of(site(X)) == pytest.approx(GAIN * size if exceeded_noise else SAFETY * SPREAD * 1e-3)
+    assert floors.of(site(X)) == pytest.approx(GAIN * size if exceeded_noise else SAFETY * SPREAD * 1e-3, rel=1e-4)
 
 
 def test_replicas_say_nothing_of_states_under_other_settings() -> None:
@@ -344,7 +344,7 @@ def test_replicas_that_add_up_alike_do_not_hold_batch_norm_to_their_own_noise() 
     floors.saw(pair, apart)
 
     assert run.exceeded_noise
-    assert floors.of(site(WIDE, path="relu")) == pytest.approx(GAIN * apart)
+    assert floors.of(site(WIDE, path="relu")) == pytest.approx(rounding("float32") + GAIN * apart)
     assert not run.learning_differs
 
 

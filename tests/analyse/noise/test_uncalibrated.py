@@ -34,7 +34,7 @@ def test_an_output_is_held_against_what_came_in() -> None:
     floors = Floors()
     assert floors.activation("fc", ["float32"]) == rounding("float32")
     floors.saw(1e-3)
-    assert floors.activation("head", ["float32"]) == GAIN * 1e-3
+    assert floors.activation("head", ["float32"]) == rounding("float32") + GAIN * 1e-3
 
 
 def test_a_short_dtype_on_the_way_stays_in_the_floor() -> None:
@@ -47,8 +47,8 @@ def test_a_short_dtype_on_the_way_stays_in_the_floor() -> None:
 def test_parameters_that_differ_raise_the_floor_of_their_module() -> None:
     floors = Floors(parameters=1e-6, own={"fc": 1e-3})
 
-    assert floors.activation("fc", ["float32"]) == GAIN * 1e-3
-    assert floors.activation("head", ["float32"]) == GAIN * 1e-6
+    assert floors.activation("fc", ["float32"]) == rounding("float32") + GAIN * 1e-3
+    assert floors.activation("head", ["float32"]) == rounding("float32") + GAIN * 1e-6
 
 
 def test_a_canceled_sum_is_as_uncertain_as_its_terms() -> None:
@@ -279,3 +279,18 @@ def test_a_running_average_that_shrinks_has_the_error_of_what_it_was(
         return edit
 
     assert compared(averaged(error), baseline_edit=averaged(0.0)).verdict == verdict
+
+
+def test_inputs_and_parameters_that_differ_add_up_as_independent_errors() -> None:
+    floors = Floors(parameters=3e-3)
+    floors.saw(4e-3)
+
+    assert floors.activation("head", ["float32"]) == pytest.approx(rounding("float32") + GAIN * 5e-3)
+
+
+def test_an_update_without_its_gradient_is_held_against_what_the_gradient_could_be() -> None:
+    floors = Floors()
+
+    assert floors.update("fc", "float32", adaptive=False, storage=0.0, unseen=0.01) == pytest.approx(0.01)
+    assert floors.update("fc", "float32", adaptive=True, storage=0.0, unseen=0.01) == pytest.approx(3.0)
+    assert floors.update("fc", "float32", adaptive=False, storage=0.0) < 1e-4

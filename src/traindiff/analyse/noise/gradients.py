@@ -181,7 +181,7 @@ def gradient_floor(pair: Pair, terms: Mapping[str, Terms], floors: Floors, *, ac
     """Floor of a parameter's gradient; gradients with one axis (biases, norms) are sums over all rows.
 
     Args:
-        pair: The gradients.
+        pair: The gradients; or updates, if the gradients were not observed. Then it is not known how much was canceled.
         terms: By path of the module.
         floors: Of the step.
         accumulated: Micro-batches of the run that has more of them.
@@ -190,10 +190,9 @@ def gradient_floor(pair: Pair, terms: Mapping[str, Terms], floors: Floors, *, ac
     added = terms.get(baseline.key.path.rpartition(".")[0])
     if len(baseline.shape) != 1 or added is None or not baseline.shape[0]:
         return floors.gradient(1.0, dtype=baseline.dtype, accumulated=accumulated)
-    size = float(norm(baseline.summary))
-    return floors.gradient(
-        added.norm / size if size else 1.0,
-        dtype=max(baseline.dtype, added.dtype, key=lambda dtype: UNIT_ROUNDOFF.get(dtype, 0.0)),
-        terms=max(1.0, added.count / baseline.shape[0]),
-        accumulated=accumulated,
-    )
+    size = float(norm(baseline.summary)) if baseline.key.phase == "grad" else added.norm
+    dtype = max(baseline.dtype, added.dtype, key=lambda dtype: UNIT_ROUNDOFF.get(dtype, 0.0))
+    rows = max(1.0, added.count / baseline.shape[0])
+    floor = floors.gradient(added.norm / size if size else 1.0, dtype=dtype, terms=rows, accumulated=accumulated)
+    # Terms may add up to exactly zero in one of the runs.
+    return floor if size or float(norm(pair.candidate.summary)) > floor * added.norm else math.inf

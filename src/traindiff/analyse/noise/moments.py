@@ -8,12 +8,14 @@ lost term) stands out in the norm or in the sum, though the elements themselves 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from traindiff.analyse.merge.distance import Pair, norms_apart
+from traindiff.analyse.merge.site import SiteKey
 from traindiff.core.summary import UNIT_ROUNDOFF, norm
 
 SCATTER = 2.5
@@ -61,22 +63,25 @@ class MomentFloors:
     They hold while both runs compute with the same parameters: what a weight differs by is the same for all rows, so it
     has a direction. And they hold where tensors are rounded to 16 bits or fewer: kernels that add up in float32 leave
     errors with a direction, which are far below the unit of shorter dtypes and not below its own.
+
+    Args:
+        measured: How far replicas allow norm and sum of a site to move; 0 without replicas.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, measured: Callable[[SiteKey], float]) -> None:
+        self._measured = measured
         self._unit = 0.0
         self._u = 0.0
         self._seen = 0.0
 
-    def moved(self, pair: Pair, floor: float, measured: float = 0.0) -> Moved | None:
+    def moved(self, pair: Pair, floor: float) -> Moved | None:
         """The norm or sum of a pair, if it moved further than it may.
 
         Args:
             pair: Both sides.
             floor: Floor of their relative L2 difference.
-            measured: How far the moments of replicas allow them to be apart.
         """
-        limit = self.limit(pair, floor, measured)
+        limit = self.limit(pair, floor)
         if limit is None:
             return None
         for statistic, apart in moments_apart(pair).items():
@@ -84,14 +89,17 @@ class MomentFloors:
                 return Moved(statistic=statistic, apart=apart, floor=limit, unit=self._units(pair)[0])
         return None
 
-    def limit(self, pair: Pair, floor: float, measured: float = 0.0) -> float | None:
+    def limit(self, pair: Pair, floor: float) -> float | None:
         """How far the norm or the sum of a pair may move, given the arguments of `moved`; None if that is unknown."""
-        unit, u = self._units(pair)
+        key, (unit, u) = pair.baseline.key, self._units(pair)
+        of_a_parameter = (key.phase, key.stage, key.slot) == ("grad", "", "grad")
+        if not (of_a_parameter or key.phase in ("forward", "backward", "loss")):
+            return None
         if u <= UNIT_ROUNDOFF["float32"] or not _are_known(pair) or not floor < math.inf:
             return None
-        if int(pair.baseline.summary["count"]) < FEW and pair.baseline.key.phase != "loss":
+        if int(pair.baseline.summary["count"]) < FEW and key.phase != "loss":
             return None
-        return max(SCATTER * unit * max(1.0, floor / u) + HANDED_ON * self._seen, measured)
+        return max(SCATTER * unit * max(1.0, floor / u) + HANDED_ON * self._seen, self._measured(key))
 
     def saw(self, pair: Pair, *, handed_on: bool = True) -> None:
         """Note a pair on the data's path; not `handed_on` if later sites do not compute with the candidate's."""

@@ -80,6 +80,20 @@ class RunFloors:
     mixing: bool = False
     canceled: float = 1.0
     latest: dict[str, Any] = field(default_factory=dict)
+    _passes: tuple[Floors, ...] = ()
+
+    def begin(self, pairs: Iterable[Pair], floors: tuple[Floors, ...]) -> None:
+        """Note the floors of a step that begins.
+
+        Of several optimizers, only the first to step ends the recorded step. The step of another one has no forward or
+        backward pass of its own. Its gradients follow from the passes of the recorded step, and from a backward pass
+        that belongs to the next one, which may enlarge the differences once more.
+        """
+        if any(pair.baseline.key.phase in ("forward", "backward") for pair in pairs):
+            self._passes = floors
+            return
+        for own, before in zip(floors, self._passes, strict=False):
+            own.flow, own.precision = GAIN * before.flow, before.precision
 
 
 def at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> tuple[Floors, Floors]:

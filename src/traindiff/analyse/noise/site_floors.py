@@ -82,8 +82,8 @@ class SiteFloors:
         self._samples = samples
         self._micro_steps = micro_steps
         self._noise = noise.sizes if noise else None
-        self._noise_of_moments = noise.moments if noise else {}
-        self._moments = MomentFloors()
+        moments: Mapping[SiteKey, float] = noise.moments if noise else {}
+        self._moments = MomentFloors(lambda key: SAFETY * calibration.constant(key.phase) * moments.get(key, 0.0))
         self._calibration = calibration
         self.choices = TurnedChoices(pairs, most=self.turned_rows)
         self._terms: Mapping[str, Terms] = terms_by_module(pairs, norms)
@@ -99,6 +99,7 @@ class SiteFloors:
         self._floors = self._calm = self._alone
         if not forced:
             self._floors, self._calm = at_the_beginning(parameters, run)
+        run.begin(pairs, (self._alone, self._floors, self._calm))
         self._unseen = UnseenNoise()
         self._parted = not forced and (bool(run.disturbed) or run.settings_differ)  # `_floors` is not `_calm`
         self._undisturbed: dict[SiteKey, float] = {}
@@ -270,21 +271,11 @@ class SiteFloors:
             pair: Both sides.
             floor: Floor of their relative L2 difference.
         """
-        measured = self._measured_moments(pair)
-        return None if measured is None else self._moments.moved(pair, floor, measured)
+        return None if self._floors.parameters else self._moments.moved(pair, floor)
 
     def norm_limit(self, pair: Pair, floor: float) -> float | None:
         """How far the norm of a pair may move, as a part of it, given the arguments of `moved`; None if unknown."""
-        measured = self._measured_moments(pair)
-        return None if measured is None else self._moments.limit(pair, floor, measured)
-
-    def _measured_moments(self, pair: Pair) -> float | None:
-        """How far replicas allow the norm or sum of a pair to move; None if they are not judged."""
-        key = pair.baseline.key
-        of_a_parameter = (key.phase, key.stage, key.slot) == ("grad", "", "grad")
-        if not (of_a_parameter or key.phase in ("forward", "backward", "loss")) or self._floors.parameters:
-            return None
-        return SAFETY * self._calibration.constant(key.phase) * self._noise_of_moments.get(key, 0.0)
+        return None if self._floors.parameters else self._moments.limit(pair, floor)
 
     def storage(self, pair: Pair) -> float:
         """Norm of a parameter over norm of its update; 0 for anything but updates.
@@ -326,8 +317,8 @@ class SiteFloors:
         return few or is_quotient(key, self._run.adaptive)
 
     def _coherent_floor(self, pair: Pair, floors: Floors) -> float:
-        own = floors.own.get(pair.baseline.key.path, 0.0)
-        return self._coherent.floor(pair, max(floors.flow, floors.parameters), own)
+        inputs, own = max(floors.flow, floors.parameters), floors.own.get(pair.baseline.key.path, 0.0)
+        return self._coherent.floor(pair, inputs, own)
 
     def _derived(self, pair: Pair, floors: Floors) -> float:
         return max(self._independent(pair, floors), self._coherent_floor(pair, floors))
@@ -351,10 +342,11 @@ class SiteFloors:
                 return max(floors.state(key.path, dtypes) * self._shrunk(pair), self._together.floor(pair))
         if key.phase in ("optimizer", "update"):
             adaptive = key.path in self._run.adaptive
-            floor = floors.update(key.path, dtypes[0], adaptive=adaptive, storage=self.storage(pair))
-            return max(
-                floor, self._turned(pair, floors) if adaptive and not self._forced else 0.0, self._together.floor(pair)
-            )
+            is_seen = self._forced or key.phase != "update" or key.path in self._seen
+            unseen = 0.0 if is_seen else gradient_floor(pair, self._terms, floors, accumulated=self._micro_steps)
+            floor = floors.update(key.path, dtypes[0], adaptive=adaptive, storage=self.storage(pair), unseen=unseen)
+            turned = self._turned(pair, floors) if adaptive and not self._forced else 0.0
+            return max(floor, turned, self._together.floor(pair))
         return max(floors.activation(key.path.rpartition(".")[0], dtypes), self._summation(pair))  # a buffer
 
     def _summation(self, pair: Pair) -> float:

@@ -63,8 +63,9 @@ class Floors:
     def activation(self, path: str, dtypes: Iterable[str]) -> float:
         """Floor of an output of a module, or of the gradient of an output."""
         self.precision = max(self.precision, *(rounding(dtype) for dtype in dtypes))
-        inputs = max(self.flow, self.parameters, self.own.get(path, 0.0))
-        return max(self.precision, GAIN * inputs)
+        # What it computes from and what it computes with differ independently; its own rounding adds to that.
+        inputs = math.hypot(self.flow, max(self.parameters, self.own.get(path, 0.0)))
+        return self.precision + GAIN * inputs
 
     def gated(self, baseline: Any, candidate: Any, turned: int | None = None) -> float:
         """Floor of a gradient that came back through gates: ReLU, max pooling, a router.
@@ -116,7 +117,7 @@ class Floors:
         local = max((rounding(dtype) for dtype in dtypes), default=0.0)
         return max(local, self.precision, self.coefficients, GAIN * self.gradients.get(path, 0.0))
 
-    def update(self, path: str, dtype: str, *, adaptive: bool, storage: float) -> float:
+    def update(self, path: str, dtype: str, *, adaptive: bool, storage: float, unseen: float = 0.0) -> float:
         """Floor of a parameter's update.
 
         The first update of an adaptive optimizer is the *sign* of the gradient: every element smaller than its own
@@ -129,11 +130,12 @@ class Floors:
             adaptive: Whether the optimizer divides by a moment of the gradient.
             storage: Norm of the parameter over norm of its update: an update is stored only to the rounding of the
                 parameter that it is added to.
+            unseen: Floor of its gradient, if that was not observed.
         """
         if self.settings_differ:
             return math.inf
         gradient, state = self.gradients.get(path, 0.0), max(self.states.get(path, 0.0), rounding(dtype))
-        own = ADAPTIVE_GAIN * math.sqrt(gradient) if adaptive else GAIN * gradient
+        own = ADAPTIVE_GAIN * math.sqrt(max(gradient, unseen)) if adaptive else max(GAIN * gradient, unseen)
         return max(own, GAIN * state, 2.0 * UNIT_ROUNDOFF.get(dtype, 0.0) * (1.0 + storage))
 
     def factor(self, path: str, dtypes: Iterable[str], *, left_over: float, storage: float) -> float:
