@@ -298,8 +298,7 @@ def test_every_public_name_of_the_original_is_there_with_its_arguments(tmp_path:
     assert {*theirs} == {DebugOption.UNDERFLOW_OVERFLOW}
     assert [original.DebugOption(one) for one in DebugOption] == list(original.DebugOption)
     assert [f"{one} {one!r} {str(one)}" for one in DebugOption] == [  # noqa: RUF010
-        f"{one} {one!r} {one!s}"
-        for one in original.DebugOption
+        f"{one} {one!r} {one!s}" for one in original.DebugOption
     ]
 
 
