@@ -27,7 +27,7 @@ from traindiff.compat.onnxruntime.statistics import (
 )
 from traindiff.core.kernels.registry import PUT_OFF
 from traindiff.core.kernels.store import SummaryStore
-from traindiff.errors import NotARecordingError, TraindiffWarning, UnsupportedTensorError
+from traindiff.errors import NotARecordingError, TraindiffWarning, UnsupportedTensorError, level_of_caller
 from traindiff.observe.torch.session.environment import rank_and_world_size
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class StatisticsSubscriber(SubscriberBase):
                     f"StatisticsSubscriber: {reason}. From here on no statistics are; the training goes on. "
                     "Give an output_dir where you may write and there is room, and keep it until the training ends."
                 )
-                warnings.warn(message, TraindiffWarning, stacklevel=2)
+                warnings.warn(message, TraindiffWarning, stacklevel=level_of_caller())
 
     def _saw(self, tensor: Tensor, *, name: str, depth: int, step: int, call: int, forward: bool) -> None:
         direction: Direction = "forward" if forward else "backward"
@@ -154,7 +154,7 @@ class StatisticsSubscriber(SubscriberBase):
                     f"StatisticsSubscriber: the recording {self._recorded_in} could not be completed: {error} "
                     "Keep output_dir until GlobalSubscriberManager.unsubscribe() has been called."
                 )
-                warnings.warn(message, TraindiffWarning, stacklevel=2)
+                warnings.warn(message, TraindiffWarning, stacklevel=level_of_caller())
 
 
 def _check_room(directory: Path, *, overwrite: bool) -> list[Path]:
