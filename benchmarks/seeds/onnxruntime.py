@@ -241,8 +241,8 @@ def _differences(theirs: Results, ours: Results) -> Iterator[Feature]:
     yield differing(
         "several ranks", problem or ("" if races else f"{theirs['ranks'][2:]} and {ours['ranks'][2:]}"),
         f"two ranks under DistributedDataParallel (gloo): {sum(one.num_files for one in per_rank)} files "
-        "are equal, each rank's in `output_dir/rank_R`. In one directory, the original's ranks overwrite each other's files, "
-        "so its users name one for each rank; the replacement needs one, and makes one recording of all ranks in it",
+        "are equal, each rank's in `output_dir/rank_R`. In one directory, the original's ranks overwrite each other's "
+        "files, so its users name one for each rank; the replacement needs one, and makes one recording of all ranks there",
     )  # fmt: skip
 
 
@@ -263,10 +263,11 @@ def _under_ortmodule() -> Feature:
         )
     found = [_agreement(theirs[key], ours[key], mean=MEAN, std=math.inf) for key in ("before", "after")]
     problem = next((one.problem for one in found if one.problem), "")
+    problem = problem or difference(theirs["used inside"], ours["used inside"])
     if not all(one.num_files for one in found):
         problem = "the original wrote nothing"
     return compared(
         name, problem,
         f"3 steps each, {sum(one.num_files for one in found)} files (torch 1.13): names, order, extremes, counts and "
-        "printed elements are equal",
+        "printed elements are equal, also of an output that its module uses",
     )  # fmt: skip

@@ -142,9 +142,9 @@ def _structures(tool: ModuleType) -> Files:
     )  # fmt: skip
 
 
-def _used_inside(tool: ModuleType) -> list[str]:
+def _used_inside(tool: ModuleType, wrap: Callable[[Any], Any] = lambda model: model) -> list[str]:
     """Extremes of the gradient of an output from which its module computes another one."""
-    found = _subscribed(tool, _with_outputs(lambda x: (x, x * 2)), steps=1)
+    found = _subscribed(tool, wrap(_with_outputs(lambda x: (x, x * 2))), steps=1)
     return found["step_0/Layer_2_0th_output_backward"].split("\n")[1].split(",")[0].split()[1::2]
 
 
@@ -480,19 +480,22 @@ def _ortmodule(tool: ModuleType) -> Results:
     """The same model under ORTModule, subscribed before and after it is wrapped."""
     from onnxruntime.training.ortmodule import DebugOptions, LogLevel, ORTModule
 
-    found = {}
+    def wrapped(model: Any) -> Any:
+        return ORTModule(model, DebugOptions(log_level=LogLevel.ERROR))
+
+    found: Results = {}
     for when in ("before", "after"):
         with tempfile.TemporaryDirectory() as directory:
             out, model = Path(directory, "out"), _model()
             if when == "before":
                 tool.GlobalSubscriberManager.subscribe(model, [tool.StatisticsSubscriber(str(out))])
-            model = ORTModule(model, DebugOptions(log_level=LogLevel.ERROR))
+            model = wrapped(model)
             if when == "after":
                 tool.GlobalSubscriberManager.subscribe(model, [tool.StatisticsSubscriber(str(out))])
             _train(model)
             _end(tool)
             found[when] = files_of(out)
-    return found
+    return {**found, "used inside": _used_inside(tool, wrapped)}
 
 
 def _everything(tool: ModuleType) -> Results:
