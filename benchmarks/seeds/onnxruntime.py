@@ -242,7 +242,7 @@ def _differences(theirs: Results, ours: Results) -> Iterator[Feature]:
         "several ranks", problem or ("" if races else f"{theirs['ranks'][2:]} and {ours['ranks'][2:]}"),
         f"two ranks under DistributedDataParallel (gloo): {sum(one.num_files for one in per_rank)} files "
         "are equal, each rank's in `output_dir/rank_R`. In one directory, the original's ranks overwrite each other's "
-        "files, so its users name one for each rank; the replacement needs one, and makes one recording of all ranks there",
+        "files, so its users name one for each rank; the replacement needs one, and makes one recording of all",
     )  # fmt: skip
 
 
