@@ -200,7 +200,7 @@ def _differences(theirs: Results, ours: Results) -> Iterator[Feature]:
         ("used inside", "the gradient of an output from which its module computes another one",
          lambda one, other: (one, other) == (["1.0", "1.0"], ["3.0", "3.0"]),
          "the original writes what comes from outside of the module (1), the replacement the whole gradient (3): to "
-         "tell them apart takes a node in the graph. In an ORTModule the replacement has one, and writes 1, too"),
+         "tell them apart takes a node in the graph, which would change the training's bits"),
         ("several outputs", "`order.txt` of a model with several outputs",
          lambda one, other: one != other and sorted(one) == sorted(other),
          "the same names; in the original, gradients of all outputs come first: its functions stand last in the graph"),
