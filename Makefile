@@ -7,10 +7,11 @@ LIGHT := .venv-no-torch
 MUTATION := .venv-mutation
 MINDSPORE := .venv-mindspore
 ORTMODULE := .venv-ortmodule
+SEEDS := .venv-seeds
 
 .PHONY: help demo test test-all lint format unit no-torch package mindspore-if-installed \
 	test-release test-deepspeed test-browser test-integrations test-mindspore test-ortmodule test-campaigns \
-	campaigns bench faults zoo mutation clean
+	campaigns bench faults zoo mutation seeds clean
 
 help:
 	@echo "make demo                train a small GPT three times, record it, and name the first divergence"
@@ -39,6 +40,7 @@ help:
 	@echo "make faults              which faults are found, and which legal changes are flagged (minutes)"
 	@echo "make zoo                 the same for trainings of other people's design (an hour)"
 	@echo "make mutation            how many changes of the judging code the tests notice (an hour)"
+	@echo "make seeds               each replaced tool beside its replacement, in environments of their own (minutes, 8 GB)"
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -157,5 +159,8 @@ zoo: $(VENV)/ready
 mutation: $(MUTATION)/ready
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(MUTATION)/bin/python -m benchmarks.mutation
 
+seeds: $(VENV)/ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.seeds
+
 clean:
-	rm -rf $(VENV) $(LIGHT) $(MUTATION) $(MINDSPORE) $(ORTMODULE) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LIGHT) $(MUTATION) $(MINDSPORE) $(ORTMODULE) $(SEEDS) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import copy
+import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import traindiff
 from tests.compat.test_onnxruntime import of_tensor, sequential, statistics
 from traindiff.compat.onnxruntime import GlobalSubscriberManager, StatisticsSubscriber, inspect_activation
 from traindiff.compat.onnxruntime.importing import import_statistics
@@ -31,7 +37,7 @@ def order(directory: Path, step: int = 0) -> list[str]:
 
 
 def subscribed(model: nn.Module, directory: Path) -> nn.Module:
-    GlobalSubscriberManager.subscribe(model, [StatisticsSubscriber(directory)])
+    GlobalSubscriberManager.subscribe(model, [StatisticsSubscriber(directory, override_output_dir=True)])
     return model
 
 
@@ -259,3 +265,137 @@ def test_ranks_are_merged_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixtu
     arguments = ["--pt_dir", str(tmp_path / "pt"), "--ort_dir", str(tmp_path / "pt"), "--output_dir", "out"]
     assert main(arguments) == 2
     assert "holds the ranks rank_0, rank_1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("steps_before", [0, 1, 2, 5])
+def test_a_directory_that_is_removed_in_between_ends_the_statistics_with_one_warning(
+    steps_before: int, tmp_path: Path
+) -> None:
+    model = subscribed(sequential(), tmp_path / "out")
+    for _ in range(steps_before):
+        model(torch.ones(2, 6)).sum().backward()
+    shutil.rmtree(tmp_path / "out")
+
+    with pytest.warns(TraindiffWarning, match=r"Linear_1_0th_output of step .* the training goes on"):
+        model(torch.ones(2, 6)).sum().backward()
+    model(torch.ones(2, 6)).sum().backward()
+    GlobalSubscriberManager.unsubscribe()
+
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_directory_that_is_removed_afterwards_ends_the_recording_with_a_warning_and_another_can_begin(
+    tmp_path: Path,
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        model = subscribed(sequential(), Path(directory, "out"))
+        model(torch.ones(2, 6)).sum().backward()
+
+    with pytest.warns(TraindiffWarning, match="out/recording could not be completed: .* is no longer there"):
+        subscribed(model, tmp_path / "second")
+    model(torch.ones(2, 6)).sum().backward()
+    GlobalSubscriberManager.unsubscribe()
+
+    assert len(order(tmp_path / "second")) == 8
+    assert len(list(open_recording(str(tmp_path / "second" / "recording")).steps(0))) == 1
+
+
+def test_a_directory_that_is_removed_before_the_end_of_the_process_leaves_no_traceback(tmp_path: Path) -> None:
+    code = """
+import shutil, sys, torch
+from traindiff.compat.onnxruntime import GlobalSubscriberManager, StatisticsSubscriber
+model = torch.nn.Linear(2, 2)
+GlobalSubscriberManager.subscribe(model, [StatisticsSubscriber(sys.argv[1])])
+model(torch.ones(1, 2)).sum().backward()
+shutil.rmtree(sys.argv[1])
+print("trained")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "out")], capture_output=True, text=True, check=False, timeout=120
+    )
+
+    assert (done.returncode, done.stdout) == (0, "trained\n")
+    assert "could not be completed" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_recording_whose_statistics_ended_early_is_incomplete_from_that_step_on(tmp_path: Path) -> None:
+    model = subscribed(sequential(), tmp_path / "out")
+    for step in range(5):
+        if step == 3:
+            (tmp_path / "out" / "step_3").write_text("in the way")
+            with pytest.warns(TraindiffWarning, match="could not be written"):
+                model(torch.ones(2, 6)).sum().backward()
+        else:
+            model(torch.ones(2, 6)).sum().backward()
+    GlobalSubscriberManager.unsubscribe()
+
+    recording = open_recording(str(tmp_path / "out" / "recording"))
+    assert [step.step for step in recording.steps(0)] == [0, 1]
+    comparison = traindiff.compare(tmp_path / "out" / "recording", tmp_path / "out" / "recording")
+    assert any("Linear_1_0th_output of step 3 could not be written" in note for note in comparison.notes)
+
+
+def test_a_training_that_goes_to_another_directory_writes_where_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model = subscribed(sequential(), Path("out"))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    model(torch.ones(2, 6))
+
+    assert len(order(tmp_path / "out")) == 4
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize("content", [None, "step_0/order.txt", "notes.txt"])
+@pytest.mark.parametrize("kind", [FileExistsError, ConfigError, ValueError])
+def test_a_directory_that_is_there_is_the_error_of_the_original(
+    content: str | None, kind: type[Exception], tmp_path: Path
+) -> None:
+    (tmp_path / "out" / "step_0").mkdir(parents=True)
+    if content:
+        (tmp_path / "out" / content).write_text("")
+    else:
+        (tmp_path / "out" / "step_0").rmdir()
+
+    with pytest.raises(kind, match="nothing was written"):
+        StatisticsSubscriber(tmp_path / "out")
+
+
+def test_errors_are_those_of_the_original(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="finds none that is subscribed"):
+        GlobalSubscriberManager.get_subscriber(StatisticsSubscriber)
+    with pytest.raises(RuntimeError, match="nobody would follow the model"):
+        GlobalSubscriberManager.subscribe(nn.Identity(), [])
+    with pytest.raises(ValueError, match="is a str"):
+        GlobalSubscriberManager.subscribe("model", [StatisticsSubscriber(tmp_path / "out")])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "pre_forward_module_apply", "post_forward_tensor_apply_impl", "post_forward_outmost_module_apply_impl",
+        "module_post_forward_impl", "module_pre_backward_impl", "_summarize_activations",
+    ],
+)  # fmt: skip
+def test_a_subclass_with_a_method_that_only_the_original_calls_is_refused(method: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{method}\n +is a method of ONNX Runtime's subscribers that traind"):
+        type("Mine", (StatisticsSubscriber,), {method: lambda *_: None})
+
+
+def test_a_subclass_is_told_of_every_activation_and_gradient(tmp_path: Path) -> None:
+    class Noting(StatisticsSubscriber):
+        def saw(self, tensor: Tensor, **about: Any) -> None:
+            seen.append((about["name"], about["forward"]))
+            super().saw(tensor, **about)
+
+    seen: list[tuple[str, bool]] = []
+    model = nn.Sequential(nn.Linear(2, 2))
+    GlobalSubscriberManager.subscribe(model, [Noting(tmp_path / "out")])
+    model(torch.ones(1, 2)).sum().backward()
+
+    names = ["Linear_1_0th_output", "Sequential_0_0th_output"]
+    assert seen == [*((name, True) for name in names), *((name, False) for name in reversed(names))]
+    assert len(order(tmp_path / "out")) == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import OrderedDict
 from pathlib import Path
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import traindiff
+from traindiff.compat import transformers as replacement
 from traindiff.compat.transformers import (
+    DebugOption,
     DebugUnderflowOverflow,
     UnderflowOverflowCallback,
     detect_overflow,
@@ -160,6 +163,157 @@ def test_the_callback_watches_from_the_beginning_of_a_training_to_its_end(capsys
     model.factor = math.inf
     model(TOKENS)
     assert not hasattr(callback, "stop")
+
+
+CALLED = (
+    "analyse_model", "register_forward_hook", "_register_forward_hook", "forward_hook", "create_frame",
+    "analyse_variable", "expand_frame", "save_frame", "batch_start_frame", "reset_saved_frames", "trace_frames",
+    "dump_saved_frames",
+)  # fmt: skip
+"""Methods of the original that it calls itself. `batch_end_frame` is the only other one."""
+
+
+def overridden(kind: type, method: str, calls: list[str]) -> type:
+    """A subclass that notes each call of one method."""
+
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(method)
+        return getattr(super(made, self), method)(*args, **kwargs)
+
+    made = type("Made", (kind,), {method: noting})
+    return made
+
+
+def run_with(kind: Any) -> Any:
+    """A traced batch, one that is not, and one with infinity; returns the detector."""
+    model = Net()
+    detector = kind(model, trace_batch_nums=[0])
+    model(TOKENS)
+    model(TOKENS)
+    model.factor = math.inf
+    with pytest.raises(ValueError, match="inf/nan"):
+        model(TOKENS)
+    return detector
+
+
+@pytest.mark.parametrize("method", CALLED)
+def test_a_method_of_a_subclass_is_called_in_place_of_the_detectors_own(
+    method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_with(DebugUnderflowOverflow)
+    plain = capsys.readouterr().out
+    calls: list[str] = []
+    run_with(overridden(DebugUnderflowOverflow, method, calls))
+
+    assert calls
+    assert capsys.readouterr().out == plain
+
+
+def test_a_subclass_may_end_batches_and_choose_its_own_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    class Chosen(DebugUnderflowOverflow):
+        def create_frame(self, module: nn.Module, *_: Any) -> None:
+            self.expand_frame(f"{self.prefix}call {self.total_calls} of {self.module_names[module]!r}")
+            if module is self.model:
+                self.batch_end_frame()
+            self.save_frame("end")
+
+        def analyse_variable(self, var: Any, ctx: str) -> None:
+            raise AssertionError
+
+    model = nn.Sequential(nn.Linear(1, 1))
+    detector = Chosen(model, trace_batch_nums=[0])
+    model(torch.ones(1))
+
+    assert capsys.readouterr().out == (
+        f"{start(0)}                 call 1 of '0'\nend\n"
+        "                 call 2 of ''\n                  *** Finished batch number=0 ***\n\n\nend\n"
+    )
+    assert (detector.batch_number, detector.total_calls, detector.frames) == (1, 2, [])
+    assert "\n".join(detector.frame) == start(1).removesuffix("\n")
+
+
+def test_a_function_in_place_of_one_of_the_modules_is_called(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(replacement, "detect_overflow", lambda var, _: bool(var.abs().max() > 7))
+    model = Net()
+    DebugUnderflowOverflow(model, max_frames_to_save=1)
+    with pytest.raises(ValueError, match="inf/nan"):
+        model(TOKENS)
+    assert "table Embedding" in capsys.readouterr().out
+
+    monkeypatch.setattr(replacement, "detect_overflow", detect_overflow)
+    monkeypatch.setattr(replacement, "get_abs_min_max", lambda var, ctx: f"{var.ndim} axes: {ctx}")
+    model = Net()
+    DebugUnderflowOverflow(model, trace_batch_nums=[0])
+    model(TOKENS)
+    assert "\n2 axes: weight\n" in capsys.readouterr().out
+
+
+def test_the_list_of_traced_batches_may_be_filled_later(capsys: pytest.CaptureFixture[str]) -> None:
+    batches: list[int] = []
+    model = Net()
+    DebugUnderflowOverflow(model, trace_batch_nums=batches)
+    batches.append(0)
+    model(TOKENS)
+    assert capsys.readouterr().out == start(0) + FRAMES + LAST
+
+
+def test_debug_options_are_found_by_their_texts() -> None:
+    assert DebugOption("underflow_overflow") in ["underflow_overflow"]
+    assert [one.name for one in DebugOption] == ["UNDERFLOW_OVERFLOW", "TPU_METRICS_DEBUG"]
+    with pytest.raises(
+        ValueError, match=r"x is not a valid DebugOption, please select one of \['underflow_overflow', "
+    ):
+        DebugOption("x")
+
+
+@pytest.mark.filterwarnings("default")  # of transformers
+def test_every_public_name_of_the_original_is_there_with_its_arguments(tmp_path: Path) -> None:
+    original = pytest.importorskip("transformers.debug_utils")
+    transformers = pytest.importorskip("transformers")
+
+    defined = {
+        name for name, one in vars(original).items()
+        if getattr(one, "__module__", "") == original.__name__ and not name.startswith("__")
+    }  # fmt: skip
+    assert defined == {"DebugUnderflowOverflow", "get_abs_min_max", "detect_overflow", "DebugOption"}
+    assert all(hasattr(replacement, name) for name in defined)
+    methods = {name for name, one in vars(original.DebugUnderflowOverflow).items() if inspect.isfunction(one)}
+    assert methods == {"__init__", "batch_end_frame", *CALLED}
+    for owner, ours, names in (
+        (original.DebugUnderflowOverflow, DebugUnderflowOverflow, methods),
+        (original, replacement, {"get_abs_min_max", "detect_overflow"}),
+    ):
+        for name in names:
+            expected, found = (inspect.signature(getattr(one, name)).parameters for one in (owner, ours))
+            assert [(one.name, one.default) for one in found.values()] == [
+                (one.name, one.default) for one in expected.values()
+            ]
+    attributes = set(vars(original.DebugUnderflowOverflow(Net())))
+    assert attributes <= set(vars(DebugUnderflowOverflow(Net())))
+
+    theirs = transformers.TrainingArguments(str(tmp_path), debug="underflow_overflow", use_cpu=True, report_to=[]).debug
+    assert DebugOption.UNDERFLOW_OVERFLOW in theirs
+    assert {*theirs} == {DebugOption.UNDERFLOW_OVERFLOW}
+    assert [original.DebugOption(one) for one in DebugOption] == list(original.DebugOption)
+    assert [f"{one} {one!r} {str(one)}" for one in DebugOption] == [  # noqa: RUF010
+        f"{one} {one!r} {one!s}" for one in original.DebugOption
+    ]
+
+
+@pytest.mark.parametrize("method", CALLED)
+def test_methods_of_a_subclass_are_called_as_often_as_by_the_original(
+    method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = pytest.importorskip("transformers.debug_utils")
+    seen = []
+    for kind in (original.DebugUnderflowOverflow, DebugUnderflowOverflow):
+        calls: list[str] = []
+        detector = run_with(overridden(kind, method, calls))
+        names = ("frames", "frame", "batch_number", "total_calls", "detected_overflow", "prefix")
+        seen.append((len(calls), [getattr(detector, name) for name in names], capsys.readouterr().out))
+    assert seen[0] == seen[1]
 
 
 def test_it_is_the_same_as_the_original_where_that_is_installed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,6 +72,33 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     GlobalSubscriberManager.get_subscriber(StatisticsSubscriber)
 
 
+@situation("a directory for statistics that is there, and empty")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    (here / "pt_out").mkdir()
+    StatisticsSubscriber("pt_out")
+
+
+@situation("a subclass of a subscriber, written for ONNX Runtime")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    class Mine(StatisticsSubscriber):
+        def module_post_forward_impl(self, *_: Any) -> None:
+            pass
+
+        def pre_forward_tensor_apply_impl(self, *_: Any) -> None:
+            pass
+
+
+@situation("statistics whose directory is removed when they are written")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    import torch
+
+    model = nn.Linear(2, 2)
+    GlobalSubscriberManager.subscribe(model, [StatisticsSubscriber("pt_out")])
+    model(torch.ones(1, 2))
+    shutil.rmtree("pt_out")
+    GlobalSubscriberManager.unsubscribe()
+
+
 @situation("statistics that cannot be written while the training runs")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     import torch

@@ -17,7 +17,7 @@ import traindiff
 from tests.messages.provoking import Chapter
 from tests.messages.recording import Small
 from tests.observe.nonfinite.trainings import WIDTH, Net, Steep
-from traindiff.compat.transformers import DebugUnderflowOverflow
+from traindiff.compat.transformers import DebugOption, DebugUnderflowOverflow
 from traindiff.observe.torch.nonfinite.cause import find_cause
 
 chapter = Chapter("traindiff.watch", [])
@@ -159,6 +159,13 @@ def watched_as_in_transformers(batches: int, factor: float, **arguments: Any) ->
 @situation("the detector of transformers finds NaN")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     watched_as_in_transformers(1, math.nan)
+
+
+@situation("an option of transformers that is none")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    with pytest.raises(ValueError, match="is not a valid") as raised:  # in the words of transformers
+        DebugOption("overflow")
+    return f"ValueError:\n{raised.value}"
 
 
 @situation("the detector of transformers is to stop after a batch")

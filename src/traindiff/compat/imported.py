@@ -14,6 +14,10 @@ from traindiff.errors import ConfigError, NotARecordingError, Problem
 from traindiff.storage import Gap, RecordingWriter
 
 
+class OutputExistsError(ConfigError, FileExistsError):
+    """A `ConfigError` that is a `FileExistsError`, too, as programs that used another tool expect."""
+
+
 def numbered(
     directory: Path, pattern: re.Pattern[str], *, kind: Callable[[Path], bool], refuse: Refuse
 ) -> dict[int, Path]:
@@ -50,11 +54,11 @@ def check_room(
         where: What the user wrote that names the directory.
         content: What is written.
         other: Names of what is there and not of that kind.
-        earlier: What is there of another run and may not be replaced; empty if there is nothing.
+        earlier: Why it may not be written to as it is: "holds gradients of another run"; empty if it may.
         fix: How to have it replaced.
 
     Raises:
-        ConfigError: It is a file, or holds one of the two.
+        OutputExistsError: It is a file, or holds one of the two.
     """
     if directory.exists() and not directory.is_dir():
         what, fix = "is a file, and files are written into a directory.", "Give another path."
@@ -62,10 +66,10 @@ def check_room(
         what = f"holds other things than {content} ({', '.join(other[:3])})."
         fix = "Give the path of a directory that does not exist yet."
     elif earlier:
-        what = f"already holds {earlier}."
+        what = f"already {earlier}."
     else:
         return
-    raise ConfigError(source, [Problem(where=where, what=what, fix=fix)], consequence="nothing was written")
+    raise OutputExistsError(source, [Problem(where=where, what=what, fix=fix)], consequence="nothing was written")
 
 
 def import_ranks(

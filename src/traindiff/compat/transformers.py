@@ -13,8 +13,10 @@ float8 tensors) is printed. `traindiff.watch` also sees the backward pass, gradi
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
-from typing import Any
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -23,7 +25,20 @@ from traindiff.errors import NonFiniteError, StoppedError, UnsupportedTensorErro
 from traindiff.observe.torch.nonfinite.calls import within
 from traindiff.observe.torch.nonfinite.frames import HEAD
 
-_PREFIX = " " * 17
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+
+class DebugOption(str, Enum):  # noqa: UP042  as the original: StrEnum is formatted differently
+    """The values of `--debug`; equal to those of transformers, and to their texts."""
+
+    UNDERFLOW_OVERFLOW = "underflow_overflow"
+    TPU_METRICS_DEBUG = "tpu_metrics_debug"
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        known = [one.value for one in cls]
+        raise ValueError(f"{value} is not a valid {cls.__name__}, please select one of {known}")
 
 
 class DebugUnderflowOverflow:
@@ -32,11 +47,22 @@ class DebugUnderflowOverflow:
     Every module's forward pass makes a frame. When a frame holds NaN or infinity, the last frames are printed and
     an error is raised. Batches are calls of the model, counted from 0.
 
+    The methods and attributes are those of the original, and call each other as there: a subclass may replace any.
+
     Args:
         model: The model.
         max_frames_to_save: How many frames are printed.
         trace_batch_nums: Batches of which every frame is printed; nothing is detected in them.
         abort_after_batch_num: Raise an error when a batch after this one would begin.
+
+    Attributes:
+        frames: The frames that are kept, as text, the latest last.
+        frame: The lines of the frame that is being made.
+        batch_number: Calls of the model that have returned.
+        total_calls: Calls of modules that have returned.
+        detected_overflow: True if a frame held NaN or infinity.
+        prefix: Spaces at the beginning of a title line.
+        module_names: Path of each module.
     """
 
     def __init__(
@@ -47,15 +73,30 @@ class DebugUnderflowOverflow:
         abort_after_batch_num: int | None = None,
     ) -> None:
         self.model = model
-        self.trace_batch_nums = trace_batch_nums or []
+        self.trace_batch_nums = [] if trace_batch_nums is None else trace_batch_nums
         self.abort_after_batch_num = abort_after_batch_num
         self.batch_number = 0
+        self.total_calls = 0
         self.detected_overflow = False
-        self.module_names = {module: name for name, module in model.named_modules()}
-        self._largest: int | None = max_frames_to_save
-        self._frames: list[str] = []
-        self._lines: list[str] = [*self._batch_starts()]
-        self._handles = [module.register_forward_hook(self.forward_hook) for module in model.modules()]
+        self.prefix = " " * 17
+        self.frames: deque[str] | list[str] = deque(maxlen=max_frames_to_save)
+        self.frame: list[str] = []
+        self._handles: list[RemovableHandle] = []
+        self.analyse_model()
+        self.register_forward_hook()
+
+    def analyse_model(self) -> None:
+        """Find the path of each module; a module in several places has its first one."""
+        self.module_names = {module: name for name, module in self.model.named_modules()}
+
+    def register_forward_hook(self) -> None:
+        """Follow every module of the model, each once."""
+        for module in self.model.modules():
+            self._register_forward_hook(module)
+
+    def _register_forward_hook(self, module: nn.Module) -> None:
+        """Follow a module."""
+        self._handles.append(module.register_forward_hook(self.forward_hook))
 
     def remove(self) -> None:
         """Take the hooks off the model, which the original cannot."""
@@ -71,18 +112,20 @@ class DebugUnderflowOverflow:
         """
         traces = self.batch_number in self.trace_batch_nums
         if traces:
-            self._forget()
+            self.reset_saved_frames()
+        if not self.total_calls:
+            self.batch_start_frame()
+        self.total_calls += 1
         ends = module is self.model
         if ends:
             self.batch_number += 1
-        self._make_frame(module, input, output)
+        self.create_frame(module, input, output)
         if traces:
-            print("\n".join(self._frames))  # noqa: T201
-            self._forget()
+            self.trace_frames()
         if ends:
-            self._lines += self._batch_starts()
+            self.batch_start_frame()
         if self.detected_overflow and not traces:
-            self._print_frames()
+            self.dump_saved_frames()
             raise NonFiniteError(
                 "DebugUnderflowOverflow: inf/nan detected, aborting as there is no point running further. "
                 "Please scroll up above this traceback to see the activation values prior to this event."
@@ -93,46 +136,76 @@ class DebugUnderflowOverflow:
                 f" `abort_after_batch_num={self.abort_after_batch_num}` arg"
             )
 
-    def _batch_starts(self) -> list[str]:
-        """Lines that the next frame begins with."""
-        return [f"\n\n{_PREFIX} *** Starting batch number={self.batch_number} ***", HEAD]
-
-    def _make_frame(self, module: nn.Module, given: Any, output: Any) -> None:
-        self._lines.append(f"{_PREFIX} {self.module_names[module]} {type(module).__name__}")
+    def create_frame(self, module: nn.Module, input: Any, output: Any) -> None:  # noqa: A002
+        """Make the frame of one call of a module, and keep it."""
+        self.expand_frame(f"{self.prefix} {self.module_names[module]} {type(module).__name__}")
         for name, parameter in module.named_parameters(recurse=False):
-            self._add(parameter, name)
-        for number, one in enumerate(given) if isinstance(given, tuple) else [(None, given)]:
-            self._add(one, "input" if number is None else f"input[{number}]")
+            self.analyse_variable(parameter, name)
+        for number, one in enumerate(input) if isinstance(input, tuple) else [(None, input)]:
+            self.analyse_variable(one, "input" if number is None else f"input[{number}]")
         for slot, one in _outputs(output):
-            self._add(one, slot)
-        self._frames.append("\n".join(self._lines))
-        if self._largest is not None:
-            del self._frames[: -self._largest or len(self._frames)]
-        self._lines = []
+            self.analyse_variable(one, slot)
+        self.save_frame()
 
-    def _add(self, value: Any, name: str) -> None:
-        if isinstance(value, Tensor):
-            found = _extent(value)
-            self._lines.append(_line(found, name))
-            if found is not None and not found.is_finite and detect_overflow(value, name):
+    def analyse_variable(self, var: Any, ctx: str) -> None:
+        """Add what is known of a value to the frame: a line, or several where it holds tensors.
+
+        Args:
+            var: The value.
+            ctx: What it is called.
+        """
+        if isinstance(var, Tensor):
+            line, is_finite = _read(var, ctx)
+            self.expand_frame(line)
+            if not is_finite:
                 self.detected_overflow = True
-        elif value is None:
-            self._lines.append(f"{'None':>17} {name}")
+        elif var is None:
+            self.expand_frame(f"{'None':>17} {ctx}")
         else:
-            inside = [(slot, one) for slot, one in within(value, name) if isinstance(one, Tensor)]
+            inside = [(slot, one) for slot, one in within(var, ctx) if isinstance(one, Tensor)]
             for slot, one in inside:
-                self._add(one, slot)
+                self.analyse_variable(one, slot)
             if not inside:
-                self._lines.append(f"{'not a tensor':>17} {name}")
+                self.expand_frame(f"{'not a tensor':>17} {ctx}")
 
-    def _forget(self) -> None:
-        self._frames = []
-        self._largest = None  # as in the original: a traced batch ends the limit
+    def batch_start_frame(self) -> None:
+        """Begin the next frame with the lines that begin a batch."""
+        self.expand_frame(f"\n\n{self.prefix} *** Starting batch number={self.batch_number} ***")
+        self.expand_frame(HEAD)
 
-    def _print_frames(self) -> None:
-        head = f"\nDetected inf/nan during batch_number={self.batch_number}\nLast {len(self._frames)} forward frames:"
-        print(head, HEAD, *self._frames, "\n\n", sep="\n")  # noqa: T201
-        self._forget()
+    def batch_end_frame(self) -> None:
+        """Add the line that ends a batch; as in the original, only a subclass calls it."""
+        self.expand_frame(f"{self.prefix} *** Finished batch number={self.batch_number - 1} ***\n\n")
+
+    def expand_frame(self, line: str) -> None:
+        """Add a line to the frame."""
+        self.frame.append(line)
+
+    def save_frame(self, frame: str | None = None) -> None:
+        """Keep the frame, and begin the next one.
+
+        Args:
+            frame: A last line for it.
+        """
+        if frame is not None:
+            self.expand_frame(frame)
+        self.frames.append("\n".join(self.frame))
+        self.frame = []
+
+    def reset_saved_frames(self) -> None:
+        """Forget the kept frames, and their limit with them, as the original does: a traced batch is printed whole."""
+        self.frames = []
+
+    def trace_frames(self) -> None:
+        """Print the kept frames, and forget them."""
+        print("\n".join(self.frames))  # noqa: T201
+        self.frames = []
+
+    def dump_saved_frames(self) -> None:
+        """Print the kept frames as those that led to NaN or infinity, and forget them."""
+        head = f"\nDetected inf/nan during batch_number={self.batch_number}\nLast {len(self.frames)} forward frames:"
+        print(head, HEAD, "\n".join(self.frames), "\n\n", sep="\n")  # noqa: T201
+        self.frames = []
 
 
 def get_abs_min_max(var: Tensor, ctx: str) -> str:
@@ -161,6 +234,20 @@ def detect_overflow(var: Tensor, ctx: str) -> bool:
     if bool(values.isinf().any()):
         print(f"{ctx} has infs")  # noqa: T201
     return True
+
+
+_OWN = get_abs_min_max, detect_overflow
+
+
+def _read(tensor: Tensor, name: str) -> tuple[str, bool]:
+    """The line of a tensor, and whether it is finite.
+
+    The two functions above would read it twice. They are called all the same where one of them has been replaced.
+    """
+    if (get_abs_min_max, detect_overflow) != _OWN:
+        return get_abs_min_max(tensor, name), not detect_overflow(tensor, name)
+    found = _extent(tensor)
+    return _line(found, name), found is None or found.is_finite or not detect_overflow(tensor, name)
 
 
 class UnderflowOverflowCallback:

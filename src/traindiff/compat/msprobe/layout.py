@@ -100,7 +100,7 @@ def make_room(directory: Path, *, ranks: Collection[int] | None, overwrite: bool
     """
     stale = [path for rank, path in ranks_in(directory).items() if ranks is None or rank in ranks]
     other = sorted(str(one.relative_to(directory)) for path in stale for one in _foreign(path))
-    earlier = f"gradients of another run ({', '.join(path.name for path in stale)})"
+    earlier = f"holds gradients of another run ({', '.join(path.name for path in stale)})"
     check_room(
         directory, source="the gradient monitor", where=where, content="directions and tables of gradients",
         other=other, earlier=earlier if stale and not overwrite else "", fix=fix,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from traindiff.core.summary import empty, extremes
 from traindiff.core.torch_compat.training import print_options
 from traindiff.errors import TraindiffWarning
 from traindiff.observe.torch.session.environment import describe
-from traindiff.storage import RecordingWriter
+from traindiff.storage import Gap, RecordingWriter
 
 if TYPE_CHECKING:
     from traindiff.compat.onnxruntime.manager import Model
@@ -158,8 +158,17 @@ class KeptRecording:
         )  # fmt: skip
         self._write(latest=step)
 
+    def give_up(self, reason: str, *, step: int) -> None:
+        """Write the steps that have ended when a step failed, if that can be done, and note why there are no more."""
+        with suppress(Exception):
+            self._write(latest=step)
+        self._writer.give_up(Gap(reason=reason, step=min([step, *self._steps]), optimizer="optimizer"))
+
     def close(self) -> None:
         """Write what is left, and complete the files."""
+        if self._writer.is_incomplete:
+            self._writer.close()
+            return
         self._write(latest=None)
         modules = self._model.modules
         self._writer.write_rank(rank_content(self._world_size, model=modules.get("", ""), modules=modules))

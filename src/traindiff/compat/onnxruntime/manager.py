@@ -39,6 +39,10 @@ class Model:
     sites: dict[str, tuple[str, str]]
 
 
+class NotSubscribedError(ConfigError, RuntimeError):
+    """A `ConfigError` that is a `RuntimeError`, too, as in the original: there is no subscriber for what was asked."""
+
+
 class SubscriberManager:
     """Has subscribers follow a model."""
 
@@ -92,13 +96,14 @@ class SubscriberManager:
         """The subscriber of a type.
 
         Raises:
-            ConfigError: There is none.
+            NotSubscribedError: There is none.
         """
         for one in self._run_ctx.subscribers:
             if isinstance(one, subscriber_type):
                 return one
         fix = "Give one to GlobalSubscriberManager.subscribe(model, [...]) first."
-        raise _refused(f"get_subscriber({subscriber_type.__name__})", what="finds none that is subscribed.", fix=fix)
+        where = f"get_subscriber({subscriber_type.__name__})"
+        raise _refused(where, what="finds none that is subscribed.", fix=fix, kind=NotSubscribedError)
 
     def get_run_context(self) -> RuntimeStates:
         """The state of the subscription, for `_InspectActivation.apply`."""
@@ -163,16 +168,17 @@ def _check(module: object, subscribers: Sequence[object]) -> None:
         raise _refused("subscribe(module=...)", what=f"is {type_of(module)}.", fix=fix)
     if not subscribers:
         fix = 'Give some, e.g. [StatisticsSubscriber(output_dir="pt_out")].'
-        raise _refused("subscribe(subscribers=...)", what="is empty: nobody would follow the model.", fix=fix)
+        what = "is empty: nobody would follow the model."
+        raise _refused("subscribe(subscribers=...)", what=what, fix=fix, kind=NotSubscribedError)
     for one in subscribers:
         if not isinstance(one, SubscriberBase):
             fix = "Give subscribers of traindiff.compat.onnxruntime, not those of onnxruntime itself."
             raise _refused("subscribe(subscribers=...)", what=f"holds {type_of(one)}.", fix=fix)
 
 
-def _refused(where: str, *, what: str, fix: str) -> ConfigError:
+def _refused(where: str, *, what: str, fix: str, kind: type[ConfigError] = ConfigError) -> ConfigError:
     problem = Problem(where=where, what=what, fix=fix)
-    return ConfigError("GlobalSubscriberManager", [problem], consequence="nothing was attached to the model")
+    return kind("GlobalSubscriberManager", [problem], consequence="nothing was attached to the model")
 
 
 GlobalSubscriberManager = SubscriberManager()

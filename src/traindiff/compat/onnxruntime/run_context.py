@@ -22,6 +22,17 @@ if TYPE_CHECKING:
     from traindiff.compat.onnxruntime.manager import Model
 
 
+_CALLED_BY_THE_ORIGINAL = frozenset({
+    *(f"{when}_forward_{what}_apply{own}"
+      for when, what in (
+          ("pre", "module"), ("pre", "tensor"), ("post", "module"), ("post", "tensor"), ("post", "outmost_module"),
+      )
+      for own in ("", "_impl")),
+    "module_post_forward_impl", "module_pre_backward_impl", "_need_skip_step", "_summarize_activations",
+})  # fmt: skip
+"""Methods that a subclass of ONNX Runtime's subscribers may override, 1.19."""
+
+
 class SubscriberBase:
     """Follows the activations of some steps. A subclass does something in `saw`.
 
@@ -44,6 +55,25 @@ class SubscriberBase:
                 fix="Write start_step=10, end_step=20, counted from 0, or leave either out.",
             )
             raise ConfigError(type(self).__name__, [problem])
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Refuse a subclass whose methods nobody would call.
+
+        Raises:
+            ConfigError: It overrides methods through which ONNX Runtime calls a subscriber.
+        """
+        super().__init_subclass__(**arguments)
+        problems = [
+            Problem(
+                where=name,
+                what="is a method of ONNX Runtime's subscribers that traindiff does not call.",
+                fix="Override saw(tensor, *, name, depth, step, call, forward), called for activations and gradients.",
+            )
+            for name in vars(cls)
+            if name in _CALLED_BY_THE_ORIGINAL and not cls.__module__.startswith("traindiff.")
+        ]
+        if problems:
+            raise ConfigError(f"class {cls.__qualname__}", problems, consequence="the class was not made")
 
     def follows(self, step: int) -> bool:
         """True if it wants to be told of a step."""

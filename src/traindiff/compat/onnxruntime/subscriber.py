@@ -27,7 +27,7 @@ from traindiff.compat.onnxruntime.statistics import (
 )
 from traindiff.core.kernels.registry import PUT_OFF
 from traindiff.core.kernels.store import SummaryStore
-from traindiff.errors import NotARecordingError, TraindiffWarning, UnsupportedTensorError
+from traindiff.errors import NotARecordingError, TraindiffWarning, UnsupportedTensorError, level_of_caller
 from traindiff.observe.torch.session.environment import rank_and_world_size
 
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ class StatisticsSubscriber(SubscriberBase):
         bucket_size: Taken, and of no effect: memory does not grow with a tensor.
 
     Raises:
-        ConfigError: The directory holds an earlier run, or other things, or no step lies between the two.
+        OutputExistsError: The directory is there, and is not to be replaced, or holds other things than an earlier run.
+        ConfigError: No step lies between the two.
     """
 
     def __init__(
@@ -69,10 +70,12 @@ class StatisticsSubscriber(SubscriberBase):
     ) -> None:
         super().__init__(start_step, end_step)
         self._rank, self._world_size = rank_and_world_size()
-        self._directory = rank_directory(Path(output_dir), self._rank, self._world_size)
-        earlier_steps(self._directory, overwrite=override_output_dir)
-        self._recorded_in = Path(output_dir, RECORDING)
+        directory = rank_directory(Path(output_dir), self._rank, self._world_size)
+        _check_room(directory, overwrite=override_output_dir)
+        self._directory = directory.absolute()  # a training may go to another one
+        self._recorded_in = Path(output_dir, RECORDING).absolute()
         self._overwrite = override_output_dir
+        self._has_directory = False
         self._summaries = SummaryStore(()) if run_on_cpu else SummaryStore(PUT_OFF)
         self._recording: KeptRecording | None = None
         self._lock = threading.Lock()  # an exported graph runs on threads of its own
@@ -83,8 +86,10 @@ class StatisticsSubscriber(SubscriberBase):
         self._recording = KeptRecording(
             str(self._recorded_in), model, rank=self._rank, world_size=self._world_size, overwrite=self._overwrite
         )
-        for step in earlier_steps(self._directory, overwrite=self._overwrite):  # nothing stands in the way any more
-            shutil.rmtree(step)
+        if self._overwrite:
+            for step in _check_room(self._directory, overwrite=True):  # nothing stands in the way any more
+                shutil.rmtree(step)
+        self._make_directory()
 
     def saw(self, tensor: Tensor, *, name: str, depth: int, step: int, call: int, forward: bool) -> None:
         """See `SubscriberBase`."""
@@ -95,12 +100,14 @@ class StatisticsSubscriber(SubscriberBase):
                 self._saw(tensor, name=name, depth=depth, step=step, call=call, forward=forward)
             except Exception as error:  # noqa: BLE001  whatever it is, the training goes on
                 self._failed = True
+                reason = f"{name} of step {step} could not be written ({type(error).__name__}: {error})"
+                if self._recording is not None:
+                    self._recording.give_up(reason, step=step)
                 message = (
-                    f"StatisticsSubscriber: {name} of step {step} could not be written "
-                    f"({type(error).__name__}: {error}). From here on no statistics are; the training goes on. "
-                    "Give an output_dir where you may write and there is room."
+                    f"StatisticsSubscriber: {reason}. From here on no statistics are; the training goes on. "
+                    "Give an output_dir where you may write and there is room, and keep it until the training ends."
                 )
-                warnings.warn(message, TraindiffWarning, stacklevel=2)
+                warnings.warn(message, TraindiffWarning, stacklevel=level_of_caller())
 
     def _saw(self, tensor: Tensor, *, name: str, depth: int, step: int, call: int, forward: bool) -> None:
         direction: Direction = "forward" if forward else "backward"
@@ -111,14 +118,20 @@ class StatisticsSubscriber(SubscriberBase):
             if self._recording is not None:
                 self._recording.keep(tensor, None, name=name, step=step, call=call, phase=direction, why=str(error))
             return
+        if not self._has_directory:
+            self._make_directory()  # it follows no model; somebody else calls it
         folder = step_directory(self._directory, step)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)  # not its parents: a directory that was removed ends the statistics
         file = statistics_file(own, direction)
         with (folder / ORDER).open("a", encoding="utf-8") as order:
             order.write(f"{file}\n")
         (folder / file).write_text(dump(statistics), encoding="utf-8")
         if self._recording is not None:
             self._recording.keep(tensor, summary, name=name, step=step, call=call, phase=direction)
+
+    def _make_directory(self) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._has_directory = True
 
     def module_post_forward_impl(self, activation: Tensor, depth: int, name: str, step: int) -> None:
         """What the original calls with an activation."""
@@ -131,12 +144,20 @@ class StatisticsSubscriber(SubscriberBase):
     def close(self) -> None:
         """See `SubscriberBase`."""
         with self._lock:
-            if self._recording is not None:
-                self._recording.close()
-                self._recording = None
+            recording, self._recording = self._recording, None
+            if recording is None:
+                return
+            try:
+                recording.close()
+            except Exception as error:  # noqa: BLE001  what comes next, another training or the end, goes on
+                message = (
+                    f"StatisticsSubscriber: the recording {self._recorded_in} could not be completed: {error} "
+                    "Keep output_dir until GlobalSubscriberManager.unsubscribe() has been called."
+                )
+                warnings.warn(message, TraindiffWarning, stacklevel=level_of_caller())
 
 
-def earlier_steps(directory: Path, *, overwrite: bool) -> list[Path]:
+def _check_room(directory: Path, *, overwrite: bool) -> list[Path]:
     """Directories of the steps of an earlier run, which may be removed: they hold nothing but its files.
 
     Args:
@@ -144,17 +165,17 @@ def earlier_steps(directory: Path, *, overwrite: bool) -> list[Path]:
         overwrite: They are to be replaced. Directories that hold anything else are refused all the same.
 
     Raises:
-        ConfigError: It is a file, or holds what must not be removed.
+        OutputExistsError: It is a file, or holds what must not be removed, or is there and is not to be replaced.
     """
     steps = list(steps_in(directory).values())
     known = {*steps, directory / RECORDING}
     other = sorted(one.name for one in directory.iterdir() if one not in known) if directory.is_dir() else []
     other += [name for one in steps for name in _others(one)]
+    there = f"holds statistics of another run ({len(steps)} steps)" if steps else "exists" * directory.exists()
     check_room(
         directory, source="StatisticsSubscriber", where=f"StatisticsSubscriber(output_dir={str(directory)!r})",
-        content="statistics of activations", other=other,
-        earlier=f"statistics of another run ({len(steps)} steps)" if steps and not overwrite else "",
-        fix="Give another path, or override_output_dir=True to replace them.",
+        content="statistics of activations", other=other, earlier="" if overwrite else there,
+        fix="Give another path, or override_output_dir=True to replace what an earlier run wrote.",
     )  # fmt: skip
     return steps
 

@@ -1,0 +1,63 @@
+"""Run each original beside its replacement and write SEEDS.md: `python -m benchmarks.seeds [SYSTEM ...]`."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import import_module
+from pathlib import Path
+
+import torch
+from benchmarks.seeds.environments import ENVIRONMENTS, NoEnvironmentError, python_of
+from benchmarks.seeds.table import document, section, sections
+
+SYSTEMS = ("model_stepper", "compare_loss", "msprobe", "debug_underflow_overflow", "onnxruntime")
+"""The modules beside this one. Each has TITLE, PACKAGES and features(); SEEDS.md has them in this order."""
+
+RESULTS = Path(__file__).parents[1] / "SEEDS.md"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the systems; returns 1 if a feature is missing, or if an original could not be run."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.seeds", description=__doc__)
+    parser.add_argument("systems", nargs="*", metavar="SYSTEM", help=f"default: {' '.join(SYSTEMS)}")
+    parser.add_argument(
+        "--environments", type=Path, default=ENVIRONMENTS, help="folder of the environments (default: %(default)s)"
+    )
+    parser.add_argument("--output", type=Path, default=RESULTS, help="the file to write (default: %(default)s)")
+    given = parser.parse_args(arguments)
+    if unknown := [name for name in given.systems if name not in SYSTEMS]:
+        parser.error(f"{unknown[0]} is not a system; known: {', '.join(SYSTEMS)}")
+    failed = False
+    for name in given.systems or SYSTEMS:
+        system = import_module(f"benchmarks.seeds.{name}")
+        try:
+            original = python_of(name, system.PACKAGES, folder=given.environments)
+        except NoEnvironmentError as error:
+            print(f"{system.TITLE}: {error}", file=sys.stderr)
+            failed = True
+            continue
+        found = system.features(original)
+        failed |= any(one.outcome == "missing" for one in found)
+        text = section(system.TITLE, _source(system.PACKAGES), found)
+        print(text, end="\n\n", flush=True)
+        _keep(given.output, system.TITLE, text)
+    return int(failed)
+
+
+def _source(packages: tuple[str, ...]) -> str:
+    ran = f"Run on {datetime.now(UTC):%Y-%m-%d} with Python {platform.python_version()}, torch {torch.__version__}."
+    return f"Original: {', '.join(packages)}. {ran}" if packages else ran
+
+
+def _keep(file: Path, title: str, text: str) -> None:
+    """Write one section into the file; the others stay as they were."""
+    known = {**(sections(file.read_text()) if file.exists() else {}), title: text}
+    file.write_text(document(known))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
