@@ -65,7 +65,7 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
 @situation("settings that cannot be")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     lockstep(
-        side(), side(), three(), batches=0, test_every=1.5, param_tol="small", activation_tol=1e-5, resync=1,
+        side(), side(), three(), num_batches=0, test_every=1.5, param_tol="small", activation_tol=1e-5, resync=1,
         timeout_seconds=0,
     )  # fmt: skip
 
