@@ -135,8 +135,13 @@ class ModelStepper:
             loss = default_loss(engine, replaced(batch, own))
         else:
             loss = default_loss(engine, self.batch_data_fn(batch))
-        if engine is self.base_eng:
+        if engine is _model_of(self.base_eng):
             self.base_loss = loss.detach()
-        elif engine is self.test_eng:
+        else:
             self.test_loss = loss.detach()
         return loss
+
+
+def _model_of(side: Any) -> Any:
+    """The model of a side, which an engine is itself."""
+    return side[0] if isinstance(side, (tuple, list)) else side

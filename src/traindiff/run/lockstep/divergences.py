@@ -10,7 +10,7 @@ from itertools import groupby
 from traindiff.analyse.align.exact import EXACT_KINDS
 from traindiff.analyse.compare.incremental import ComparedStep
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.distance import CLEAR, Pair, differences_by_rank
+from traindiff.analyse.merge.distance import CLEAR, Pair, differences_by_rank, differing_ranks
 from traindiff.analyse.merge.site import MergedSite, SiteKey
 from traindiff.core.observation import ALL_GRADIENTS
 from traindiff.core.summary import distance, nonfinite_count, norm, number
@@ -122,36 +122,38 @@ class _Seen:
 def _seen(finding: Finding, pair: Pair | None) -> list[_Seen]:
     """The ranks that see a divergence, with the sizes of what each one holds.
 
-    A rank sees it if its part of the tensor differs, so much that it is no rounding beside the largest difference. If
-    the sides are divided differently, it is not known which ranks these are, and the sizes are those of the whole.
+    A rank sees it if its part of the tensor differs, by more than rounding beside the largest difference, or is not
+    finite. If the sides are divided differently, only the difference of the whole is known: then these are the ranks
+    that hold a part, unless the difference is known to be in the rows of one of them.
     """
     whole = _whole(finding, pair)
     if pair is None or pair.baseline.shape != pair.candidate.shape:
         return [whole]
-    if pair.candidate.apart:
-        apart = _differences_of_copies(pair)
-    elif held := _ranks_with_all(pair.candidate):
-        return [replace(whole, rank=rank) for rank in held]
-    else:
+    parts = (*pair.baseline.parts, *pair.candidate.parts)
+    if broken := sorted({part.rank for part in parts if int(nonfinite_count(part.summary))}):
+        return [replace(whole, rank=rank) for rank in broken]
+    apart = _differences_of_copies(pair) if pair.candidate.apart else {}
+    held = sorted({part.rank for part in pair.candidate.parts})
+    if not apart and not _all_hold_it(pair.candidate):
         apart = differences_by_rank(pair)
     largest = max(apart.values(), default=0.0)
     if not largest:
-        return [whole]
+        return [replace(whole, rank=rank) for rank in differing_ranks(pair, whole.accepted) or held] or [whole]
     limit = max(whole.accepted, CLEAR * largest) if math.isfinite(largest) else whole.accepted
     return [
         replace(whole, rank=rank, absolute=size * _size_held(pair.baseline, rank), relative=size)
         if math.isfinite(size)
         else replace(whole, rank=rank)
         for rank, size in sorted(apart.items())
-        if size > min(limit, math.nextafter(largest, 0.0))
+        if size > limit or size == largest
     ]
 
 
-def _ranks_with_all(entry: MergedSite) -> list[int]:
-    """The ranks that hold equal copies of the whole tensor; none if ranks hold different parts, or terms of a sum."""
-    if entry.summed or entry.batched or any(part.shard.shape != part.shard.global_shape for part in entry.parts):
-        return []
-    return sorted({part.rank for part in entry.parts})
+def _all_hold_it(entry: MergedSite) -> bool:
+    """True if each rank holds the whole tensor, and not a part or a term of a sum."""
+    return not (entry.summed or entry.batched) and all(
+        part.shard.shape == part.shard.global_shape for part in entry.parts
+    )
 
 
 def _differences_of_copies(pair: Pair) -> dict[int, float]:
