@@ -157,7 +157,7 @@ def test_resync_sets_the_candidate_back_however_ranks_divide_it(name: str, outco
 
 def runs_out() -> str:
     with pytest.raises(traindiff.LockstepError) as raised:
-        stepped(ddp(), ddp(), batches(4)[: 4 - 2 * distributed.get_rank()])
+        stepped(ddp(), ddp(), batches(4)[: 4 - 2 * distributed.get_rank()], test_every=3)
     return str(raised.value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
@@ -129,11 +130,11 @@ class Lockstep:
         self._number = 0
         self._ranks = Ranks(self._settings.timeout_seconds)
         copies, floors = self._copies(sides[0])
-        wanted, length = self._settings.num_batches, self._length
-        total = min((one for one in (wanted, length) if one is not None), default=None)
+        shown = self._settings.num_batches or self._length
+        total = self._num_on_all_ranks()
         self._printer = Printer(
-            self._settings, total=wanted or length, last=total and total - 1, rank=self._ranks.rank, file=file
-        )
+            self._settings, total=shown, last=total and total - 1, rank=self._ranks.rank, file=file
+        )  # fmt: skip
         self._printer.begin(floors)
         self._sides: list[LiveSide] = []
         try:
@@ -225,6 +226,12 @@ class Lockstep:
     def _length(self) -> int | None:
         """Number of batches that the data has; None if it is unknown."""
         return len(self._data) if isinstance(self._data, Sized) else None
+
+    def _num_on_all_ranks(self) -> int | None:
+        """Number of batches that all ranks have; None if it is unknown."""
+        known = (one for one in (self._settings.num_batches, self._length) if one is not None)
+        (least,) = min(self._ranks.meet([min(known, default=math.inf)]))
+        return int(least) if math.isfinite(least) else None
 
     def _copies(self, baseline: Training) -> tuple[list[Training], str]:
         """Copies of the baseline that measure its noise, and the source of the tolerances that the user left out."""
