@@ -330,6 +330,7 @@ def _one_launched_rank(file: str) -> int:
     _import_deepspeed().init_distributed("gloo", verbose=False)
     run = _on_rank(file, ["fails"])["fails"]
     print(*run["lines"], sep="\n", flush=True)
+    distributed.barrier()  # the launcher ends all ranks when the first one has failed
     return 0 if run["go"] else 1
 
 
