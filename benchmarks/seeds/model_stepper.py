@@ -82,7 +82,8 @@ def _launched(python: Path, *which: str) -> Ranks:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # with the ranks
         return [{"go": None, "error": "TimeoutExpired", "lines": []}]
-    return [{"go": process.returncode == 0, "error": "", "lines": said.splitlines()}]
+    lines = [line for line in said.splitlines() if not line.startswith("[")]  # without the launcher's own
+    return [{"go": process.returncode == 0, "error": "", "lines": lines}]
 
 
 def _original() -> Path:
