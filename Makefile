@@ -118,7 +118,8 @@ test-release: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m release
 
 test-deepspeed: $(VENV)/ready
-	$(BIN)/pytest -n 2 tests/observe/sharding/test_deepspeed*.py tests/run/config/test_deepspeed*.py
+	$(BIN)/pytest -n 2 tests/observe/sharding/test_deepspeed*.py tests/run/config/test_deepspeed*.py \
+		tests/compat/snippets/test_model_stepper.py
 
 test-browser: $(VENV)/browser-ready
 	$(BIN)/pytest -n 2 tests/present

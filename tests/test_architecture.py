@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "analyse": frozenset({"core", "storage"}),
     "present": frozenset({"core", "storage", "analyse"}),
     "run": frozenset({"core", "storage", "observe", "analyse", "present"}),
-    "compat": frozenset({"core", "storage", "observe", "analyse", "present"}),
+    "compat": frozenset({"core", "storage", "observe", "analyse", "present", "run"}),
     "integrations": frozenset({"core", "observe"}),
     "cli": frozenset({"core", "storage", "observe", "analyse", "present", "run", "compat"}),
 }

@@ -12,6 +12,7 @@ from torch import Tensor, distributed, nn
 
 import traindiff
 from tests.messages.provoking import Chapter
+from traindiff.compat.deepspeed import ModelStepper
 from traindiff.run.lockstep.ranks import Ranks
 
 chapter = Chapter("Lockstep", [])
@@ -65,7 +66,7 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
 @situation("settings that cannot be")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     lockstep(
-        side(), side(), three(), batches=0, test_every=1.5, param_tol="small", activation_tol=1e-5, resync=1,
+        side(), side(), three(), num_batches=0, test_every=1.5, param_tol="small", activation_tol=1e-5, resync=1,
         timeout_seconds=0,
     )  # fmt: skip
 
@@ -93,6 +94,11 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
 @situation("a model that does not compute its loss")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     lockstep(side(), side(), three(), loss=None).go()
+
+
+@situation("a subclass of ModelStepper that overrides what is never called")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    type("Gathering", (ModelStepper,), {"_get_params": lambda self: None})
 
 
 @situation("a baseline that changes its batch, but not the first one")

@@ -97,7 +97,7 @@ class RecordSettings:
     """Checked settings of a recording; `traindiff.record` documents them.
 
     `counts_skipped` is internal: whether a step that the loss scaler skips counts as a step. If not, nothing of it is
-    recorded.
+    recorded. `last` is internal too: a step that is recorded whatever `every` and `steps` say.
     """
 
     observe: frozenset[str] = _setting(
@@ -160,10 +160,11 @@ class RecordSettings:
         help="Perturb the training on purpose: ulp:SEED, reorder:SEED, float64.",
     )  # fmt: skip
     counts_skipped: bool = True
+    last: int | None = None
 
     def records(self, step: int) -> bool:
         """True if this step is recorded."""
-        return step % self.every == 0 and step in self.steps
+        return step == self.last or (step % self.every == 0 and step in self.steps)
 
     def to_json(self) -> dict[str, Any]:
         """The settings as they are written into `run.json`."""

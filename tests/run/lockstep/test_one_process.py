@@ -45,7 +45,7 @@ def test_all_gradients_times_1_5_are_found_as_gradients_in_batch_0(tolerances: d
     first = comparison.first_divergence
     assert first is not None
     assert (first.phase, first.step) == ("grad", 0)
-    assert next(lines(printed)).startswith("DIVERGED GRADIENT rank=0 batch=0 param_idx=0 name=embed.weight ")
+    assert next(lines(printed)).startswith("DIVERGED GRADIENT rank=0 batch=0 grad_idx=0 name=embed.weight ")
     assert "1.5 x the baseline's" in printed
 
 
@@ -62,7 +62,7 @@ def test_nan_fails_also_where_both_sides_have_it(both: bool, tolerances: dict[st
 
     assert comparison.verdict == "diverged", str(comparison)
     first = next(lines(printed))
-    assert first.startswith("DIVERGED GRADIENT rank=0 batch=1 param_idx=15 name=head.weight abs_diff=nan rel_diff=nan ")
+    assert first.startswith("DIVERGED GRADIENT rank=0 batch=1 grad_idx=15 name=head.weight abs_diff=nan rel_diff=nan ")
     if both:
         assert "1 of 304 elements is NaN or infinite, at the same places in both runs." in printed
 
@@ -141,7 +141,7 @@ def test_only_every_so_manieth_step_is_compared() -> None:
 
 
 def test_batches_stops_early_and_a_generator_needs_no_length() -> None:
-    comparison, printed = stepped(plain(), plain(), iter(batches(9)), batches=4)
+    comparison, printed = stepped(plain(), plain(), iter(batches(9)), num_batches=4)
     assert comparison.steps == (0, 1, 2, 3)
     assert "batches=4\n" in printed
     comparison, printed = stepped(plain(), plain(), iter(batches(3)))
@@ -365,8 +365,8 @@ def test_resync_finds_two_faults_that_have_nothing_to_do_with_each_other() -> No
 
     found = [line.split()[1:6] for line in lines(printed)]
     assert found == [
-        ["GRADIENT", "rank=0", "batch=1", "param_idx=0", "name=embed.weight"],
-        ["GRADIENT", "rank=0", "batch=3", "param_idx=5", "name=blocks.0.down.weight"],
+        ["GRADIENT", "rank=0", "batch=1", "grad_idx=0", "name=embed.weight"],
+        ["GRADIENT", "rank=0", "batch=3", "grad_idx=5", "name=blocks.0.down.weight"],
     ]
     assert comparison.steps == (0, 1, 2, 3, 4, 5)
     assert [one.step for one in comparison.findings] == [1, 3]

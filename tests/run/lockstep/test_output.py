@@ -27,9 +27,6 @@ track_loss=True
 loss_tol=1.000000e-05
 track_grads=True
 grad_tol=1.000000e-05
-track_activations=False
-activation_tol=None
-resync=False
 
 """
 TOLERANCES = {"param_tol": 1e-5, "loss_tol": 1e-5, "grad_tol": 1e-5}
@@ -50,10 +47,10 @@ def test_a_run_that_fails() -> None:
     _, printed = stepped(plain(), altered(plain(), scaled(1.5)), batches(2), **TOLERANCES, select="head.*")
 
     assert masked(printed.removeprefix(CONFIGURATION)) == (
-        "STATUS batch=0 / 2 base_loss=#.##### test_loss=#.##### abs_diff=#.#####e+## rel_diff=#.#####e+##\n"
-        "DIVERGED GRADIENT rank=0 batch=0 param_idx=0 name=head.weight abs_diff=#.#####e-## rel_diff=#.#####e-## "
+        "DIVERGED GRADIENT rank=0 batch=0 grad_idx=0 name=head.weight abs_diff=#.#####e-## rel_diff=#.#####e-## "
         "tol=#.#####e-##\n"
         "  The candidate's is 1.5 x the baseline's.\n"
+        "STATUS batch=0 / 2 base_loss=#.##### test_loss=#.##### abs_diff=#.#####e+## rel_diff=#.#####e+##\n"
         "TEST FAILED\n"
     )
 

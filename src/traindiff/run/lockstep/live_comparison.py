@@ -98,12 +98,11 @@ class LiveComparison:
         return joined(found)
 
     @property
-    def parameters(self) -> list[str]:
-        """Paths of the baseline's parameters, in its order."""
+    def trainable_parameters(self) -> list[str]:
+        """Paths of the baseline's trainable parameters, in its order."""
         baseline = self.runs[0]
-        return list(
-            dict.fromkeys(path for rank in baseline.ranks for path in baseline.rank_content(rank)["parameters"])
-        )
+        held = (baseline.rank_content(rank)["parameters"].items() for rank in baseline.ranks)
+        return list(dict.fromkeys(path for one in held for path, about in one if about["requires_grad"]))
 
     @property
     def latest(self) -> Comparison:

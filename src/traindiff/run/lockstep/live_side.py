@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -90,6 +91,12 @@ def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _last_step(training: Training, total: int | None) -> int | None:
+    """Number of the step that ends in the last batch; None if the number of batches is unknown."""
+    batches_per_step = (engine_settings(training.model) or {}).get("gradient_accumulation_steps", 1)
+    return None if total is None else max(0, total // batches_per_step - 1)
+
+
 class LiveSide:
     """A side that is trained, and observed only while it is trained; a copy of the baseline if `replica` is not empty.
 
@@ -101,7 +108,14 @@ class LiveSide:
     """
 
     def __init__(
-        self, training: Training, settings: LockstepSettings, *, name: str, record: Mapping[str, Any], replica: str = ""
+        self,
+        training: Training,
+        settings: LockstepSettings,
+        *,
+        name: str,
+        record: Mapping[str, Any],
+        total: int | None,
+        replica: str = "",
     ) -> None:
         self.name = name
         self.training = training
@@ -113,7 +127,7 @@ class LiveSide:
             **training.record, **record, "observe": settings.observe, "select": settings.select,
             "every": settings.test_every, "replica": replica or None,
         }  # fmt: skip
-        checked = record_settings(**chosen)
+        checked = replace(record_settings(**chosen), last=_last_step(training, total))
         self.targets = find_targets(
             training.model, training.optimizer, select=checked.select, shards=checked.shards,
             operators=checked.operators,

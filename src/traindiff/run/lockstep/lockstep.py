@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
@@ -49,12 +50,13 @@ class Lockstep:
         data: The batches of this rank, the same for both sides. Optional if the baseline is a `Training`, or if you
             call `step` instead of `go`.
         loss: `loss(model, batch)`, the loss that is minimized. By default the model computes it.
-        batches: Stop after this many batches. Default: all.
-        test_every: Compare every N optimizer steps, starting with the first.
+        num_batches: Stop after this many batches. Default: all.
+        test_every: Compare every N optimizer steps, starting with the first. The last step is compared too, if
+            `num_batches` or the length of `data` tells which one it is.
         status_every: Print the losses of every N-th batch, and of the last.
         track_params: Compare parameters.
-        param_tol: Largest relative L2 difference of a parameter that passes. By default noise floors decide. The other
-            three tolerances work the same way.
+        param_tol: Largest relative L2 difference of a parameter that passes. By default noise floors decide. Without
+            `track_params` it has no effect. The other three tolerances work the same way.
         track_loss: Compare losses.
         loss_tol: See `param_tol`.
         track_grads: Compare gradients, as the optimizers see them and in the stages before.
@@ -86,7 +88,7 @@ class Lockstep:
         data: Iterable[Any] | None = None,
         *,
         loss: Callable[[nn.Module, Any], Tensor] | None = None,
-        batches: int | None = None,
+        num_batches: int | None = None,
         test_every: int = 1,
         status_every: int = 5,
         track_params: bool = True,
@@ -113,7 +115,7 @@ class Lockstep:
         ]
         refuse_one_for_both(given, problems)
         self._settings = lockstep_settings(
-            batches=batches, test_every=test_every, status_every=status_every,
+            num_batches=num_batches, test_every=test_every, status_every=status_every,
             tracked={
                 "params": track_params, "loss": track_loss, "grads": track_grads, "activations": track_activations,
             },
@@ -128,15 +130,21 @@ class Lockstep:
         self._number = 0
         self._ranks = Ranks(self._settings.timeout_seconds)
         copies, floors = self._copies(sides[0])
-        self._printer = Printer(self._settings, total=self._total, rank=self._ranks.rank, file=file)
+        shown = self._settings.num_batches or self._length
+        total = self._num_on_all_ranks()
+        self._printer = Printer(
+            self._settings, total=shown, last=total and total - 1, rank=self._ranks.rank, file=file
+        )  # fmt: skip
         self._printer.begin(floors)
         self._sides: list[LiveSide] = []
         try:
             for one, name in zip(sides, ("baseline", "candidate"), strict=True):
-                self._sides.append(LiveSide(one, self._settings, name=name, record=record or {}))
+                self._sides.append(LiveSide(one, self._settings, name=name, record=record or {}, total=total))
             for one, kind in zip(copies, REPLICAS, strict=False):
                 name = f"baseline, {kind}"
-                self._sides.append(LiveSide(one, self._settings, name=name, record=record or {}, replica=kind))
+                self._sides.append(
+                    LiveSide(one, self._settings, name=name, record=record or {}, total=total, replica=kind)
+                )
             self._live = LiveComparison(
                 [one.name for one in self._sides], world_size=self._ranks.size, tolerances=self._settings.by_phase,
                 rename=self._settings.rename, noise=self._settings.noise,
@@ -215,11 +223,15 @@ class Lockstep:
             side.recorder.close()
 
     @property
-    def _total(self) -> int | None:
-        """Number of batches; None if it is unknown."""
-        length = len(self._data) if isinstance(self._data, Sized) else None
-        known = [one for one in (length, self._settings.batches) if one is not None]
-        return min(known, default=None)
+    def _length(self) -> int | None:
+        """Number of batches that the data has; None if it is unknown."""
+        return len(self._data) if isinstance(self._data, Sized) else None
+
+    def _num_on_all_ranks(self) -> int | None:
+        """Number of batches that all ranks have; None if it is unknown."""
+        known = (one for one in (self._settings.num_batches, self._length) if one is not None)
+        (least,) = min(self._ranks.meet([min(known, default=math.inf)]))
+        return int(least) if math.isfinite(least) else None
 
     def _copies(self, baseline: Training) -> tuple[list[Training], str]:
         """Copies of the baseline that measure its noise, and the source of the tolerances that the user left out."""
@@ -236,7 +248,7 @@ class Lockstep:
     def _batches(self, data: Iterable[Any]) -> Iterator[Any]:
         """The batches, as long as all ranks have one."""
         batches = iter(data)
-        while self._settings.batches is None or self._number < self._settings.batches:
+        while self._settings.num_batches is None or self._number < self._settings.num_batches:
             with noted(
                 f"traindiff.Lockstep: raised when batch {self._number} was asked for, on rank {self._ranks.rank}."
             ):
@@ -250,7 +262,7 @@ class Lockstep:
         have = [bool(flag) for (flag,) in self._ranks.meet([has_one])]
         if len(set(have)) > 1:
             without = [str(rank) for rank, one in enumerate(have) if not one]
-            enough = f", or batches={self._number}" if self._number else ""
+            enough = f", or num_batches={self._number}" if self._number else ""
             raise LockstepError(
                 f"{'Rank' if len(without) == 1 else 'Ranks'} {', '.join(without)} ran out of batches after "
                 f"{self._number}, and rank {have.index(True)} has more. Give all ranks as many{enough}."

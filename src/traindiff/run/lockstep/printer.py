@@ -5,25 +5,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import IO, Any
 
-from traindiff.analyse.align.exact import EXACT_KINDS
-from traindiff.analyse.compare.incremental import ComparedStep
 from traindiff.analyse.compare.verdict import Comparison
-from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.distance import Pair
-from traindiff.analyse.merge.site import SiteKey
-from traindiff.core.observation import ALL_GRADIENTS
-from traindiff.core.summary import distance, nonfinite_count, norm
+from traindiff.run.lockstep.divergences import divergence_lines
 from traindiff.run.lockstep.live_comparison import LiveComparison, Outcome
 from traindiff.run.lockstep.live_side import UNKNOWN, Settings
 from traindiff.run.lockstep.settings import LockstepSettings
-
-MOST_LINES = 8
-"""Most lines for one kind of divergence in one batch; the rest is only counted."""
-
-_PARAMETERS = ("PARAMETER", "GRADIENT", "STATE")
 
 
 def status_line(batch: int, total: int | None, baseline: float, candidate: float) -> str:
@@ -31,119 +19,14 @@ def status_line(batch: int, total: int | None, baseline: float, candidate: float
     apart = abs(candidate - baseline)
     share = apart / abs(baseline) if baseline else (math.inf if apart else 0.0)
     return (
-        f"STATUS batch={batch} / {'?' if total is None else total} base_loss={baseline:.6g} test_loss={candidate:.6g} "
-        f"abs_diff={apart:.5e} rel_diff={share:.5e}"
+        f"STATUS batch={batch} / {'?' if total is None else total} base_loss={_shown_loss(baseline)} "
+        f"test_loss={_shown_loss(candidate)} abs_diff={apart:.5e} rel_diff={share:.5e}"
     )
 
 
-def divergence_lines(compared: ComparedStep, *, batch: int, indices: Mapping[str, int], first: str) -> Iterator[str]:
-    """A line for each divergence of a step, and below the first one of each kind an indented description.
-
-    Args:
-        compared: The step.
-        batch: Number of the batch in which it ended.
-        indices: Number of each parameter in the model's order, by path.
-        first: Description of the first finding.
-    """
-    pairs = {pair.baseline.key: pair for pair in compared.aligned.aligned.pairs}
-    for what, group in groupby(_in_order(_without_derived(compared.findings)), key=_what):
-        found = list(group)
-        looks: set[str] = set()
-        for finding in found[:MOST_LINES]:
-            yield _line(what, finding, pairs, batch=batch, indices=indices)
-            if finding.kind not in looks and what != "MISALIGNED":
-                yield f"  {first if finding is compared.findings[0] and first else finding.message}"
-            looks.add(finding.kind)
-        if len(found) > MOST_LINES:
-            yield f"  The same holds for {len(found) - MOST_LINES} more."
-
-
-def _without_derived(findings: Sequence[Finding]) -> list[Finding]:
-    """The findings without the norm of all gradients, if it follows from a reported gradient."""
-    told = any(one.phase == "grad" and one.path != ALL_GRADIENTS for one in findings)
-    return [one for one in findings if not (told and one.path == ALL_GRADIENTS and one.slot == "norm")]
-
-
-def _in_order(findings: Sequence[Finding]) -> list[Finding]:
-    """The findings grouped by kind, kinds in the order of their first finding."""
-    kinds = list(dict.fromkeys(map(_what, findings)))
-    return sorted(findings, key=lambda finding: kinds.index(_what(finding)))
-
-
-def _what(finding: Finding) -> str:
-    if finding.kind in EXACT_KINDS:
-        return "MISALIGNED"
-    if finding.phase == "param" and finding.slot == "buffer":
-        return "BUFFER"
-    return {
-        "grad": "GRADIENT", "loss": "LOSS", "forward": "ACTIVATION", "backward": "ACTIVATION", "optimizer": "STATE",
-    }.get(finding.phase, "PARAMETER")  # fmt: skip
-
-
-def _line(what: str, finding: Finding, pairs: Mapping[SiteKey, Pair], *, batch: int, indices: Mapping[str, int]) -> str:
-    if what == "MISALIGNED":
-        return f"MISALIGNED batch={batch} {finding.message}"
-    pair = _pair(finding, pairs)
-    if pair is not None and pair.candidate.apart:
-        rank, (absolute, relative, floor) = _farthest_copy(finding, pair)
-    else:
-        rank = finding.rank if finding.rank is not None else _first_rank(pair)
-        absolute, relative, floor = _sizes(finding, pair)
-    fields = [f"DIVERGED {what} rank={rank} batch={batch}"]
-    if what in _PARAMETERS:
-        fields.append(f"param_idx={indices.get(finding.path, -1)}")
-    if what != "LOSS":
-        fields.append(f"name={'*' if finding.path == ALL_GRADIENTS else finding.path}")
-    if what in ("ACTIVATION", "STATE"):
-        fields.append(f"slot={finding.slot}")
-    fields.append(f"abs_diff={absolute:.5e} rel_diff={relative:.5e} tol={floor:.5e}")
-    if what == "ACTIVATION":
-        fields.append(f"phase={finding.phase}")
-    elif finding.stage:
-        fields.append(f"stage={finding.stage}")
-    return " ".join(fields)
-
-
-def _pair(finding: Finding, pairs: Mapping[SiteKey, Pair]) -> Pair | None:
-    """The site of a finding in both runs; for an update of a parameter, the parameter after it."""
-    phase, slot = ("param", "value") if finding.phase == "update" else (finding.phase, finding.slot)
-    found = (pair for key, pair in pairs.items() if key[:5] == (phase, finding.stage, finding.path, slot, finding.call))
-    return next(found, None)
-
-
-def _first_rank(pair: Pair | None) -> int:
-    return min((part.rank for part in pair.candidate.parts), default=0) if pair is not None else 0
-
-
-def _farthest_copy(finding: Finding, pair: Pair) -> tuple[int, tuple[float, float, float]]:
-    """Among copies that should be equal, the rank whose copy is farthest from the baseline's, and its sizes."""
-    ranks = {part.rank: part.summary for part in pair.candidate.parts}
-    apart = {rank: float(distance(pair.baseline.summary, summary)) for rank, summary in ranks.items()}
-    rank = max(apart, key=lambda one: (apart[one], -one))
-    size = float(norm(pair.baseline.summary))
-    return rank, (apart[rank], apart[rank] / size if size else math.inf, finding.floor)
-
-
-def _sizes(finding: Finding, pair: Pair | None) -> tuple[float, float, float]:
-    """L2 norm of the difference, the same relative to the baseline, and the largest accepted one.
-
-    An update is judged relative to itself, but printed relative to its parameter.
-    """
-    if pair is None or pair.baseline.shape != pair.candidate.shape:
-        return finding.difference, finding.difference, finding.floor
-    baseline, candidate = pair.baseline.summary, pair.candidate.summary
-    if int(nonfinite_count(baseline)) or int(nonfinite_count(candidate)):
-        return math.nan, math.nan, finding.floor
-    size = float(norm(baseline))
-    if finding.phase == "update":
-        update = finding.evidence.get("baseline_norm", 0.0)
-        whole = update if math.isfinite(finding.difference) else 0.0
-        absolute = finding.difference * whole if whole else float(distance(baseline, candidate))
-        share = absolute / size if size else math.inf
-        return absolute, share, finding.floor * update / size if size and update else 0.0
-    if not math.isfinite(finding.difference):
-        return finding.difference, finding.difference, finding.floor
-    return finding.difference * size, finding.difference, finding.floor
+def _shown_loss(loss: float) -> str:
+    """A loss as ModelStepper prints it, unless that would hide most of its digits."""
+    return f"{loss:.5e}" if 0.0 < abs(loss) < 1e-2 or abs(loss) >= 1e6 else f"{loss:.5f}"
 
 
 class SettingDifferences:
@@ -188,11 +71,22 @@ def _shown_setting(name: str, value: Any) -> str:
 
 
 class Printer:
-    """Prints the lines of a lockstep as it proceeds; `total` is the number of batches, if known."""
+    """Prints the lines of a lockstep as it proceeds.
 
-    def __init__(self, settings: LockstepSettings, *, total: int | None, rank: int, file: IO[str] | None) -> None:
+    Args:
+        settings: Those of the lockstep.
+        total: The number of batches that is printed, if known.
+        last: Number of the last batch, if known.
+        rank: This rank.
+        file: Where to print; None for standard output.
+    """
+
+    def __init__(
+        self, settings: LockstepSettings, *, total: int | None, last: int | None, rank: int, file: IO[str] | None
+    ) -> None:
         self._settings = settings
         self._total = total
+        self._last = last
         self._rank = rank
         self._file = file
         self._differences = SettingDifferences()
@@ -208,21 +102,18 @@ class Printer:
 
     def wants_losses(self, batch: int) -> bool:
         """True if a batch's losses are printed whatever its outcome."""
-        is_last = self._total is not None and batch + 1 >= self._total
-        return batch % self._settings.status_every == 0 or is_last
+        return batch % self._settings.status_every == 0 or batch == self._last
 
     def batch(self, batch: int, outcome: Outcome, comparison: LiveComparison) -> None:
         """Print the outcome of a batch."""
-        if outcome.losses is not None and (outcome.diverged or self.wants_losses(batch)):
-            self._status(batch, outcome.losses)
-        if self._rank != 0:
-            return
-        for compared in outcome.compared:
+        for compared in outcome.compared:  # on rank 0 only
             if compared.findings:
                 first = comparison.latest.first_divergence
                 message = first.message if first is not None and first.step == compared.aligned.step else ""
-                indices = {path: number for number, path in enumerate(comparison.parameters)}
+                indices = {path: number for number, path in enumerate(comparison.trainable_parameters)}
                 self._on_rank_0(*divergence_lines(compared, batch=batch, indices=indices, first=message))
+        if outcome.losses is not None and (outcome.diverged or self.wants_losses(batch)):
+            self._status(batch, outcome.losses)
 
     def set_back(self, what: Sequence[str]) -> None:
         """Print which sites could not be reset to the baseline's state."""

@@ -20,6 +20,9 @@ TRACKED = ("params", "loss", "grads", "activations")
 TOLERANCES = {"params": "param_tol", "loss": "loss_tol", "grads": "grad_tol", "activations": "activation_tol"}
 """Names of their tolerances."""
 
+_ON_REQUEST = ("activations",)
+"""Things that are not compared by default. A tolerance for one of them without its `track_...=True` is a mistake."""
+
 _OBSERVE = {
     "params": ("param", "update", "optimizer"),
     "loss": ("loss",),
@@ -35,7 +38,7 @@ class LockstepSettings:
     `tracked` has the names of `TRACKED` that are compared; `tolerances` has the user's tolerances by these names.
     """
 
-    batches: int | None
+    num_batches: int | None
     test_every: int
     status_every: int
     tracked: frozenset[str]
@@ -74,7 +77,7 @@ class LockstepSettings:
         return TolerancesByPhase(phases=phases)
 
     def lines(self, total: int | None, floors: str) -> list[str]:
-        """The configuration as it is printed.
+        """The configuration as it is printed; ModelStepper's lines, and a setting that it lacks only if it is used.
 
         Args:
             total: Number of batches, if known.
@@ -83,15 +86,19 @@ class LockstepSettings:
         found = ["--- Model Stepper Configuration ---", f"batches={'all' if total is None else total}"]
         found += [f"test_every={self.test_every}", f"status_every={self.status_every}"]
         for what in TRACKED:
+            if what in _ON_REQUEST and what not in self.tracked:
+                continue
             found.append(f"track_{what}={what in self.tracked}")
-            judged_by = format(self.tolerances[what], "e") if what in self.tolerances else floors
-            found.append(f"{TOLERANCES[what]}={judged_by if what in self.tracked else None}")
-        return [*found, f"resync={self.resync}"]
+            judged_by = floors if what in self.tracked else None
+            found.append(
+                f"{TOLERANCES[what]}={format(self.tolerances[what], 'e') if what in self.tolerances else judged_by}"
+            )
+        return [*found, "resync=True"] if self.resync else found
 
 
 def lockstep_settings(
     *,
-    batches: Any,
+    num_batches: Any,
     test_every: Any,
     status_every: Any,
     tracked: Mapping[str, Any],
@@ -111,7 +118,7 @@ def lockstep_settings(
         RecordingError: A noise recording cannot be used.
     """
     given = {what: value for what, value in tolerances.items() if value is not None}
-    problems += _wrong_counts(batches=batches, test_every=test_every, status_every=status_every)
+    problems += _wrong_counts(num_batches=num_batches, test_every=test_every, status_every=status_every)
     problems += _wrong_flags({**{f"track_{what}": one for what, one in tracked.items()}, "resync": resync})
     problems += _wrong_tolerances(given, tracked)
     problems += _wrong_timeout(timeout_seconds)
@@ -126,7 +133,7 @@ def lockstep_settings(
         raise ConfigError("Lockstep(...)", problems, consequence="nothing was trained")
     paths = [noise] if isinstance(noise, (str, os.PathLike)) else noise
     return LockstepSettings(
-        batches=batches, test_every=test_every, status_every=status_every,
+        num_batches=num_batches, test_every=test_every, status_every=status_every,
         tracked=frozenset(what for what, wanted in tracked.items() if wanted),
         tolerances={what: float(value) for what, value in given.items()}, resync=resync, rename=parse_renames(rename),
         noise=tuple(open_recording(os.fspath(path)) for path in paths), select=select,
@@ -137,7 +144,7 @@ def lockstep_settings(
 def _wrong_counts(**counts: Any) -> Iterator[Problem]:
     for name, value in counts.items():
         is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        if not is_count and not (name == "batches" and value is None):
+        if not is_count and not (name == "num_batches" and value is None):
             yield _problem(name, value, "must be a whole number, at least 1.", f"Write e.g. {name}=5.")
 
 
@@ -153,7 +160,7 @@ def _wrong_tolerances(given: Mapping[str, Any], tracked: Mapping[str, Any]) -> I
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
             fix = f"Write e.g. {name}=1e-5, or leave it out to judge by floors."
             yield _problem(name, value, "must be a number from 0 up.", fix)
-        elif not tracked[what]:
+        elif what in _ON_REQUEST and not tracked[what]:
             fix = f"Write track_{what}=True, or leave {name} out."
             yield _problem(name, value, f"has no effect: track_{what} is False.", fix)
 

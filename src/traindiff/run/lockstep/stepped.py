@@ -102,7 +102,7 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
     problem = Problem(
         where="Lockstep(loss=...)",
         what=f"is not given, and what {type(model).__name__} returns has {what} for a loss.",
-        fix="Give loss=f, where f(model, batch) returns the loss that is minimized.",
+        fix="Give Lockstep(loss=f), where f(model, batch) returns the loss, or have the model return the loss first.",
     )
     raise ConfigError("Lockstep(...)", [problem], consequence="nothing was trained")
 
