@@ -121,7 +121,7 @@ def verify(
         if matrix is not None:
             rows = verify_matrix(
                 request, read_grid(matrix, given), fresh=fresh, ranks=ranks,
-                on_row=lambda row: messages.print(f"{row.name}: {row.verdict}", markup=False),
+                on_row=lambda row: messages.print(f"{row.name}: {row.verdict}", markup=False, soft_wrap=True),
             )  # fmt: skip
             print_result(rows, chosen, text=lambda: print_matrix(results, rows))
             return rows.exit_code

@@ -64,7 +64,7 @@ def test_what_can_be_run_has_no_obstacles(settings: dict[str, Any]) -> None:
             "engine=pp, gradient_accumulation_steps=2 would accumulate twice",
         ),
         ({"engine": "pp", "nproc": 2, "dtype": "float16"}, "engine=pp, dtype=float16, loss_scale=None needs"),
-        ({"engine": "ddp", "precision": "master"}, "engine=ddp, precision=master is a way to compute on one process"),
+        ({"engine": "fsdp2", "nproc": 2, "precision": "master"}, "engine=fsdp2, precision=master is a way to"),
         ({"zero_stage": 1}, "engine=plain, zero_stage=1 is something that only DeepSpeed does."),
         ({"engine": "fsdp2", "offload_device": "cpu"}, "engine=fsdp2, offload_device=cpu is something that only"),
         (

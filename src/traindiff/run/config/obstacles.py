@@ -172,11 +172,11 @@ def _combinations(setup: Setup) -> Iterator[Problem]:
             "the model.",
             fix="Use bfloat16 or float32, without a loss scale.",
         )
-    if setup.precision == "master" and setup.engine != "plain":
+    if setup.precision == "master" and setup.engine not in ("plain", "ddp"):
         yield Problem(
             where=f"{engine}, precision=master",
-            what="is a way to compute on one process; engines have their own.",
-            fix="Leave precision out, or write engine=plain.",
+            what="is a way to compute with plain PyTorch or DDP; other engines have their own.",
+            fix="Leave precision out, or write engine=plain or engine=ddp.",
         )
     if setup.engine != "deepspeed":
         for name, value, default in (

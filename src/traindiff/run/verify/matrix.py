@@ -25,8 +25,8 @@ from traindiff.run.config.setup import PLAIN
 from traindiff.run.processes.present_ranks import PresentRanks
 from traindiff.run.verify.recipe import recipe_name
 from traindiff.run.verify.request import SETUP_OPTIONS, VerifyRequest, setups
-from traindiff.run.verify.trusted import Trusted, names_of_runs, record_trusted, trusted_of, verify_against
-from traindiff.run.verify.verify import JSON, write_files, write_whole
+from traindiff.run.verify.trusted import Trusted, names_of_runs, record_trusted, trusted_of
+from traindiff.run.verify.verify import JSON, verified, write_whole
 
 _TABLES = ("grid", "settings", "exclude")
 
@@ -209,9 +209,7 @@ def _verified(work: _Work, request: VerifyRequest) -> Verification:
     runs = request.runs(request.output, work.ranks)
     runs.check(["candidate"])
     runs.refuse_unusable(request.candidate, request.setup)
-    verification = verify_against(_measured(work, request), request, runs)
-    write_files(verification, request.output)
-    return verification
+    return verified(runs, request, lambda: _measured(work, request))
 
 
 def _measured(work: _Work, request: VerifyRequest) -> Trusted:

@@ -45,6 +45,7 @@ def setups(options: Mapping[str, Any], *, world_size: int | None) -> tuple[Setup
         return baseline_setup(candidate), candidate
     baseline = Setup(
         engine=trusted, nproc=candidate.nproc if candidate.nproc > 1 else nproc or 2, dtype=candidate.dtype,
+        precision=baseline_setup(candidate).precision if trusted == "ddp" else "autocast",
         gradient_accumulation_steps=candidate.gradient_accumulation_steps,
         gradient_clipping=candidate.gradient_clipping, loss_scale=candidate.loss_scale,
     )  # fmt: skip
