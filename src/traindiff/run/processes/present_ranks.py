@@ -29,6 +29,11 @@ so only a rank that has died makes it wait."""
 Result = TypeVar("Result")
 
 
+def launched_ranks() -> int | None:
+    """Number of ranks that a launcher has started, this process among them; None without a launcher."""
+    return None if any(name not in os.environ for name in _NEEDED) else int(os.environ["WORLD_SIZE"])
+
+
 class PresentRanks:
     """This process, as one of several ranks that a launcher has started.
 
@@ -55,9 +60,7 @@ class PresentRanks:
     @classmethod
     def found(cls) -> Self | None:
         """The ranks of this process; None if it is not one of several ranks."""
-        if any(name not in os.environ for name in _NEEDED) or int(os.environ["WORLD_SIZE"]) < 2:
-            return None
-        return cls()
+        return cls() if (launched_ranks() or 1) > 1 else None
 
     @property
     def leads(self) -> bool:

@@ -131,6 +131,7 @@ class Investigating:
         """
         request = self.request
         request.check(self.ranks)
+        request.refuse_same_training()
         if self.seeds < 0:
             what, fix = "must be a whole number, at least 0.", "Write seeds=2."
             raise ConfigError(request.asked_by, [Problem(where=f"seeds={self.seeds}", what=what, fix=fix)])

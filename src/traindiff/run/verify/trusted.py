@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from traindiff.analyse.compare import Comparison, Pinned, Verification, compare
 from traindiff.analyse.compare.explanations import has_batch_statistics
@@ -66,14 +66,15 @@ def record_repeated(runs: Runs, request: VerifyRequest, *, repeat: bool) -> list
 
 
 def with_replicas(runs: Runs, request: VerifyRequest, recorded: Sequence[str]) -> Trusted:
-    """Run the replicas of the baseline that `record_repeated` has recorded.
+    """Run the replicas of the baseline that `record_repeated` has recorded, not compiled: see `make_replica`.
 
     Raises:
         ConfigError: The recipe cannot be used.
         RunFailedError: A run fails; see `needed`.
     """
+    setup = replace(request.baseline_setup, compile=False)
     replicas = [
-        runs.run(request.recipe, _name(one), num_steps=request.steps, setup=request.baseline_setup, replica=one)
+        runs.run(request.recipe, _name(one), num_steps=request.steps, setup=setup, replica=one)
         for one in replicas_of(request.replicas, recorded[0])
     ]
     return trusted_of(runs, request, [*recorded, *replicas])

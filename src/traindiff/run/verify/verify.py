@@ -16,6 +16,7 @@ from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import ConfigError, CorruptRecordingError, Problem
 from traindiff.present.data import write_json
 from traindiff.present.text.results import print_report
+from traindiff.run.config.options import STEPS
 from traindiff.run.config.setup import PLAIN, Setup
 from traindiff.run.config.setup import baseline_setup as trusted_way
 from traindiff.run.processes.present_ranks import PresentRanks
@@ -96,7 +97,7 @@ def calibrate(
     recipe: Named,
     output: str | os.PathLike[str],
     *,
-    steps: int = 4,
+    steps: int = STEPS,
     seed: int = 0,
     replicas: Sequence[str] = REPLICAS,
     repeat: bool = True,
@@ -142,7 +143,7 @@ def verify(
     *,
     setup: Setup = PLAIN,
     baseline_setup: Setup | None = None,
-    steps: int = 4,
+    steps: int = STEPS,
     seed: int = 0,
     replicas: Sequence[str] = REPLICAS,
     repeat: bool = True,
@@ -187,7 +188,8 @@ def verify(
         identical: See `traindiff.compare`.
         record: Settings of `traindiff.record` for all runs; they override those of the recipes.
         compiler_logs: Gather what torch's compiler logs about the candidate.
-        timeout: Seconds that a run in its own processes may go without ending a step. Default: 600 for the first step,
+        timeout: Seconds that a run in its own processes may go without ending a step. Seconds of computing count a
+            tenth, and those in which the machine has no processor for it not at all. Default: 600 for the first step,
             then ten times the slowest step, but at least 60.
         progress: Called as the runs proceed.
 
@@ -214,6 +216,7 @@ def run_request(request: VerifyRequest, ranks: PresentRanks | None = None) -> Ve
         ConfigError: See `verify`.
     """
     request.check(ranks)
+    request.refuse_same_training()
     runs = request.runs(request.output, ranks)
     refuse_others_files(request.output, (REPORT,), jsons=(JSON, INVESTIGATION), asked_by=request.asked_by)
     runs.check([*names_of_runs(request.replicas, repeat=request.repeat), "candidate"])
