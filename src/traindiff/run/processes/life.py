@@ -49,6 +49,14 @@ def pulse(pid: int, processes: Path = Path("/proc")) -> Pulse | None:
     return Pulse(cpu_seconds=cpu_ticks / _TICKS_PER_SECOND, wants_cpu="R" in states, wants_disk="D" in states)
 
 
+def machine() -> str:
+    """An identifier of this machine since its start, as far as its processes see each other; empty without `/proc`."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
+
+
 def _family(processes: Path, pid: int) -> Iterator[Path]:
     """The directories of a process and of its children, and theirs."""
     process = processes / str(pid)
