@@ -142,6 +142,15 @@ def test_a_lock_of_a_build_that_has_just_begun_or_runs_is_left_alone(
     assert said(engine="deepspeed", optimizer="engine") == []
 
 
+def test_a_lock_that_a_process_has_open_is_left_alone_however_old_it_is(machine: Path) -> None:
+    path = lock(machine, age_seconds=3600)
+
+    with path.open():
+        assert said(engine="deepspeed", optimizer="engine") == []
+
+    assert said(engine="deepspeed", optimizer="engine") != []
+
+
 def test_a_lock_of_an_extension_that_is_not_needed_is_left_alone(machine: Path) -> None:
     lock(machine, age_seconds=3600)
 
