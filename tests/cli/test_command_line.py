@@ -5,11 +5,16 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
 
 import traindiff
 from tests.cli.conftest import GOLDEN
+from traindiff.cli.commands import app
 from traindiff.core.settings import SETTINGS
 
 
@@ -33,6 +38,22 @@ def test_help_lists_the_commands() -> None:
     assert "Find where, when and on which rank the numbers of a training first go wrong." in result.stdout
     assert "compare" in result.stdout
     assert "show" in result.stdout
+
+
+def commands(group: Any, *before: str) -> Iterator[tuple[str, ...]]:
+    """Every command of a group, and of the groups in it."""
+    for name, command in group.commands.items():
+        yield (*before, name)
+        if hasattr(command, "commands"):
+            yield from commands(command, *before, name)
+
+
+@pytest.mark.parametrize("command", [(), *commands(get_command(app))], ids=" ".join)
+def test_every_command_explains_itself_for_the_short_option_too(command: tuple[str, ...]) -> None:
+    short, long = (CliRunner().invoke(app, [*command, option]) for option in ("-h", "--help"))
+
+    assert (short.exit_code, short.output) == (0, long.output)
+    assert "Usage: " in short.output
 
 
 def test_a_command_that_does_not_exist_exits_with_two() -> None:

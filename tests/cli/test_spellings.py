@@ -48,4 +48,4 @@ def test_what_is_read_is_what_was_written() -> None:
     )
 
     assert (values["steps"], values["verbose_logging"], values["recipe"]) == (5, True, "--zero_stage")
-    assert (setup["zero_stage"], setup["dtype"], setup["optimizer"]) == (3, "bfloat16", "torch")
+    assert (setup["zero_stage"], setup["dtype"], setup["optimizer"]) == (3, "bfloat16", None)

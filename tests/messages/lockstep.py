@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,7 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     ranks = one_of_two()
     ranks._meetings = 1
     ranks._store.set("meeting-0", "1")
+    patched.setattr(time, "monotonic", map(float, range(0, 6000, 600)).__next__)
     ranks._wait(Work(completed=False))
 
 

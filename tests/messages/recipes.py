@@ -15,6 +15,7 @@ from tests.messages.provoking import Chapter
 from tests.run.verify.recipes import mlp, one_thread, other_gelu
 from tests.storage.samples import write
 from traindiff.analyse.compare.verification import FailedRank, FailedRun
+from traindiff.run.config.setup import Setup
 from traindiff.run.demo.model import read_text
 from traindiff.run.demo.training import train
 from traindiff.run.doctor.checks import Plan, run_checks
@@ -46,6 +47,12 @@ def training(**changes: Any) -> traindiff.Training:
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     wrong: Any = {"steps": 0, "replicas": ("ulp:x", "noise"), "pin": "allways", "timeout": 0}
     traindiff.verify(mlp(), mlp(), here / "runs", **wrong)
+
+
+@situation("verify of two trainings that are the same in spite of settings")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    both, short = mlp(), Setup(dtype="float16")
+    traindiff.verify(both, both, here / "runs", setup=short, baseline_setup=short, rtol=0.05, atol=0.2)
 
 
 @situation("verify where recordings of the user's own are")

@@ -77,7 +77,7 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
 
 @situation("master weights under an engine")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
-    told(patched, Setup(engine="ddp", nproc=2, precision="master"))
+    told(patched, Setup(engine="fsdp2", nproc=2, precision="master"))
 
 
 @situation("DeepSpeed with nothing that it needs")

@@ -24,6 +24,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["--help", "-h"]},  # all commands below inherit it
 )
 messages = Console(stderr=True, highlight=False, emoji=False)
 """Standard error: for everything except results."""

@@ -41,7 +41,7 @@ def investigate(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Directory of the recordings and of the report.")
     ] = Path("traindiff-investigate"),
-    steps: BatchesOption = 4,
+    steps: BatchesOption = None,
     seed: SeedOption = 0,
     seeds: Annotated[int, typer.Option(min=0, help="Further seeds to run the trusted training with.")] = 2,
     replica: ReplicaOption = None,
@@ -62,20 +62,21 @@ def investigate(
     """
     from traindiff.analyse.story import runs_section, stage_section
     from traindiff.present.text.results import print_conclusion, print_section
-    from traindiff.run.processes.present_ranks import PresentRanks
+    from traindiff.run.config.options import setups
+    from traindiff.run.processes.present_ranks import PresentRanks, launched_ranks
     from traindiff.run.verify.investigate import Investigating
-    from traindiff.run.verify.request import VerifyRequest, setups
+    from traindiff.run.verify.request import VerifyRequest
     from traindiff.run.verify.runs import REPLICAS
 
-    given = options.requested()
+    given, num_steps = options.requested(), options.steps(steps)
     replicas = REPLICAS if replica is None else tuple(replica)
 
     def decide(ranks: PresentRanks | None) -> int:
-        baseline_setup, setup = setups(given, world_size=ranks.world_size if ranks else None)
-        with run_progress(messages, steps=(3 + seeds + len(replicas)) * steps) as bar:
+        baseline_setup, setup = setups(given, world_size=launched_ranks())
+        with run_progress(messages, steps=(3 + seeds + len(replicas)) * num_steps) as bar:
             request = VerifyRequest(
                 recipe=recipe, candidate=candidate or recipe, output=output, baseline_setup=baseline_setup,
-                setup=setup, steps=steps, seed=seed, replicas=replicas, zoom=True, rename=rename, timeout=timeout,
+                setup=setup, steps=num_steps, seed=seed, replicas=replicas, zoom=True, rename=rename, timeout=timeout,
                 progress=bar, asked_by="investigate",
             )  # fmt: skip
             numbers = count(1)

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from traindiff.cli.app import says_what_is_wrong
+from traindiff.run.config.options import LIKE, STEPS, STEPS_LIKE, like
 from traindiff.run.config.setup import DTYPES, ENGINES, OFFLOAD_DEVICES, OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -33,7 +34,9 @@ OTHER_SPELLINGS: dict[str, Any] = {"token_normalize_func": spelled_as_here}
 CandidateOption = Annotated[
     str, typer.Option(metavar="RECIPE", help="The training in question. The same again if left out.")
 ]
-BatchesOption = Annotated[int, typer.Option("--steps", min=1, help="Batches to train on in each run.")]
+BatchesOption = Annotated[
+    int | None, typer.Option("--steps", min=1, help=f"Batches to train on in each run. {STEPS} if left out.")
+]
 SeedOption = Annotated[int, typer.Option(help="Seed of torch's, NumPy's and Python's generators.")]
 ReplicaOption = Annotated[
     list[str] | None,
@@ -71,9 +74,23 @@ class SetupOptions:
     engine: Annotated[
         str | None, _option("What divides the training among ranks. plain if left out.", ENGINES, kind="an engine")
     ] = None
+    like: Annotated[
+        str | None,
+        _option(
+            "Take the defaults of DeepSpeed's compare_loss.py: ZeRO stage 1 against DDP (docs/verify.md).",
+            LIKE,
+            kind="a program that is known",
+        ),
+    ] = None
     baseline_engine: Annotated[
-        str, _option("What the trusted training is run under, on as many ranks.", ENGINES, kind="an engine")
-    ] = "plain"
+        str | None,
+        _option(
+            "What the trusted training is run under, on as many ranks. plain if left out.", ENGINES, kind="an engine"
+        ),
+    ] = None
+    baseline_compile: Annotated[
+        bool | None, _option("Compile the model of the trusted training too.", flag="--baseline-compile")
+    ] = None
     nproc: Annotated[int | None, _option("Number of ranks. 2 if left out and the engine divides.", min=1)] = None
     zero_stage: Annotated[
         int | None, _option("Stage of DeepSpeed's ZeRO; implies --engine deepspeed.", min=0, max=3)
@@ -91,8 +108,13 @@ class SetupOptions:
         _option("In which the model computes, in the trusted training too.", DTYPES, kind="a dtype", prefix="torch."),
     ] = "float32"
     optimizer: Annotated[
-        str, _option("The recipe's own, or the engine's implementation of it.", OPTIMIZERS, kind="a choice")
-    ] = "torch"
+        str | None,
+        _option(
+            "torch for the recipe's own, engine for the engine's implementation of it. torch if left out.",
+            OPTIMIZERS,
+            kind="a choice",
+        ),
+    ] = None
     use_torch_adam: Annotated[bool, typer.Option("--use-torch-adam", hidden=True)] = False
     compile: Annotated[bool, _option("Compile the model.", flag="--compile")] = False
     deepcompile: Annotated[
@@ -113,8 +135,14 @@ class SetupOptions:
     def requested(self) -> dict[str, Any]:
         """The options as `traindiff.run.verify.request.setups` takes them."""
         options = asdict(self)
-        del options["local_rank"]
-        return {**options, "optimizer": "torch"} if options.pop("use_torch_adam") else options
+        del options["local_rank"], options["like"]
+        if options.pop("use_torch_adam"):
+            options["optimizer"] = "torch"
+        return like(self.like, options) if self.like else options
+
+    def steps(self, given: int | None) -> int:
+        """The number of batches of a run."""
+        return given or STEPS_LIKE.get(self.like or "", STEPS)
 
 
 def with_setup_options(command: Callable[..., Any]) -> Callable[..., Any]:

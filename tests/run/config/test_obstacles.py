@@ -64,7 +64,7 @@ def test_what_can_be_run_has_no_obstacles(settings: dict[str, Any]) -> None:
             "engine=pp, gradient_accumulation_steps=2 would accumulate twice",
         ),
         ({"engine": "pp", "nproc": 2, "dtype": "float16"}, "engine=pp, dtype=float16, loss_scale=None needs"),
-        ({"engine": "ddp", "precision": "master"}, "engine=ddp, precision=master is a way to compute on one process"),
+        ({"engine": "fsdp2", "nproc": 2, "precision": "master"}, "engine=fsdp2, precision=master is a way to"),
         ({"zero_stage": 1}, "engine=plain, zero_stage=1 is something that only DeepSpeed does."),
         ({"engine": "fsdp2", "offload_device": "cpu"}, "engine=fsdp2, offload_device=cpu is something that only"),
         (
@@ -140,6 +140,15 @@ def test_a_lock_of_a_build_that_has_just_begun_or_runs_is_left_alone(
     monkeypatch.setattr(build_tools, "compiler_runs", lambda: True)
 
     assert said(engine="deepspeed", optimizer="engine") == []
+
+
+def test_a_lock_that_a_process_has_open_is_left_alone_however_old_it_is(machine: Path) -> None:
+    path = lock(machine, age_seconds=3600)
+
+    with path.open():
+        assert said(engine="deepspeed", optimizer="engine") == []
+
+    assert said(engine="deepspeed", optimizer="engine") != []
 
 
 def test_a_lock_of_an_extension_that_is_not_needed_is_left_alone(machine: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -116,9 +117,10 @@ def test_of_ranks_that_hang_the_one_that_waits_for_no_other_comes_first_with_its
     error = failed("hangs", tmp_path)
 
     assert [end.how for end in error.ends] == ["hung", "hung"]
-    assert (error.first.rank, error.first.message) == (1, "did not end step 0 in 3 seconds.")
+    assert error.first.rank == 1
+    assert re.fullmatch(r"did not end step 0 in \d+ seconds( \(computing for \d+ of them\))?\.", error.first.message)
     assert "in sleep_here" in error.first.stack
-    assert error.ends[0].message == "did not end step 0 in 3 seconds, waiting for other ranks."
+    assert error.ends[0].message.endswith(", waiting for other ranks.")
 
 
 LAUNCHER = """

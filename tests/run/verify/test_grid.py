@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import traindiff
+from traindiff.run.config.options import setups
 from traindiff.run.verify.matrix import read_grid
-from traindiff.run.verify.request import setups
 
 GRID = """
 [grid]

@@ -253,6 +253,19 @@ def test_a_baseline_that_fails_without_what_varies_ends_it_there(investigate: In
     assert remains.message.startswith("That is not known: run so, the baseline fails. Rank 0 raised RuntimeError")
 
 
+def test_a_baseline_that_fails_is_refused_and_the_report_says_how(investigate: Investigate, tmp_path: Path) -> None:
+    def fail(_: Any) -> None:
+        raise RuntimeError("out of luck")
+
+    with pytest.raises(traindiff.ConfigError, match="out of luck"):
+        investigate(mlp(), mlp(before_step=fail))
+
+    assert "Rank 0 raised RuntimeError: out of luck" in (tmp_path / "runs" / "report.txt").read_text()
+    found = json.loads((tmp_path / "runs" / "investigation.json").read_text())
+    assert [stage["name"] for stage in found["stages"]] == ["repeats"]
+    assert found["verdict"] == "incomplete"
+
+
 def test_other_batches_are_the_end_of_the_investigation(investigate: Investigate) -> None:
     def others() -> Any:
         training = mlp()()

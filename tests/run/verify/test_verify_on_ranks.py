@@ -112,16 +112,27 @@ def test_a_candidate_that_hangs_is_ended_and_shows_where_it_hangs(verify: Verify
 
     assert (found.verdict, found.exit_code) == ("incomplete", 3)
     assert found.failed is not None
-    assert found.failed.message.startswith("Rank 1 did not end step 1 in 8 seconds.")
+    assert found.failed.message.startswith("Rank 1 did not end step 1 in ")
     assert "divided.py" in next(rank.stack for rank in found.failed.ranks if rank.rank == 1)
 
 
-def test_a_baseline_that_is_killed_is_refused(verify: Verify) -> None:
+@pytest.mark.parametrize(
+    ("fault", "end"), [("killed", "was ended by signal 9, SIGKILL"), ("hanging", "did not end step 1 in ")]
+)
+def test_a_baseline_that_does_not_end_is_refused_and_the_report_says_how_it_ended(
+    fault: str, end: str, verify: Verify, tmp_path: Path
+) -> None:
     with pytest.raises(traindiff.ConfigError) as caught:
-        verify(recipe="tests.run.verify.divided:killed", candidate="tests.run.verify.divided:recipe", steps=3)
+        verify(f"tests.run.verify.divided:{fault}", Setup(), f"tests.run.verify.divided:{fault}", steps=3, timeout=5)
 
     assert "1 problem in verify(...); nothing was done.\n\n  run baseline\n" in str(caught.value)
-    assert "failed. Rank 0 was ended by signal 9, SIGKILL" in str(caught.value)
+    assert f"failed. Rank 0 {end}" in str(caught.value)
+    report = (tmp_path / "runs" / "report.txt").read_text()
+    assert "incomplete: nothing could be compared" in report
+    assert f"The run baseline failed. Rank 0 {end}" in report
+    assert "The candidate cannot be judged without it." in report
+    found = json.loads((tmp_path / "runs" / "verification.json").read_text())
+    assert (found["verdict"], found["failed"]["run"]) == ("incomplete", "baseline")
 
 
 def test_what_the_machine_cannot_run_is_said_all_at_once_before_anything_is_started(

@@ -113,7 +113,8 @@ class Investigation:
         free: Baseline against candidate as they are; None if it did not come to that.
         steady: The same without anything that may vary, with forced runs and operators; None if it did not come to
             that.
-        verdict: That of `free`, or `misaligned` if the baseline is not the same training when it is called again.
+        verdict: That of `free`, or `misaligned` if the baseline is not the same training when it is called again, or
+            `incomplete` if it fails.
         output: Directory of the recordings, of `report.txt`, `investigation.json` and, for two runs that differ,
             `report.html`.
         costs: Cost of each run, in order.

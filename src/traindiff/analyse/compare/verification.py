@@ -201,7 +201,7 @@ class Verification:
         comparison: Baseline against candidate, each run freely.
         sides: Baseline and candidate.
         output: Directory of the recordings, of `report.txt` and `verification.json`, and of the ranks' output.
-        failed: What happened to a candidate that failed; None for one that finished.
+        failed: The candidate or a run of the baseline, if it failed; None if all ended.
         pinned: The step of the divergence, run again with forced tensors; empty if nothing was pinned down.
         pin_note: Why nothing was pinned down although that was requested; empty otherwise.
         zoomed: The pinned step once more, with the operators of the wrong module; None if not requested, or not
@@ -228,7 +228,7 @@ class Verification:
     def verdict(self) -> Word:
         """The comparison's word, or `diverged` if an operation is wrong by itself.
 
-        `incomplete` for a candidate that failed before anything else was wrong.
+        `incomplete` if a run failed before anything else was wrong.
         """
         word = self.comparison.verdict
         if word in ("identical", "equivalent"):

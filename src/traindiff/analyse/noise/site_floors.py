@@ -295,8 +295,10 @@ class SiteFloors:
         """One floor from the measured one and the one that follows from rounding and inputs."""
         if measured is None:
             return derived
-        if self._run.settings_differ and pair.baseline.key.phase in ("optimizer", "update"):
-            return max(measured, derived)  # replicas only show the baseline's settings
+        if pair.baseline.key.phase in ("optimizer", "update"):
+            if self._run.settings_differ:
+                return max(measured, derived)  # replicas only show the baseline's settings
+            measured = max(measured, self._run.coefficients)  # and only its implementation of the optimizer
         if self._run.exceeded_noise:
             return max(measured, derived)
         flow = max(self._floors.flow, self._floors.parameters)

@@ -58,13 +58,13 @@ def is_built(extension: str) -> bool:
 
 
 def stale_lock(extension: str) -> StaleLock | None:
-    """The extension's lock if nothing builds it: it is older than a build takes to start, and no compiler runs."""
+    """The extension's lock if nothing builds it: no process holds it, it is not new, and no compiler runs."""
     path = extensions_directory() / extension / "lock"
     try:
         age = time.time() - path.stat().st_mtime
     except OSError:
         return None
-    if age < _STARTING_SECONDS or compiler_runs():
+    if age < _STARTING_SECONDS or compiler_runs() or is_open(path):
         return None
     return StaleLock(path=path, age_seconds=age)
 
@@ -78,6 +78,18 @@ def compiler_runs(processes: Path = Path("/proc")) -> bool:
             continue  # the process has just ended
         if re.sub(r"-[\d.]+$", "", command) in _COMPILERS:
             return True
+    return False
+
+
+def is_open(path: Path, processes: Path = Path("/proc")) -> bool:
+    """True if a process has the file open, as torch has a lock while it builds; False if that cannot be seen."""
+    place = os.fspath(path.resolve())
+    for opened in processes.glob("[0-9]*/fd/*"):
+        try:
+            if os.fspath(opened.readlink()) == place:
+                return True
+        except OSError:
+            continue  # it has just been closed, or belongs to another user
     return False
 
 
@@ -172,11 +184,11 @@ def _combinations(setup: Setup) -> Iterator[Problem]:
             "the model.",
             fix="Use bfloat16 or float32, without a loss scale.",
         )
-    if setup.precision == "master" and setup.engine != "plain":
+    if setup.precision == "master" and setup.engine not in ("plain", "ddp"):
         yield Problem(
             where=f"{engine}, precision=master",
-            what="is a way to compute on one process; engines have their own.",
-            fix="Leave precision out, or write engine=plain.",
+            what="is a way to compute with plain PyTorch or DDP; other engines have their own.",
+            fix="Leave precision out, or write engine=plain or engine=ddp.",
         )
     if setup.engine != "deepspeed":
         for name, value, default in (

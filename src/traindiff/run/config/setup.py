@@ -32,8 +32,8 @@ class Setup:
         offload_device: Where DeepSpeed keeps the optimizer's state.
         dtype: In which the model computes.
         precision: How a short dtype is used outside of FSDP and DeepSpeed, which have ways of their own. `autocast`:
-            as `torch.autocast` chooses operator by operator; `master`: every operator in the short dtype, on parameters
-            rounded from float32 ones, which the optimizer keeps.
+            as `torch.autocast` chooses operator by operator; `master` (`plain` and `ddp`): every operator in the short
+            dtype, on parameters rounded from float32 ones, which the optimizer keeps.
         optimizer: `torch`: the recipe's own; `engine`: the engine's implementation of it.
         compile: Compile the model with `torch.compile`, or with the engine's own call of it.
         deepcompile: Let DeepSpeed's DeepCompile change the compiled graphs.

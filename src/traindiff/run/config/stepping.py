@@ -23,25 +23,28 @@ from traindiff.run.config.training import Training
 
 def plain(request: Request) -> Training:
     """The training on one process, in the setup's dtype."""
-    setup = request.setup
-    optimizer = with_optimizer(request)
-    around: ContextMaker = nullcontext
-    if setup.precision == "master":
-        computing_in(request.model, setup)
-    else:
-        around = partial(autocast, setup, request.device)
-    return stepped(request, Parts(model=compiled(request.model, setup), optimizer=optimizer, around=around))
+    around = _in_short_dtype(request)
+    parts = Parts(model=compiled(request.model, request.setup), optimizer=with_optimizer(request), around=around)
+    return stepped(request, parts)
 
 
 def ddp(request: Request) -> Training:
     """The training under DDP, which exchanges gradients after the last micro-batch of a step."""
-    optimizer = with_optimizer(request)
+    optimizer, around = with_optimizer(request), _in_short_dtype(request)
     wrapped = DistributedDataParallel(request.model)
     parts = Parts(
         model=compiled(wrapped, request.setup), optimizer=optimizer, part=request.rank, parts=request.world_size,
-        around=partial(autocast, request.setup, request.device), unfinished=wrapped.no_sync,
+        around=around, unfinished=wrapped.no_sync,
     )  # fmt: skip
     return stepped(request, parts)
+
+
+def _in_short_dtype(request: Request) -> ContextMaker:
+    """The context of each forward pass in the setup's precision; `master` changes the model, and needs none."""
+    if request.setup.precision == "master":
+        computing_in(request.model, request.setup)
+        return nullcontext
+    return partial(autocast, request.setup, request.device)
 
 
 def compiled(model: nn.Module, setup: Setup) -> nn.Module:

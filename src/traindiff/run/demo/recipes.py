@@ -63,18 +63,15 @@ def gpt() -> Training:
 def mlp() -> Training:
     """Two layers that learn in which quarter of the plane a point lies."""
     model = nn.Sequential(nn.Linear(2, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 4))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     points = torch.randn(100, 32, 2)
 
-    def step(batch: Tensor) -> Tensor:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
         labels = (batch[:, 0] > 0).long() + 2 * (batch[:, 1] > 0).long()
-        loss = functional.cross_entropy(model(batch), labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return functional.cross_entropy(model(batch).float(), labels)
 
-    return Training(model=model, optimizer=optimizer, batches=points, step=step)
+    return Training(
+        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), batches=points, loss=loss
+    )  # fmt: skip
 
 
 class DivisibleAttention(Attention):

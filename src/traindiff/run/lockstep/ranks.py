@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, distributed
 
 from traindiff.core.torch_compat.training import default_store
 from traindiff.errors import LockstepError
+from traindiff.run.processes.life import Clock, Pulse, machine, pulse
 
 LOOK_SECONDS = 0.5
 """How often a waiting rank checks if another has failed."""
@@ -31,24 +33,28 @@ class Ranks:
     reach.
 
     Args:
-        timeout_seconds: How long a rank waits for the others.
+        timeout_seconds: How long a rank waits for others of which none shows life, as `Clock.quiet` counts it. The life
+            of ranks on this machine is seen; ranks of other machines count as quiet.
+        pulse_of: Takes the pulse of a process on this machine.
     """
 
-    def __init__(self, timeout_seconds: float) -> None:
+    def __init__(self, timeout_seconds: float, *, pulse_of: Callable[[int], Pulse | None] = pulse) -> None:
         several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
         self.rank = distributed.get_rank() if several else 0
         self.size = distributed.get_world_size() if several else 1
         self._timeout = timeout_seconds
+        self._pulse_of = pulse_of
         self._meetings = 0
         self._group: Any = None
         self._store: Any = None
         if several:
-            # Longer than `_wait` waits, so that the error names the missing rank.
-            group_timeout = timedelta(seconds=2.0 * timeout_seconds + 60.0)
+            # `_wait` is less patient, and names the missing rank.
+            group_timeout = timedelta(days=1, seconds=2.0 * timeout_seconds)
             self._group = distributed.new_group(backend="gloo", timeout=group_timeout)
             self._store = distributed.distributed_c10d.PrefixStore(
                 f"traindiff-lockstep-{self._group.group_name}", default_store()
             )
+            self._store.set(f"place-{self.rank}", f"{os.getpid()} {machine()}")
 
     def meet(self, numbers: Sequence[float]) -> list[list[float]]:
         """The numbers of each rank, by rank; all ranks bring the same number of them."""
@@ -139,8 +145,9 @@ class Ranks:
         return found
 
     def _wait(self, work: Any) -> None:
-        now = time.monotonic()
-        deadline, look, pause = now + self._timeout, now + LOOK_SECONDS, 2e-5
+        began = now = time.monotonic()
+        look, pause = now + LOOK_SECONDS, 2e-5
+        clocks = {rank: Clock() for rank in range(self.size) if rank != self.rank}
         while not work.is_completed():
             time.sleep(pause)
             pause = min(2.0 * pause, 2e-3)
@@ -148,8 +155,10 @@ class Ranks:
             if now > look:
                 look = now + LOOK_SECONDS
                 self.raise_failure()
-            if now > deadline:
-                raise LockstepError(self._late())
+                for rank, clock in clocks.items():
+                    clock.look(now, self._pulse_of_rank(rank))
+                if now > began + self._timeout and all(clock.quiet > self._timeout for clock in clocks.values()):
+                    raise LockstepError(self._late(now - began))
         try:
             work.wait()
         except RuntimeError as error:
@@ -157,12 +166,21 @@ class Ranks:
             message = "The connection to another rank was lost, and it gave no reason: it ended, or was ended."
             raise LockstepError(message) from error
 
-    def _late(self) -> str:
+    def _pulse_of_rank(self, rank: int) -> Pulse | None:
+        """The pulse of another rank; None if it is on another machine."""
+        key = f"place-{rank}"
+        try:
+            pid, _, where = self._store.get(key).decode().partition(" ") if self._store.check([key]) else ("", "", "")
+        except RuntimeError:  # the rank that serves the store has ended
+            return None
+        return self._pulse_of(int(pid)) if where and where == machine() else None
+
+    def _late(self, seconds: float) -> str:
         here = {rank: self._meetings_of(rank) for rank in range(self.size)}
         late = [rank for rank, meetings in here.items() if meetings < self._meetings]
         who = ", ".join(map(str, late)) or "unknown"
         return (
-            f"Rank {self.rank} has waited {self._timeout:g} seconds for {'rank' if len(late) == 1 else 'ranks'} {who}: "
+            f"Rank {self.rank} has waited {seconds:.0f} seconds for {'rank' if len(late) == 1 else 'ranks'} {who}: "
             "still in a step, hanging in a collective of an engine, or ended. Give timeout_seconds=... if a step may "
             "take longer."
         )

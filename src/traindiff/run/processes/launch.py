@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from traindiff.run.processes.life import Clock, Pulse, pulse
 from traindiff.run.processes.rank_end import WAITS, How, Patience, RankEnd, RanksError
 from traindiff.run.processes.rank_process import Launched, Place, place_of, rank_main, read_last_seen
 
@@ -46,7 +47,7 @@ def launch(
         world_size: Number of ranks.
         grouped: Give the ranks an initialized process group, and the environment that torchrun sets.
         outputs: Directory for the ranks' output, `rank-0.txt` and so on.
-        patience: How long a rank may go without ending a step.
+        patience: How long ranks may be quiet.
         threads: Threads for computing, in each process. Default: those of this process, divided among ranks.
         on_step: Called with rank and number of each step.
 
@@ -54,7 +55,7 @@ def launch(
         The end of each rank, in order. All of them returned.
 
     Raises:
-        RanksError: A rank raised, died, or did not end a step in time. The others were ended too.
+        RanksError: A rank raised or died, or all hang. The others were ended too.
     """
     with tempfile.TemporaryDirectory(prefix="traindiff-ranks-") as name:
         directory = Path(name)
@@ -133,10 +134,14 @@ def _main_hidden_from(needed: Any) -> Iterator[None]:
 
 
 _GRACE_SECONDS = 5.0
-"""How long a rank may take to end after its last message, or after it was asked to end."""
+"""How long a rank may take to end after its last message, after another rank has failed, or after it was asked to end.
+The time that it had counts, see `Clock.had`."""
 
 _STACK_SECONDS = 1.0
-"""How long a rank may take to write its stacks."""
+"""How long a rank may take to write its stacks, of the time that it had."""
+
+_LOOK_SECONDS = 0.5
+"""How often the pulses of ranks are taken."""
 
 _OUTPUT_LINES = 12
 """Number of lines of a rank's output that are shown."""
@@ -154,9 +159,23 @@ class _Rank:
     num_steps: int = 0
     step_began: float = 0.0
     slowest: float | None = None
+    clock: Clock = field(default_factory=Clock)
+    num_observations: int = 0
     said: dict[str, Any] = field(default_factory=dict)
     said_at: float = 0.0
     end: RankEnd | None = None
+
+
+class Elsewhere:
+    """The ranks that other processes watch; here there are none."""
+
+    def failed(self) -> bool:
+        """True if one of them has failed."""
+        return False
+
+    def all_quiet(self, *, quiet_here: bool) -> bool:
+        """True if no rank shows life, neither here nor there. Called all the time, with what is known here."""
+        return quiet_here
 
 
 class RankProcesses:
@@ -171,8 +190,10 @@ class RankProcesses:
         places: The ranks.
         function: Importable by name; called as `function(here, *args)` in each process.
         args: Must be picklable.
-        patience: How long a rank may go without ending a step.
+        patience: How long ranks may be quiet.
         on_step: Called after each step.
+        pulse_of: Takes the pulse of a process.
+        now: Monotonic time in seconds.
     """
 
     def __init__(
@@ -183,11 +204,16 @@ class RankProcesses:
         *,
         patience: Patience,
         on_step: OnStep | None = None,
+        pulse_of: Callable[[int], Pulse | None] = pulse,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*_IMPORTED, rank_main.__module__, function.__module__])
         self._patience = patience
         self._on_step = on_step
+        self._pulse_of = pulse_of
+        self._now = now
+        self._looked = now()
         self._ranks: list[_Rank] = []
         for place in places:
             place.output.parent.mkdir(parents=True, exist_ok=True)
@@ -200,8 +226,8 @@ class RankProcesses:
                 with _main_hidden_from((function, args)):
                     process.start()
                 there.close()
-                now = time.monotonic()
-                self._ranks.append(_Rank(place=place, process=process, connection=here, began=now, step_began=now))
+                began = now()
+                self._ranks.append(_Rank(place=place, process=process, connection=here, began=began, step_began=began))
         except BaseException:
             self.close()
             raise
@@ -212,22 +238,25 @@ class RankProcesses:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def ends(self, failed_elsewhere: Callable[[], bool] = lambda: False) -> list[RankEnd]:
-        """Wait until all ranks have ended, or until one has failed and the others were stopped.
+    def ends(self, elsewhere: Elsewhere | None = None) -> list[RankEnd]:
+        """Wait until all ranks have ended, or until one has failed, or all hang, and the others were stopped.
 
         Args:
-            failed_elsewhere: Called now and then; returns True if a rank on another machine has failed.
+            elsewhere: The ranks that other processes watch.
         """
-        failed_at: float | None = None
+        elsewhere = elsewhere or Elsewhere()
+        graces: list[tuple[_Rank, float]] | None = None
         while any(rank.end is None for rank in self._ranks):
             self._listen()
-            now = time.monotonic()
-            if self._hangs(now):
+            self._look()
+            if elsewhere.all_quiet(quiet_here=self._are_quiet()):
                 self._stop("hung")
-            elif failed_at is None:
-                failed = any(rank.end is not None and rank.end.how != "returned" for rank in self._ranks)
-                failed_at = now if failed or failed_elsewhere() else None
-            elif now > failed_at + _GRACE_SECONDS:
+            elif graces is None:
+                if any(rank.end is not None and rank.end.how != "returned" for rank in self._ranks) or (
+                    elsewhere.failed()
+                ):
+                    graces = [(rank, rank.clock.had + _GRACE_SECONDS) for rank in self._ranks if rank.end is None]
+            elif all(rank.end is not None or rank.clock.had > until for rank, until in graces):
                 self._stop("stopped")
         return [rank.end for rank in self._ranks if rank.end is not None]
 
@@ -245,7 +274,7 @@ class RankProcesses:
             over = not rank.process.is_alive()  # asked first, so that all its messages have arrived
             while _can_read(rank.connection) and self._hear(rank):
                 pass
-            if over or (rank.said and time.monotonic() > rank.said_at + _GRACE_SECONDS):
+            if over or (rank.said and rank.clock.waited > _GRACE_SECONDS):
                 _end_process(rank.process)
                 rank.end = self._end_of(rank)
 
@@ -255,7 +284,8 @@ class RankProcesses:
         except (EOFError, OSError):
             time.sleep(0.01)  # the process is about to end
             return False
-        now = time.monotonic()
+        now = self._now()
+        rank.clock.progress()
         if "step" in message:
             rank.num_steps = message["step"] + 1
             if rank.num_steps > 1:
@@ -266,15 +296,25 @@ class RankProcesses:
             if self._on_step is not None:
                 self._on_step(rank.place.rank, message["step"])
         else:
-            rank.said, rank.said_at = message, now
+            rank.said, rank.said_at = message, min(now, message["at"])
         return True
 
-    def _hangs(self, now: float) -> bool:
-        """True if a rank has not ended a step within its patience."""
-        return any(
-            rank.end is None and not rank.said and now > rank.step_began + self._patience.limit(rank.slowest)
-            for rank in self._ranks
-        )
+    def _look(self) -> None:
+        """Take the pulse of the ranks that run, now and then."""
+        now = self._now()
+        if now < self._looked + _LOOK_SECONDS:
+            return
+        self._looked = now
+        for rank in self._ranks:
+            if rank.end is None and rank.process.pid is not None:
+                count, _ = read_last_seen(rank.place.last_seen)
+                rank.clock.look(now, self._pulse_of(rank.process.pid), progressed=count > rank.num_observations)
+                rank.num_observations = count
+
+    def _are_quiet(self) -> bool:
+        """True if no rank here shows life within its patience. A rank may wait for another that only is slow."""
+        running = [rank for rank in self._ranks if rank.end is None and not rank.said]
+        return bool(running) and all(rank.clock.quiet > self._patience.limit(rank.slowest) for rank in running)
 
     def _stop(self, how: How) -> None:
         """Make the ranks that still run write their stacks, and end them."""
@@ -282,9 +322,10 @@ class RankProcesses:
         for rank in running:
             if rank.process.pid is not None and rank.process.is_alive() and hasattr(signal, "SIGUSR1"):
                 os.kill(rank.process.pid, signal.SIGUSR1)
-        deadline = time.monotonic() + _STACK_SECONDS
-        while time.monotonic() < deadline and any(not _read(rank.place.stack) for rank in running):
+        until = {rank.place.rank: rank.clock.had + _STACK_SECONDS for rank in running}
+        while any(not _read(one.place.stack) and one.clock.had < until[one.place.rank] for one in running):
             time.sleep(0.02)
+            self._look()
         for rank in self._ranks:
             if rank.end is None:
                 _end_process(rank.process)
@@ -298,9 +339,10 @@ class RankProcesses:
         elif "result" in said:
             how, message = "returned", "returned."
         elif how == "hung":
-            waited = self._patience.limit(rank.slowest)
             waits = f", {WAITS}" if _is_in_a_collective(stack) else ""
-            message = f"did not end step {rank.num_steps} in {waited:g} seconds{waits}."
+            computed = f" (computing for {rank.clock.computed:.0f} of them)" if rank.clock.computed >= 0.5 else ""
+            waited = f"{self._now() - rank.step_began:.0f} seconds{computed}"
+            message = f"did not end step {rank.num_steps} in {waited}{waits}."
         elif how == "stopped":
             message = "was stopped, because another rank had failed."
         else:
@@ -308,7 +350,7 @@ class RankProcesses:
         count, last = read_last_seen(rank.place.last_seen)
         return RankEnd(
             rank=rank.place.rank, how=how, message=message,
-            after_seconds=(rank.said_at or time.monotonic()) - rank.began,
+            after_seconds=(rank.said_at or self._now()) - rank.began,
             num_steps=rank.num_steps, num_observations=count, last_observation=last,
             stack="" if how == "returned" else stack, output=_last_lines(rank.place.output, said.get("printed_bytes")),
             output_file=os.fspath(rank.place.output), result=said.get("result"), problems=problems,

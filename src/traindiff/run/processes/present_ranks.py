@@ -15,16 +15,23 @@ import torch
 from torch import distributed
 
 from traindiff.errors import ConfigError, Problem, TraindiffError
+from traindiff.run.processes.beats import Beats
 from traindiff.run.processes.launch import OnStep, RankProcesses, all_returned, launch
 from traindiff.run.processes.rank_end import Patience, RankEnd
 from traindiff.run.processes.rank_process import Launched, place_of
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _POLL_SECONDS = 0.1
-_LEAVE_SECONDS = 10.0
-"""How long rank 0, which may hold the store, waits until the others have read the result."""
+_LEAVE_SECONDS = 60.0
+"""How long rank 0, which may hold the store, waits until the others have read the result. They look ten times a second,
+so only a rank that has died makes it wait."""
 
 Result = TypeVar("Result")
+
+
+def launched_ranks() -> int | None:
+    """Number of ranks that a launcher has started, this process among them; None without a launcher."""
+    return None if any(name not in os.environ for name in _NEEDED) else int(os.environ["WORLD_SIZE"])
 
 
 class PresentRanks:
@@ -53,9 +60,7 @@ class PresentRanks:
     @classmethod
     def found(cls) -> Self | None:
         """The ranks of this process; None if it is not one of several ranks."""
-        if any(name not in os.environ for name in _NEEDED) or int(os.environ["WORLD_SIZE"]) < 2:
-            return None
-        return cls()
+        return cls() if (launched_ranks() or 1) > 1 else None
 
     @property
     def leads(self) -> bool:
@@ -105,11 +110,11 @@ class PresentRanks:
             )  # fmt: skip
         assert world_size == self.world_size
         self._number += 1
-        patience = patience or Patience()
-        job = (function, args, str(outputs), patience, threads)
+        job = (function, args, str(outputs), patience or Patience(), threads)
         self._store.set(f"job-{self._number}", pickle.dumps(job))
-        mine = self._run(self._number, job, on_step)
-        return all_returned([mine, *self._ends_of_others(self._number, patience)])
+        beats = self._beats(self._number)
+        mine = self._run(beats, self._number, job, on_step)
+        return all_returned([mine, *self._ends_of_others(beats)])
 
     def refuse_other_sizes(self, nproc: int, asked_by: str) -> None:
         """Raise `ConfigError` if a setup has neither one rank nor as many as exist."""
@@ -121,11 +126,13 @@ class PresentRanks:
             )
             raise ConfigError(asked_by, [problem])
 
-    def _run(self, number: int, job: Any, on_step: OnStep | None = None) -> RankEnd:
+    def _beats(self, number: int) -> Beats:
+        return Beats(self._store, f"job-{number}", rank=self.rank, world_size=self.world_size)
+
+    def _run(self, beats: Beats, number: int, job: Any, on_step: OnStep | None = None) -> RankEnd:
         """Run this rank's part, and write into the store how it ended."""
         function, args, outputs, patience, threads = job
         host, port = self._address
-        failed = f"job-{number}-failed"
         with tempfile.TemporaryDirectory(prefix="traindiff-rank-") as scratch:
             place = place_of(
                 self.rank, self.world_size, local_rank=self._local_rank, master=self._address, outputs=Path(outputs),
@@ -133,26 +140,25 @@ class PresentRanks:
                 threads=threads or max(1, torch.get_num_threads() // self.world_size),
             )  # fmt: skip
             with RankProcesses([place], function, args, patience=patience, on_step=on_step) as processes:
-                (end,) = processes.ends(failed_elsewhere=lambda: bool(self._store.check([failed])))
+                (end,) = processes.ends(beats)
         if end.how != "returned":
-            self._store.set(failed, "")
-        self._store.set(f"job-{number}-end-{self.rank}", pickle.dumps(end))
+            beats.fail()
+        self._store.set(beats.end_key(self.rank), pickle.dumps(end))
         return end
 
-    def _ends_of_others(self, number: int, patience: Patience) -> list[RankEnd]:
+    def _ends_of_others(self, beats: Beats) -> list[RankEnd]:
         """The ends of the other ranks, as their watchers report them; a rank whose watcher is silent counts as dead."""
-        deadline = time.monotonic() + patience.limit(None) + _LEAVE_SECONDS
         ends: dict[int, RankEnd] = {}
-        while len(ends) < self.world_size - 1:
+        while True:
+            silent = beats.silent()
             for rank in range(1, self.world_size):
-                key = f"job-{number}-end-{rank}"
-                if rank not in ends and self._store.check([key]):
+                if rank not in ends and self._store.check([key := beats.end_key(rank)]):
                     ends[rank] = pickle.loads(self._store.get(key))
-            if time.monotonic() > deadline:
-                silent = [rank for rank in range(1, self.world_size) if rank not in ends]
-                ends |= {rank: RankEnd(rank=rank, how="died", message="was not heard of again.") for rank in silent}
+                elif rank not in ends and rank in silent:
+                    ends[rank] = RankEnd(rank=rank, how="died", message="was not heard of again.")
+            if len(ends) == self.world_size - 1:
+                return list(ends.values())
             time.sleep(_POLL_SECONDS)
-        return list(ends.values())
 
     def _follow(self) -> Any:
         """Run what rank 0 announces, until rank 0 has finished."""
@@ -170,7 +176,8 @@ class PresentRanks:
                     raise TraindiffError(f"rank 0 can no longer be reached: {error}") from None
                 if announced:
                     self._number += 1
-                    self._run(self._number, pickle.loads(self._store.get(f"job-{self._number}")))
+                    job = pickle.loads(self._store.get(f"job-{self._number}"))
+                    self._run(self._beats(self._number), self._number, job)
                 else:
                     time.sleep(_POLL_SECONDS)
         raise TraindiffError("interrupted")

@@ -20,7 +20,7 @@ FACTOR = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How long a rank may go without ending a step.
+    """How long a rank may be quiet, as `Clock.quiet` counts it: neither ending a step, nor computing.
 
     Attributes:
         seconds: The limit for every step. None for the default: `FIRST_STEP_SECONDS` for the first step, then `FACTOR`
@@ -30,7 +30,7 @@ class Patience:
     seconds: float | None = None
 
     def limit(self, slowest_seconds: float | None) -> float:
-        """Seconds after which a rank counts as hanging, given its slowest step (None before its end)."""
+        """Quiet seconds after which a rank counts as hanging, given its slowest step (None before its end)."""
         if self.seconds is not None:
             return self.seconds
         return FIRST_STEP_SECONDS if slowest_seconds is None else max(LEAST_SECONDS, FACTOR * slowest_seconds)

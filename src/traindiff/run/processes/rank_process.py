@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -70,7 +71,9 @@ def connected(store: str, world_size: int) -> Any:
     stores: Any = distributed  # its exports are not typed
     kind, _, where = store.partition("://")
     if kind == "file":
-        return stores.FileStore(where, world_size)
+        file = stores.FileStore(where, world_size)
+        file.set_timeout(FOR_EVER)
+        return file
     address, _, prefix = where.partition("/")
     host, _, port = address.rpartition(":")
     return stores.PrefixStore(prefix, stores.TCPStore(host, int(port), is_master=False, timeout=FOR_EVER))
@@ -179,10 +182,13 @@ def rank_main(place: Place, function: Launched, args: Sequence[Any], connection:
         try:
             if place.store is not None:
                 _join(place)
-            connection.send({"result": function(Here(place, connection), *args)})
+            result = function(Here(place, connection), *args)
+            connection.send({"result": result, "at": time.monotonic()})
         except BaseException as error:  # noqa: BLE001  also KeyboardInterrupt and SystemExit are told
+            # The launcher may hear this late. The rank that raised first explains the others.
+            at = time.monotonic()
             sys.stdout.flush()
-            connection.send({"raised": _told(error), "printed_bytes": os.fstat(1).st_size})
+            connection.send({"raised": _told(error), "printed_bytes": os.fstat(1).st_size, "at": at})
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(1)  # without waiting for ranks that wait for this one

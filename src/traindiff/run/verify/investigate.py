@@ -121,15 +121,17 @@ class Investigating:
     _stages: list[Stage] = field(default_factory=list)
     _free: Verification | None = None
     _steady: Verification | None = None
+    _failed: RunFailedError | None = None
 
     def run(self) -> Investigation:
         """Investigate, and leave the report beside the recordings.
 
         Raises:
-            ConfigError: See `investigate`.
+            ConfigError: See `investigate`. If the baseline fails, the report says so too.
         """
         request = self.request
         request.check(self.ranks)
+        request.refuse_same_training()
         if self.seeds < 0:
             what, fix = "must be a whole number, at least 0.", "Write seeds=2."
             raise ConfigError(request.asked_by, [Problem(where=f"seeds={self.seeds}", what=what, fix=fix)])
@@ -143,25 +145,36 @@ class Investigating:
                 self.on_stage(stage)
             if stage.final:
                 break
-        word: Word = "misaligned" if self._free is None else self._free.verdict
+        word: Word = "incomplete" if self._failed else "misaligned" if self._free is None else self._free.verdict
         found = Investigation(
             sides=request.sides, stages=tuple(self._stages), free=self._free, steady=self._steady, verdict=word,
             output=str(request.output), costs=tuple(runs.costs), peak_bytes=runs.peak_bytes,
         )  # fmt: skip
         write_files(found, request)
+        if self._failed is not None:
+            with needed(runs):
+                raise self._failed
         return found
 
     def _asked(self, runs: Runs) -> Iterator[Stage]:
         """Run the stages one after the other. Whoever asks stops after the first that is final."""
         request = self.request
-        with needed(runs):
+        try:
             recorded = record_repeated(runs, request, repeat=True)
+        except RunFailedError as failed:
+            self._failed = failed
+            yield stages.without_baseline("repeats", failed.run)
+            return
         yield stages.repeats(compare(*recorded))
         losses = {request.seed: losses_of(recorded[0])}
         of_seeds = self._seeded(runs, losses)
         yield of_seeds
-        with needed(runs):
+        try:
             trusted = with_replicas(runs, request, recorded)
+        except RunFailedError as failed:
+            self._failed = failed
+            yield stages.without_baseline("differs", failed.run)
+            return
         free = self._free = verify_against(trusted, replace(request, pin="never"), runs)
         both = losses[request.seed], losses_of(free.comparison.candidate)
         yield stages.differs(free, both, of_seeds.numbers["spread"])

@@ -119,6 +119,12 @@ def unknown(who: str, failed: FailedRun) -> Stage:
     return _stage("remains", message, final=True, verdict="incomplete", alone={})
 
 
+def without_baseline(name: str, failed: FailedRun) -> Stage:
+    """The stage of this name if a run of the baseline fails that it needs."""
+    message = f"That is not known: the run {failed.run} of the baseline fails. {failed.message}"
+    return _stage(name, message, final=True, verdict="incomplete")
+
+
 def first_step(steady: Verification) -> Stage:
     """Which step is the first that differs?"""
     comparison, first = steady.comparison, steady.first_divergence

@@ -21,12 +21,13 @@ from traindiff.core.untrusted.demands import ANYTHING, MOST_JSON_BYTES, TEXT, de
 from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import ConfigError, CorruptRecordingError, Problem, type_of
 from traindiff.run.config.obstacles import obstacles
+from traindiff.run.config.options import SETUP_OPTIONS, setups
 from traindiff.run.config.setup import PLAIN
-from traindiff.run.processes.present_ranks import PresentRanks
+from traindiff.run.processes.present_ranks import PresentRanks, launched_ranks
 from traindiff.run.verify.recipe import recipe_name
-from traindiff.run.verify.request import SETUP_OPTIONS, VerifyRequest, setups
-from traindiff.run.verify.trusted import Trusted, names_of_runs, record_trusted, trusted_of, verify_against
-from traindiff.run.verify.verify import JSON, write_files, write_whole
+from traindiff.run.verify.request import VerifyRequest
+from traindiff.run.verify.trusted import Trusted, names_of_runs, record_trusted, trusted_of
+from traindiff.run.verify.verify import JSON, verified, write_whole
 
 _TABLES = ("grid", "settings", "exclude")
 
@@ -178,8 +179,7 @@ def verify_matrix(
 
 
 def _row(work: _Work, one: Combination) -> MatrixRow:
-    world_size = work.ranks.world_size if work.ranks else None
-    baseline, setup = setups(one.options, world_size=world_size)
+    baseline, setup = setups(one.options, world_size=launched_ranks())
     output = work.request.output / _directory(one.name)
     row = MatrixRow(
         name=one.name, varied=one.varied, verdict=IMPOSSIBLE, message="", seconds=0.0, output=str(output), exit_code=0
@@ -209,9 +209,7 @@ def _verified(work: _Work, request: VerifyRequest) -> Verification:
     runs = request.runs(request.output, work.ranks)
     runs.check(["candidate"])
     runs.refuse_unusable(request.candidate, request.setup)
-    verification = verify_against(_measured(work, request), request, runs)
-    write_files(verification, request.output)
-    return verification
+    return verified(runs, request, lambda: _measured(work, request))
 
 
 def _measured(work: _Work, request: VerifyRequest) -> Trusted:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -13,7 +13,8 @@ from traindiff.analyse.noise.tolerance import parse_tolerance
 from traindiff.core.setting_checks import parse_replica
 from traindiff.errors import ConfigError, Problem
 from traindiff.run.config.obstacles import obstacles
-from traindiff.run.config.setup import PLAIN, Setup, baseline_setup
+from traindiff.run.config.options import STEPS
+from traindiff.run.config.setup import PLAIN, Setup
 from traindiff.run.processes.launch import launch
 from traindiff.run.processes.present_ranks import PresentRanks
 from traindiff.run.processes.rank_end import Patience
@@ -21,34 +22,6 @@ from traindiff.run.verify.recipe import Named, recipe_name
 from traindiff.run.verify.runs import REPLICAS, Progress, Runs
 
 Pin = Literal["divergence", "always", "never"]
-
-
-SETUP_OPTIONS = (*(one.name for one in fields(Setup)), "baseline_engine")
-"""The options of a setup that a user may give: settings of the candidate's, and the engine of the baseline."""
-
-
-def setups(options: Mapping[str, Any], *, world_size: int | None) -> tuple[Setup, Setup]:
-    """The setups of baseline and candidate, with defaults for options that were left out.
-
-    The baseline is plain PyTorch, or runs under `baseline_engine` on as many ranks as the candidate.
-
-    Args:
-        options: Values of `SETUP_OPTIONS`; None for those that were left out.
-        world_size: Number of ranks that exist already; None if none do.
-    """
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    trusted, nproc = given.pop("baseline_engine", "plain"), given.pop("nproc", None)
-    of_deepspeed = "zero_stage" in given or "offload_device" in given or given.get("deepcompile")
-    engine: Any = given.pop("engine", None) or ("deepspeed" if of_deepspeed else "plain")
-    candidate = Setup(engine=engine, nproc=nproc or (1 if engine == "plain" else world_size or 2), **given)
-    if trusted == "plain":
-        return baseline_setup(candidate), candidate
-    baseline = Setup(
-        engine=trusted, nproc=candidate.nproc if candidate.nproc > 1 else nproc or 2, dtype=candidate.dtype,
-        gradient_accumulation_steps=candidate.gradient_accumulation_steps,
-        gradient_clipping=candidate.gradient_clipping, loss_scale=candidate.loss_scale,
-    )  # fmt: skip
-    return baseline, candidate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +36,7 @@ class VerifyRequest:
     output: Path
     baseline_setup: Setup = PLAIN
     setup: Setup = PLAIN
-    steps: int = 4
+    steps: int = STEPS
     seed: int = 0
     repeat: bool = True
     replicas: Sequence[str] = REPLICAS
@@ -120,6 +93,25 @@ class VerifyRequest:
         if ranks is not None:
             for setup in (self.baseline_setup, self.setup):
                 ranks.refuse_other_sizes(setup.nproc, self.asked_by)
+
+    def refuse_same_training(self) -> None:
+        """Raise `ConfigError` if settings were given with which the candidate is still the baseline's own training.
+
+        Without any setting, a recipe that is verified against itself is asked if it repeats itself.
+        """
+        given = [name for name in ("rtol", "atol") if getattr(self, name) is not None]
+        given = ["setup"] * (self.setup != PLAIN) + given
+        if self.recipe != self.candidate or self.setup != self.baseline_setup or not given:
+            return
+        fix = (
+            "Give another recipe (candidate, --candidate), or an engine, e.g. --engine ddp. For what DeepSpeed's "
+            "compare_loss.py compares, write --like compare_loss."
+        )
+        what = (
+            f"are given, but baseline and candidate are the same training ({self.setup.message}): dtype, clipping and "
+            "loss scale apply to both, and tolerances make no difference."
+        )
+        raise ConfigError(self.asked_by, [Problem(where=", ".join(given), what=what, fix=fix)])
 
 
 def _side(recipe: Named, setup: Setup) -> SideOfVerification:

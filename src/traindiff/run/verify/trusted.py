@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from traindiff.analyse.compare import Comparison, Pinned, Verification, compare
 from traindiff.analyse.compare.explanations import has_batch_statistics
@@ -45,13 +45,13 @@ def record_trusted(runs: Runs, request: VerifyRequest) -> Trusted:
     """Run the trusted training, a second time unchanged if wanted, and in its replicas.
 
     Raises:
-        ConfigError: The recipe cannot be used, fails, or prepares another training when it is called again.
+        ConfigError: The recipe cannot be used, or prepares another training when it is called again.
+        RunFailedError: A run fails; see `needed`.
     """
-    with needed(runs):
-        recorded = record_repeated(runs, request, repeat=request.repeat)
-        if request.repeat:
-            _refuse_what_does_not_repeat(request.recipe, compare(*recorded), runs.asked_by)
-        return with_replicas(runs, request, recorded)
+    recorded = record_repeated(runs, request, repeat=request.repeat)
+    if request.repeat:
+        _refuse_what_does_not_repeat(request.recipe, compare(*recorded), runs.asked_by)
+    return with_replicas(runs, request, recorded)
 
 
 def record_repeated(runs: Runs, request: VerifyRequest, *, repeat: bool) -> list[str]:
@@ -66,14 +66,15 @@ def record_repeated(runs: Runs, request: VerifyRequest, *, repeat: bool) -> list
 
 
 def with_replicas(runs: Runs, request: VerifyRequest, recorded: Sequence[str]) -> Trusted:
-    """Run the replicas of the baseline that `record_repeated` has recorded.
+    """Run the replicas of the baseline that `record_repeated` has recorded, not compiled: see `make_replica`.
 
     Raises:
         ConfigError: The recipe cannot be used.
         RunFailedError: A run fails; see `needed`.
     """
+    setup = replace(request.baseline_setup, compile=False)
     replicas = [
-        runs.run(request.recipe, _name(one), num_steps=request.steps, setup=request.baseline_setup, replica=one)
+        runs.run(request.recipe, _name(one), num_steps=request.steps, setup=setup, replica=one)
         for one in replicas_of(request.replicas, recorded[0])
     ]
     return trusted_of(runs, request, [*recorded, *replicas])
@@ -154,6 +155,16 @@ def verify_against(trusted: Trusted, request: VerifyRequest, runs: Runs) -> Veri
     )  # fmt: skip
 
 
+def without_baseline(failed: FailedRun, request: VerifyRequest, runs: Runs) -> Verification:
+    """The result if the trusted training fails: nothing is known about the candidate, but what failed is."""
+    baseline, candidate = (str(runs.directory / name) for name in ("baseline", "candidate"))
+    note = f"The run {failed.run} failed. The candidate cannot be judged without it."
+    return Verification(
+        comparison=_nothing_compared(baseline, candidate, note), sides=request.sides, failed=failed,
+        output=str(runs.directory), costs=tuple(runs.costs), peak_bytes=runs.peak_bytes,
+    )  # fmt: skip
+
+
 def _compared(trusted: Trusted, path: str, request: VerifyRequest, failed: FailedRun | None) -> Comparison:
     """The comparison; of a candidate that failed, with what it had recorded by then."""
     try:
@@ -164,9 +175,13 @@ def _compared(trusted: Trusted, path: str, request: VerifyRequest, failed: Faile
     except (RecordingError, ConfigError):
         if failed is None:
             raise
+    return _nothing_compared(trusted.baseline, path, "The candidate has recorded nothing.")
+
+
+def _nothing_compared(baseline: str, candidate: str, note: str) -> Comparison:
     return Comparison(
-        baseline=trusted.baseline, candidate=path, verdict="incomplete", calibrated=False, findings=(),
-        unaligned=((), ()), steps=(), notes=("The candidate has recorded nothing.",), differences=(),
+        baseline=baseline, candidate=candidate, verdict="incomplete", calibrated=False, findings=(),
+        unaligned=((), ()), steps=(), notes=(note,), differences=(),
     )  # fmt: skip
 
 

@@ -16,13 +16,22 @@ from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import ConfigError, CorruptRecordingError, Problem
 from traindiff.present.data import write_json
 from traindiff.present.text.results import print_report
+from traindiff.run.config.options import STEPS
 from traindiff.run.config.setup import PLAIN, Setup
 from traindiff.run.config.setup import baseline_setup as trusted_way
 from traindiff.run.processes.present_ranks import PresentRanks
+from traindiff.run.verify.failed import RunFailedError
 from traindiff.run.verify.recipe import Named
 from traindiff.run.verify.request import Pin, VerifyRequest
-from traindiff.run.verify.runs import REPLICAS, Progress
-from traindiff.run.verify.trusted import names_of_runs, record_trusted, verify_against
+from traindiff.run.verify.runs import REPLICAS, Progress, Runs
+from traindiff.run.verify.trusted import (
+    Trusted,
+    names_of_runs,
+    needed,
+    record_trusted,
+    verify_against,
+    without_baseline,
+)
 
 REPORT, JSON, INVESTIGATION = "report.txt", "verification.json", "investigation.json"
 
@@ -88,7 +97,7 @@ def calibrate(
     recipe: Named,
     output: str | os.PathLike[str],
     *,
-    steps: int = 4,
+    steps: int = STEPS,
     seed: int = 0,
     replicas: Sequence[str] = REPLICAS,
     repeat: bool = True,
@@ -122,7 +131,8 @@ def calibrate(
     request.check(None)
     runs = request.runs(request.output, None)
     runs.check(names_of_runs(replicas, repeat=repeat))
-    trusted = record_trusted(runs, request)
+    with needed(runs):
+        trusted = record_trusted(runs, request)
     return trusted.baseline, trusted.noise
 
 
@@ -133,7 +143,7 @@ def verify(
     *,
     setup: Setup = PLAIN,
     baseline_setup: Setup | None = None,
-    steps: int = 4,
+    steps: int = STEPS,
     seed: int = 0,
     replicas: Sequence[str] = REPLICAS,
     repeat: bool = True,
@@ -178,7 +188,8 @@ def verify(
         identical: See `traindiff.compare`.
         record: Settings of `traindiff.record` for all runs; they override those of the recipes.
         compiler_logs: Gather what torch's compiler logs about the candidate.
-        timeout: Seconds that a run in its own processes may go without ending a step. Default: 600 for the first step,
+        timeout: Seconds that a run in its own processes may go without ending a step. Seconds of computing count a
+            tenth, and those in which the machine has no processor for it not at all. Default: 600 for the first step,
             then ten times the slowest step, but at least 60.
         progress: Called as the runs proceed.
 
@@ -205,10 +216,25 @@ def run_request(request: VerifyRequest, ranks: PresentRanks | None = None) -> Ve
         ConfigError: See `verify`.
     """
     request.check(ranks)
+    request.refuse_same_training()
     runs = request.runs(request.output, ranks)
     refuse_others_files(request.output, (REPORT,), jsons=(JSON, INVESTIGATION), asked_by=request.asked_by)
     runs.check([*names_of_runs(request.replicas, repeat=request.repeat), "candidate"])
     runs.refuse_unusable(request.candidate, request.setup)  # now, not after all other runs
-    verification = verify_against(record_trusted(runs, request), request, runs)
+    return verified(runs, request, lambda: record_trusted(runs, request))
+
+
+def verified(runs: Runs, request: VerifyRequest, trusted: Callable[[], Trusted]) -> Verification:
+    """Verify against the baseline that `trusted` records, and leave the report beside the recordings.
+
+    Raises:
+        ConfigError: See `verify`. If a run of the baseline fails, the report with the ends of its ranks is written too.
+    """
+    with needed(runs):
+        try:
+            verification = verify_against(trusted(), request, runs)
+        except RunFailedError as failed:
+            write_files(without_baseline(failed.run, request, runs), runs.directory)
+            raise
     write_files(verification, runs.directory)
     return verification
