@@ -96,8 +96,9 @@ def _setting(
 class RecordSettings:
     """Checked settings of a recording; `traindiff.record` documents them.
 
-    `counts_skipped` is internal: whether a step that the loss scaler skips counts as a step. If not, nothing of it is
-    recorded.
+    Two are internal. `counts_skipped`: whether a step that the loss scaler skips counts as a step; if not, nothing of
+    it is recorded. `main_gradients`: read `main_grad` of a parameter before its `.grad`; if parameters have it, follow
+    an optimizer that holds none of the model's parameters, too.
     """
 
     observe: frozenset[str] = _setting(
@@ -160,6 +161,7 @@ class RecordSettings:
         help="Perturb the training on purpose: ulp:SEED, reorder:SEED, float64.",
     )  # fmt: skip
     counts_skipped: bool = True
+    main_gradients: bool = False
 
     def records(self, step: int) -> bool:
         """True if this step is recorded."""

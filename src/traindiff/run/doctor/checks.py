@@ -19,7 +19,6 @@ from traindiff.run.doctor.training import explain, first_difference, prepare, re
 from traindiff.run.verify.recipe import Recipe
 from traindiff.storage import open_recording
 
-
 Result = Literal["pass", "fail", "skip"]
 Slot = tuple[str, str, str, str, int]
 """Phase, stage, path, slot and call."""
