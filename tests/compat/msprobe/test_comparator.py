@@ -138,6 +138,31 @@ def test_what_has_nothing_in_common_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_of_two_dumps_without_directions_it_is_said_that_there_is_nothing_to_compare(tmp_path: Path) -> None:
+    """Also where a parameter has one element, whose sign could be told from its extremes."""
+    for name in ("first", "second"):
+        monitored(tmp_path, name=name, grad_level="L0", model=nn.Sequential(nn.Linear(6, 1)))
+        assert not list((tmp_path / name).rglob("*.npy"))
+    with pytest.raises(traindiff.ConfigError, match="have no directions, so there is nothing to"):
+        GradComparator.compare_distributed(tmp_path / "first", tmp_path / "second", tmp_path / "out")
+
+
+def test_a_dump_without_directions_is_named(tmp_path: Path, dumps: tuple[Path, Path]) -> None:
+    monitored(tmp_path, name="without", grad_level="L0")
+    with pytest.raises(traindiff.ConfigError) as error:
+        GradComparator.compare_distributed(dumps[0], tmp_path / "without", tmp_path / "out")
+    assert f"{tmp_path / 'without'}\n    has no directions" in str(error.value)
+
+
+def test_the_directories_of_one_rank_can_be_compared_by_themselves(dumps: tuple[Path, Path], tmp_path: Path) -> None:
+    found = GradComparator.compare_distributed(*dumps, tmp_path / "all")
+    alone = GradComparator.compare(dumps[0] / "rank0", dumps[1] / "rank0", tmp_path / "one")
+
+    assert alone == found[0]
+    for name in ("similarities.csv", "broken_rule.csv"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "all" / "rank0" / name).read_bytes()
+
+
 def test_a_directory_that_is_not_there_is_named(dumps: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(traindiff.ConfigError, match=r"path2=.*none"):
         GradComparator.compare_distributed(dumps[0], tmp_path / "none", tmp_path / "out")

@@ -147,7 +147,7 @@ class PrecisionDebugger:
             return
         recorder.close()
         self._monitored = None
-        if self._files is not None and not (self._files.num_gradients or self._files.partial):
+        if self._files is not None and not (self._files.seen or self._files.partial):
             why = f"in the steps that were asked for, {self._files.reason}" if self._files.reason else NO_STEP
             warnings.warn(f"stop(): no gradient was seen: {why}.", TraindiffWarning, stacklevel=level_of_caller())
         if self._files is not None and (held := list(self._files.partial)):

@@ -83,13 +83,13 @@ class LiveFiles:
 
     Attributes:
         partial: Parameters of which this rank holds a part only, by canonical path.
-        num_gradients: How many gradients were written.
-        reason: Why the first gradient that could not be observed was not; empty if all could.
+        seen: Whether there was a gradient of which this rank holds all elements.
+        reason: Why the first gradient that was not observed was not; empty if all were.
     """
 
     def __init__(self, files: StepFiles, *, rank: int, bounds: tuple[float, ...]) -> None:
         self.partial: dict[str, None] = {}
-        self.num_gradients = 0
+        self.seen = False
         self.reason = ""
         self._files = files
         self._rank = rank
@@ -107,11 +107,11 @@ class LiveFiles:
                 self.partial[seen.path] = None
                 continue
             self.reason = self.reason or seen.unobserved
+            self.seen = self.seen or (is_gradient(seen) and not seen.unobserved)
             read = partial(_stored, details.get(row))
             kept.append(Kept(seen=seen, rank=self._rank, summary=summaries[row], read=read))
         if any(is_gradient(one.seen) for one in kept):
-            found = whole_gradients(kept, self._bounds)
-            self.num_gradients += self._files.write(kept[0].seen.step, found, empty=True)
+            self._files.write(kept[0].seen.step, whole_gradients(kept, self._bounds), empty=True)
 
 
 def _stored(detail: Detail | None) -> Stored:
