@@ -24,6 +24,9 @@ from typing import Any
 
 REPLACEMENT = "traindiff.compat.msprobe"
 
+_LATER = {REPLACEMENT: ("traindiff.observe.torch.session.recorder", "traindiff.core.kernels.cpu.summarize")}
+"""By package: what it imports when it is needed."""
+
 MOST_SECONDS = 300
 """How long one training may take: the original hangs in MindSpore's graph mode."""
 
@@ -114,8 +117,8 @@ def main(what: str, tool: str, *arguments: str) -> None:
         (key,) = arguments
         found = _ended(partial(_train_mindspore, tool, {**MINDSPORE, **GRAPH}[key], Path(key)))
     elif what == "torch":
-        import torch  # noqa: F401  once, for all copies of this process
-
+        for module in ("torch.nn.parallel", "torch.distributed", tool, *_LATER.get(tool, ())):
+            import_module(module)  # once, for all copies of this process
         found = {key: _in_copy(partial(_train_torch, tool, run, Path(key))) for key, run in TORCH.items()}
     else:
         runs = MINDSPORE if tool != REPLACEMENT else {**MINDSPORE, **GRAPH}
