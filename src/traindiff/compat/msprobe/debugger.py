@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 from traindiff.compat.msprobe.configuration import read_configuration
 from traindiff.compat.msprobe.exporting import LiveFiles
 from traindiff.compat.msprobe.monitor import monitor_mindspore, monitor_torch, recording_of
+from traindiff.core.observation import NO_GRADIENT
 from traindiff.errors import ConfigError, Problem, TraindiffWarning, level_of_caller, type_of
 from traindiff.observe.common.containers import is_of
 
@@ -148,7 +149,8 @@ class PrecisionDebugger:
         recorder.close()
         self._monitored = None
         if self._files is not None and not (self._files.seen or self._files.partial):
-            why = f"in the steps that were asked for, {self._files.reason}" if self._files.reason else NO_STEP
+            reason = self._files.reason.removeprefix(f"{NO_GRADIENT}: ")
+            why = f"in the steps that were asked for, {reason}" if reason else NO_STEP
             warnings.warn(f"stop(): no gradient was seen: {why}.", TraindiffWarning, stacklevel=level_of_caller())
         if self._files is not None and (held := list(self._files.partial)):
             directory = self._configuration.dump_path
