@@ -32,8 +32,8 @@ OTHER_WAY = 1e-4
 """The same of all numbers whose gradients were computed in two ways: in PyNative mode and in graph mode."""
 
 LIKE = {
-    "graph L0": "ms L0", "graph L1": "ms L1", "graph L2": "ms L2", "graph step": "ms step", "graph ranks": "ms ranks",
-    "graph rank 1 of 2": "ms rank 1 of 2",
+    "graph-L0": "ms-L0", "graph-L1": "ms-L1", "graph-L2": "ms-L2", "graph-step": "ms-step", "graph-ranks": "ms-ranks",
+    "graph-rank-1-of-2": "ms-rank-1-of-2",
 }  # fmt: skip
 """By training in graph mode: the one in PyNative mode with the same gradients, up to rounding."""
 
@@ -96,25 +96,25 @@ def _of_torch(theirs: Side, ours: Side) -> Iterator[Feature]:
     yield row("bounds: whole numbers and fractions, up to the ends of int64", "bounds", note=equal)
     yield row("param_list", "param_list", note=equal)
     yield row("step: numbers and ranges", "step", note=equal)
-    yield row("step as an argument of PrecisionDebugger", "step argument", note=equal)
-    yield row("a step is a call of an optimizer, not an iteration", "optimizer calls", note=equal)
+    yield row("step as an argument of PrecisionDebugger", "step-argument", note=equal)
+    yield row("a step is a call of an optimizer, not an iteration", "optimizer-calls", note=equal)
     yield row("rank: [], on 2 ranks (gloo, DistributedDataParallel)", "ranks", note=equal)
-    yield row("rank: one rank of 2, and a range", "rank 1 of 2", "ranks 0-1", note=equal)
-    warned = "has no effect" in " ".join(ours.said["one process"]["warnings"])
-    single = _difference(theirs, ours, "one process")
+    yield row("rank: one rank of 2, and a range", "rank-1-of-2", "ranks-0-1", note=equal)
+    warned = "has no effect" in " ".join(ours.said["one-process"]["warnings"])
+    single = _difference(theirs, ours, "one-process")
     yield compared(
         "rank in a single process", single.problem or ("" if warned else "nothing is warned of"),
         f"it has no effect in both: {single.files} files are equal. Here a warning says so",
     )  # fmt: skip
     yield row("defaults of the entries that may be left out", "defaults", note=equal)
-    yield row("the configuration file of all tasks", "all tasks", note=equal)
-    yield row("PrecisionDebugger.monitor(model), on the class", "on the class", note=equal)
-    yield row("stop() may be left out under PyTorch", "no stop", note=equal)
-    yield row("start(), stop() and step() around each step, as for other tasks", "around steps", note=equal)
-    yield row("main_grad before grad, also of an optimizer of copies (Megatron)", "main_grad", "main_grad of copies",
+    yield row("the configuration file of all tasks", "all-tasks", note=equal)
+    yield row("PrecisionDebugger.monitor(model), on the class", "on-the-class", note=equal)
+    yield row("stop() may be left out under PyTorch", "no-stop", note=equal)
+    yield row("start(), stop() and step() around each step, as for other tasks", "around-steps", note=equal)
+    yield row("main_grad before grad, also of an optimizer of copies (Megatron)", "main_grad", "main_grad-of-copies",
               note=equal)  # fmt: skip
-    told = " ".join(ours.said["no gradient"]["warnings"])
-    empty = _difference(theirs, ours, "no gradient")
+    told = " ".join(ours.said["no-gradient"]["warnings"])
+    empty = _difference(theirs, ours, "no-gradient")
     yield compared(
         "parameters without gradients", empty.problem or ("" if "no gradient was seen" in told else f"it said: {told}"),
         f"{empty.files} tables without rows are equal; here stop() also says that no gradient was seen",
@@ -140,7 +140,7 @@ def _of_comparing(python: Path, theirs: Side, ours: Side) -> Iterator[Feature]:
 
     outputs = {(tool, of): ours.folder / f"compared by {tool} of {of}" for tool in tools for of in files}
     errors = [
-        error for (tool, of), output in outputs.items() if (error := ran(tool, of, "L2", "other batches", output))
+        error for (tool, of), output in outputs.items() if (error := ran(tool, of, "L2", "other-batches", output))
     ]
     tables = [(output / "rank0" / "similarities.csv") for output in outputs.values()]
     same = not errors and len({table.read_bytes() for table in tables}) == 1
@@ -174,17 +174,17 @@ def _of_comparing(python: Path, theirs: Side, ours: Side) -> Iterator[Feature]:
 
 def _of_mindspore(theirs: Side, ours: Side) -> Iterator[Feature]:
     yield differing(
-        "MindSpore, PyNative mode: L0", _difference(theirs, ours, "ms L0", without=("MD5",)).problem,
+        "MindSpore, PyNative mode: L0", _difference(theirs, ours, "ms-L0", without=("MD5",)).problem,
         "as under PyTorch: all columns but MD5 are equal; the original's MD5 is CRC32",
     )  # fmt: skip
     names = {
-        "ms L1": "L1", "ms L2": "L2", "ms float16": "L2 of float16", "ms step": "step", "ms param_list": "param_list",
-        "ms ranks": "2 ranks (msrun)", "ms rank 1 of 2": "one rank of 2",
+        "ms-L1": "L1", "ms-L2": "L2", "ms-float16": "L2 of float16", "ms-step": "step", "ms-param_list": "param_list",
+        "ms-ranks": "2 ranks (msrun)", "ms-rank-1-of-2": "one rank of 2",
     }  # fmt: skip
     for key, name in names.items():
         yield _row(theirs, ours, f"MindSpore, PyNative mode: {name}", key, note=" are equal, but for norms, as above")
-    ended = theirs.said["graph L1"]["error"]
-    supported = {"graph L1": "L1", "graph L2": "L2", "graph ranks": "2 ranks (msrun)"}
+    ended = theirs.said["graph-L1"]["error"]
+    supported = {"graph-L1": "L1", "graph-L2": "L2", "graph-ranks": "2 ranks (msrun)"}
     for key, name in supported.items():
         found = _difference(theirs, ours, key, without=("MD5",))
         why = "" if ended else "the original works in graph mode by now"
@@ -193,7 +193,7 @@ def _of_mindspore(theirs: Side, ours: Side) -> Iterator[Feature]:
             f"the original ends or hangs the training on the CPU. Here {found.files} files are those that it writes in "
             "PyNative mode, up to rounding of the gradients",
         )  # fmt: skip
-    for key, name in {"graph L0": "MD5", "graph step": "step", "graph rank 1 of 2": "rank"}.items():
+    for key, name in {"graph-L0": "MD5", "graph-step": "step", "graph-rank-1-of-2": "rank"}.items():
         found = _difference(theirs, ours, key, without=("MD5",))
         yield differing(
             f"MindSpore, graph mode: {name}", found.problem,
@@ -254,7 +254,7 @@ def _tolerance(key: str, column: str) -> float:
         return 0.0
     if key in LIKE:
         return OTHER_WAY
-    return ROUNDED.get(key.removeprefix("ms "), ROUNDED_OTHERWISE) if column == "norm" else 0.0
+    return ROUNDED.get(key.removeprefix("ms-"), ROUNDED_OTHERWISE) if column == "norm" else 0.0
 
 
 def _is_near(value: str, found: str, tolerance: float) -> bool:

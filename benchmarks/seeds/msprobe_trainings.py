@@ -33,7 +33,7 @@ MOST_SECONDS = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A monitored training.
+    """A monitored training. Names of trainings have no spaces: the original refuses paths that have some.
 
     Attributes:
         level: Of the monitor.
@@ -67,46 +67,46 @@ TORCH: dict[str, Run] = {
     "float16": Run(level="L2", dtype="float16", own=SMALL),
     "bounds": Run(level="L2", own={"bounds": [-(2**63), -1, -0.05, -1e-3, 0, 1e-3, 0.05, 2**63 - 1]}),
     "defaults": Run(how="defaults"),
-    "all tasks": Run(how="all tasks"),
+    "all-tasks": Run(how="all-tasks"),
     "step": Run(steps=9, file={"step": [0, 2, "4-6"]}),
-    "step argument": Run(steps=5, file={"step": [0]}, how="step argument"),
+    "step-argument": Run(steps=5, file={"step": [0]}, how="step-argument"),
     "param_list": Run(level="L2", own={"param_list": ["fc.bias", "scale"]}),
-    "optimizer calls": Run(steps=6, how="optimizer calls"),
-    "on the class": Run(how="on the class"),
-    "around steps": Run(how="around steps"),
-    "no stop": Run(how="no stop"),
+    "optimizer-calls": Run(steps=6, how="optimizer-calls"),
+    "on-the-class": Run(how="on-the-class"),
+    "around-steps": Run(how="around-steps"),
+    "no-stop": Run(how="no-stop"),
     "main_grad": Run(level="L2", how="main_grad"),
-    "main_grad of copies": Run(level="L2", how="copies"),
-    "no gradient": Run(how="no gradient"),
+    "main_grad-of-copies": Run(level="L2", how="copies"),
+    "no-gradient": Run(how="no-gradient"),
     "traced": Run(how="traced"),
-    "one process": Run(file={"rank": [1]}),
+    "one-process": Run(file={"rank": [1]}),
     "ranks": Run(ranks=2, level="L2"),
-    "rank 1 of 2": Run(ranks=2, file={"rank": [1]}),
-    "ranks 0-1": Run(ranks=2, file={"rank": ["0-1"]}),
-    "other batches": Run(level="L2", how="other batches"),
+    "rank-1-of-2": Run(ranks=2, file={"rank": [1]}),
+    "ranks-0-1": Run(ranks=2, file={"rank": ["0-1"]}),
+    "other-batches": Run(level="L2", how="other-batches"),
     "Adam": Run(level="L2", how="Adam"),
 }
 
 MINDSPORE: dict[str, Run] = {
-    "ms L0": Run(level="L0"),
-    "ms L1": Run(),
-    "ms L2": Run(level="L2", own=SMALL),
-    "ms float16": Run(level="L2", dtype="float16", own=SMALL),
-    "ms step": Run(steps=7, file={"step": [0, "2-3", 6]}),
-    "ms param_list": Run(own={"param_list": ["0.bias", "2.weight"]}),
-    "ms ranks": Run(ranks=2, level="L2"),
-    "ms rank 1 of 2": Run(ranks=2, file={"rank": [1]}),
-    "graph L1": Run(mode="GRAPH_MODE"),
+    "ms-L0": Run(level="L0"),
+    "ms-L1": Run(),
+    "ms-L2": Run(level="L2", own=SMALL),
+    "ms-float16": Run(level="L2", dtype="float16", own=SMALL),
+    "ms-step": Run(steps=7, file={"step": [0, "2-3", 6]}),
+    "ms-param_list": Run(own={"param_list": ["0.bias", "2.weight"]}),
+    "ms-ranks": Run(ranks=2, level="L2"),
+    "ms-rank-1-of-2": Run(ranks=2, file={"rank": [1]}),
+    "graph-L1": Run(mode="GRAPH_MODE"),
 }
 
 GRAPH: dict[str, Run] = {
-    "graph L0": Run(level="L0", mode="GRAPH_MODE"),
-    "graph L2": Run(level="L2", mode="GRAPH_MODE", own=SMALL),
-    "graph step": Run(steps=7, mode="GRAPH_MODE", file={"step": [0, "2-3", 6]}),
-    "graph ranks": Run(ranks=2, level="L2", mode="GRAPH_MODE"),
-    "graph rank 1 of 2": Run(ranks=2, mode="GRAPH_MODE", file={"rank": [1]}),
+    "graph-L0": Run(level="L0", mode="GRAPH_MODE"),
+    "graph-L2": Run(level="L2", mode="GRAPH_MODE", own=SMALL),
+    "graph-step": Run(steps=7, mode="GRAPH_MODE", file={"step": [0, "2-3", 6]}),
+    "graph-ranks": Run(ranks=2, level="L2", mode="GRAPH_MODE"),
+    "graph-rank-1-of-2": Run(ranks=2, mode="GRAPH_MODE", file={"rank": [1]}),
 }
-"""Of the replacement alone: the original ends every training in graph mode on the CPU; "graph L1" shows it."""
+"""Of the replacement alone: the original ends every training in graph mode on the CPU; "graph-L1" shows it."""
 
 
 def main(what: str, tool: str, *arguments: str) -> None:
@@ -186,7 +186,7 @@ def _configured(run: Run, where: Path) -> str:
     if run.how != "defaults":
         own = {"grad_level": run.level, "param_list": [], "bounds": [-1, 0, 1], **run.own}
         content |= {"rank": [], "step": [], "grad_probe": own, **run.file}
-    if run.how == "all tasks":
+    if run.how == "all-tasks":
         content |= {
             "level": "L1", "enable_dataloader": False, "async_dump": False, "run_ut": {"white_list": []},
             "tensor": {"scope": [], "list": [], "data_mode": ["all"], "file_format": "npy"},
@@ -253,24 +253,24 @@ def _steps_of_torch(tool: str, run: Run, where: Path, *, rank: int) -> None:
     held = [one.detach().float().clone().requires_grad_() for one in parameters] if run.how == "copies" else parameters
     optimizer = (torch.optim.Adam if run.how == "Adam" else torch.optim.SGD)(held, lr=0.1)
     kind = import_module(tool).PrecisionDebugger
-    debugger = kind(_configured(run, where), **({"step": [1, "3-4"]} if run.how == "step argument" else {}))
-    (kind if run.how == "on the class" else debugger).monitor(model)
-    data = torch.Generator().manual_seed(rank + (10 if run.how == "other batches" else 1))
+    debugger = kind(_configured(run, where), **({"step": [1, "3-4"]} if run.how == "step-argument" else {}))
+    (kind if run.how == "on-the-class" else debugger).monitor(model)
+    data = torch.Generator().manual_seed(rank + (10 if run.how == "other-batches" else 1))
     for step in range(run.steps):
-        if run.how == "around steps":
+        if run.how == "around-steps":
             debugger.start(model)
-        if run.how != "no gradient":
+        if run.how != "no-gradient":
             inputs = torch.randn(4, 6, generator=data).to(getattr(torch, run.dtype))
             model(inputs).square().mean().backward()
         if run.how in ("main_grad", "copies"):
             _accumulate(parameters, keep=run.how == "main_grad")
-        if run.how != "optimizer calls" or step % 2:
+        if run.how != "optimizer-calls" or step % 2:
             optimizer.step()
             optimizer.zero_grad()
-        if run.how == "around steps":
+        if run.how == "around-steps":
             debugger.stop()
             debugger.step()
-    if run.how not in ("no stop", "around steps") and tool == REPLACEMENT:
+    if run.how not in ("no-stop", "around-steps") and tool == REPLACEMENT:
         debugger.stop()  # under PyTorch, the original has nothing to end, and its `stop` does nothing
 
 
