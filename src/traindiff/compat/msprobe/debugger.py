@@ -79,7 +79,11 @@ class PrecisionDebugger:
         self._recorder: TorchRecorder | MindSporeRecorder | None = None
         self._files: LiveFiles | None = None
         self._started = False
-        PrecisionDebugger._last = self
+        self._remember(self)
+
+    @classmethod
+    def _remember(cls, made: PrecisionDebugger) -> None:
+        cls._last = made
 
     @classmethod
     def made_last(cls) -> PrecisionDebugger:
