@@ -302,7 +302,11 @@ def _train_mindspore(tool: str, run: Run, where: Path) -> None:
     optimizer = nn.Momentum(net.trainable_params(), 0.1, 0.9)
     debugger = import_module(tool).PrecisionDebugger(_configured(run, where))
     debugger.monitor(optimizer)
-    gradients = mindspore.value_and_grad(lambda x: net(x).square().mean(), None, optimizer.parameters)
+
+    def forward(inputs: Any) -> Any:  # MindSpore cannot compile a lambda here
+        return net(inputs).square().mean()
+
+    gradients = mindspore.value_and_grad(forward, None, optimizer.parameters)
     reduced = nn.DistributedGradReducer(optimizer.parameters, mean=True, degree=run.ranks) if run.ranks > 1 else tuple
 
     def step(inputs: Any) -> Any:
