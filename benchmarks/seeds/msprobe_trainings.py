@@ -56,6 +56,9 @@ class Run:
     how: str = ""
 
 
+WITHOUT_STOP = ("no-stop", "around-steps")
+"""Trainings that leave it to the end of the process to end the monitor, which a copy of a process does not have."""
+
 SMALL = {"bounds": [-0.05, 0, 0.05]}
 
 TORCH: dict[str, Run] = {
@@ -115,14 +118,20 @@ def main(what: str, tool: str, *arguments: str) -> None:
         found: Any = _ended(partial(import_module(tool).GradComparator.compare_distributed, *arguments))
     elif arguments:
         (key,) = arguments
-        found = _ended(partial(_train_mindspore, tool, {**MINDSPORE, **GRAPH}[key], Path(key)))
+        train = _train_torch if what == "torch" else _train_mindspore
+        found = _ended(partial(train, tool, {**TORCH, **MINDSPORE, **GRAPH}[key], Path(key)))
     elif what == "torch":
         for module in ("torch.nn.parallel", "torch.distributed", tool, *_LATER.get(tool, ())):
             import_module(module)  # once, for all copies of this process
-        found = {key: _in_copy(partial(_train_torch, tool, run, Path(key))) for key, run in TORCH.items()}
+        found = {
+            key: _in_new_process(what, tool, key, run)
+            if run.how in WITHOUT_STOP
+            else _in_copy(partial(_train_torch, tool, run, Path(key)))
+            for key, run in TORCH.items()
+        }
     else:
         runs = MINDSPORE if tool != REPLACEMENT else {**MINDSPORE, **GRAPH}
-        found = {key: _in_new_process(tool, key, run) for key, run in runs.items()}
+        found = {key: _in_new_process(what, tool, key, run) for key, run in runs.items()}
     print(f"\n{json.dumps(found)}", flush=True)
 
 
@@ -151,9 +160,9 @@ def _in_copy(run: Callable[[], Any]) -> dict[str, Any]:
     return result
 
 
-def _in_new_process(tool: str, key: str, run: Run) -> dict[str, Any]:
-    """Run a training of MindSpore in a new process, or in as many as there are ranks."""
-    program = ["-m", "benchmarks.seeds.msprobe_trainings", "mindspore", tool, key]
+def _in_new_process(framework: str, tool: str, key: str, run: Run) -> dict[str, Any]:
+    """Run a training in a new process, or in as many as there are ranks (of MindSpore)."""
+    program = ["-m", "benchmarks.seeds.msprobe_trainings", framework, tool, key]
     if run.ranks > 1:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
@@ -270,7 +279,7 @@ def _steps_of_torch(tool: str, run: Run, where: Path, *, rank: int) -> None:
         if run.how == "around-steps":
             debugger.stop()
             debugger.step()
-    if run.how not in ("no-stop", "around-steps") and tool == REPLACEMENT:
+    if run.how not in WITHOUT_STOP and tool == REPLACEMENT:
         debugger.stop()  # under PyTorch, the original has nothing to end, and its `stop` does nothing
 
 
