@@ -331,4 +331,6 @@ def _train_mindspore(tool: str, run: Run, where: Path) -> None:
 
 
 if __name__ == "__main__":
+    # As a file, which the launcher of MindSpore runs, it would find the `msprobe.py` beside it in place of the package.
+    sys.path[:] = [path for path in sys.path if Path(path) != Path(__file__).parent]
     main(*sys.argv[1:])
