@@ -138,7 +138,7 @@ def _of_comparing(python: Path, theirs: Side, ours: Side) -> Iterator[Feature]:
         found = results_of(python, TRAININGS, "compare", tools[tool], *dumps, str(output), folder=ours.folder)
         return str(found["error"])
 
-    outputs = {(tool, of): ours.folder / f"compared by {tool} of {of}" for tool in tools for of in files}
+    outputs = {(tool, of): ours.folder / f"compared-by-{tool}-of-{of}" for tool in tools for of in files}
     errors = [
         error for (tool, of), output in outputs.items() if (error := ran(tool, of, "L2", "other-batches", output))
     ]
