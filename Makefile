@@ -30,7 +30,7 @@ help:
 	@echo "make test-deepspeed      trainings under DeepSpeed; compiles its optimizers (minutes)"
 	@echo "make test-browser        reports in Chromium, as PNG, and for TensorBoard and Weights & Biases"
 	@echo "make test-integrations   the trainers of transformers and Lightning, and Accelerate, on the CPU"
-	@echo "make test-mindspore      trainings under MindSpore, in an environment of its own (1.5 GB)"
+	@echo "make test-mindspore      trainings under MindSpore, in an environment of its own (3.2 GB)"
 	@echo "make test-ortmodule      a training under ORTModule beside one of PyTorch; compiles its extensions (1.5 GB)"
 	@echo "make test-campaigns      a short run of each campaign (minutes)"
 	@echo

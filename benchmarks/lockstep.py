@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import traindiff
-from traindiff.run.doctor.checks import interleaved
+from traindiff.run.doctor.timing import interleaved
 
 LAYERS, WIDTH, VOCABULARY = 4, 256, 3_200
 

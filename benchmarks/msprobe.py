@@ -25,7 +25,7 @@ import torch
 from gpt import Training
 
 import traindiff
-from traindiff.run.doctor.checks import interleaved
+from traindiff.run.doctor.timing import interleaved
 
 BOUNDS = [-1, 0, 1]
 NATIVE: dict[str, dict[str, Any]] = {

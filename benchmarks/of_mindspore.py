@@ -17,7 +17,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from traindiff.mindspore import record
-from traindiff.run.doctor.checks import interleaved
+from traindiff.run.doctor.timing import interleaved
 
 WIDTH, LAYERS, BATCH = 1448, 6, 64
 WHAT: dict[str, dict[str, Any]] = {

@@ -20,7 +20,7 @@ from machine import machine
 
 import traindiff
 from traindiff.core.observation import OPERATOR_STAGES
-from traindiff.run.doctor.checks import interleaved
+from traindiff.run.doctor.timing import interleaved
 from traindiff.storage import open_recording
 
 

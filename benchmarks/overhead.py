@@ -28,7 +28,7 @@ from machine import machine
 from ranks import HEAD, on_ranks
 
 import traindiff
-from traindiff.run.doctor.checks import Ratio, interleaved
+from traindiff.run.doctor.timing import Ratio, interleaved
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 FOUR = ("param", "grad", "forward", "backward")

@@ -19,7 +19,7 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 import traindiff
-from traindiff.run.doctor.checks import interleaved
+from traindiff.run.doctor.timing import interleaved
 
 
 def rank_ratio(settings: dict[str, Any] | None, directory: str, rounds: int) -> dict[str, Any]:

@@ -36,7 +36,7 @@ WITHOUT_FRAMEWORK = (
 
 OF_TORCH = (
     "core.torch_compat", "core.kernels.extent", "core.kernels.store", "core.kernels.torch_arrays",
-    "core.kernels.parts", "core.kernels.cpu", "core.kernels.gpu",
+    "core.kernels.cpu.summarize", "core.kernels.cpu.extent", "core.kernels.gpu",
 )  # fmt: skip
 
 

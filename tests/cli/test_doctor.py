@@ -14,7 +14,8 @@ from torch.optim import SGD
 from typer.testing import CliRunner, Result
 
 from traindiff.cli.commands import app
-from traindiff.run.doctor.checks import Plan, interleaved, run_checks
+from traindiff.run.doctor.checks import Plan, run_checks
+from traindiff.run.doctor.timing import interleaved
 from traindiff.run.doctor.training import first_difference, try_out
 from traindiff.run.verify.recipe import Recipe, Training, load_recipe
 

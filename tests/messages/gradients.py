@@ -83,7 +83,21 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
 
 @situation("a rank that there is not")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    patched.setenv("WORLD_SIZE", "2")
     monitored(here, rank=[0, "3-5"])
+
+
+@situation("ranks of a single process")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    monitored(here, rank=[1])
+
+
+@situation("a monitor without a configuration, and one that is called before it is made")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    patched.setattr(PrecisionDebugger, "_last", None)
+    return "\n".join(
+        [refused(lambda: PrecisionDebugger()), refused(lambda: PrecisionDebugger.monitor(nn.Linear(3, 2)))]
+    )
 
 
 @situation("a model that was traced")
@@ -127,6 +141,15 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     debugger.stop()
 
 
+@situation("a monitored training whose parameters have no gradients")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(3, 2)
+    debugger = PrecisionDebugger(configuration(here))
+    debugger.monitor(model)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    debugger.stop()
+
+
 @situation("files of an earlier run")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     monitored(here)
@@ -149,6 +172,18 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     for name in ("first", "second"):
         monitored(here, dump_path=name, grad_probe={"grad_level": "L0"})
+    GradComparator.compare_distributed("first", "second", "out")
+
+
+@situation("a comparison of runs of which other steps were monitored")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    for step, name in enumerate(("first", "second")):
+        model = nn.Linear(3, 2)
+        debugger = PrecisionDebugger(configuration(here, dump_path=name, step=[step]))
+        debugger.monitor(model)
+        take_step(model)
+        take_step(model)
+        debugger.stop()
     GradComparator.compare_distributed("first", "second", "out")
 
 

@@ -96,8 +96,10 @@ def _setting(
 class RecordSettings:
     """Checked settings of a recording; `traindiff.record` documents them.
 
-    `counts_skipped` is internal: whether a step that the loss scaler skips counts as a step. If not, nothing of it is
-    recorded. `last` is internal too: a step that is recorded whatever `every` and `steps` say.
+    Three are internal. `counts_skipped`: whether a step that the loss scaler skips counts as a step; if not, nothing of
+    it is recorded. `last`: a step that is recorded whatever `every` and `steps` say. `main_gradients`: read `main_grad`
+    of a parameter before its `.grad`; if parameters have it, follow an optimizer that holds none of the model's
+    parameters, too.
     """
 
     observe: frozenset[str] = _setting(
@@ -161,6 +163,7 @@ class RecordSettings:
     )  # fmt: skip
     counts_skipped: bool = True
     last: int | None = None
+    main_gradients: bool = False
 
     def records(self, step: int) -> bool:
         """True if this step is recorded."""

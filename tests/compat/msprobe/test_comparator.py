@@ -75,7 +75,7 @@ def test_a_picture_of_each_parameter_of_all_and_the_heat_map_are_drawn(
 def test_a_parameter_of_one_side_is_named_and_the_rest_compared(copies: tuple[Path, Path], tmp_path: Path) -> None:
     for path in copies[1].rglob("fc.bias.npy"):
         path.unlink()
-    with pytest.warns(traindiff.TraindiffWarning, match=r"Rank 0: only path1 has directions of fc\.bias\."):
+    with pytest.warns(traindiff.TraindiffWarning, match=r"rank0: only path1 has directions of fc\.bias\."):
         found = GradComparator.compare_distributed(*copies, tmp_path / "out")
 
     assert list(found[0].parameters) == ["fc.weight", "head.weight"]
@@ -93,7 +93,7 @@ def test_a_parameter_that_lacks_a_step_has_an_empty_cell(copies: tuple[Path, Pat
 def test_steps_of_one_side_are_named_and_the_rest_compared(tmp_path: Path) -> None:
     monitored(tmp_path, name="first", steps=3)
     monitored(tmp_path, name="second", steps=6)
-    with pytest.warns(traindiff.TraindiffWarning, match=r"Rank 0: only path2 has step 3 and 2 more steps\."):
+    with pytest.warns(traindiff.TraindiffWarning, match=r"rank0: only path2 has step 3 and 2 more steps\."):
         found = GradComparator.compare_distributed(tmp_path / "first", tmp_path / "second", tmp_path / "out")
     assert found[0].steps == (0, 1, 2)
 
@@ -136,6 +136,31 @@ def test_what_has_nothing_in_common_is_refused(tmp_path: Path) -> None:
     with pytest.raises(traindiff.ConfigError, match='"L1" or "L2"'):
         GradComparator.compare_distributed(tmp_path / "first", tmp_path / "second", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_of_two_dumps_without_directions_it_is_said_that_there_is_nothing_to_compare(tmp_path: Path) -> None:
+    """Also where a parameter has one element, whose sign could be told from its extremes."""
+    for name in ("first", "second"):
+        monitored(tmp_path, name=name, grad_level="L0", model=nn.Sequential(nn.Linear(6, 1)))
+        assert not list((tmp_path / name).rglob("*.npy"))
+    with pytest.raises(traindiff.ConfigError, match="have no directions, so there is nothing to"):
+        GradComparator.compare_distributed(tmp_path / "first", tmp_path / "second", tmp_path / "out")
+
+
+def test_a_dump_without_directions_is_named(tmp_path: Path, dumps: tuple[Path, Path]) -> None:
+    monitored(tmp_path, name="without", grad_level="L0")
+    with pytest.raises(traindiff.ConfigError) as error:
+        GradComparator.compare_distributed(dumps[0], tmp_path / "without", tmp_path / "out")
+    assert f"{tmp_path / 'without'}\n    has no directions" in str(error.value)
+
+
+def test_the_directories_of_one_rank_can_be_compared_by_themselves(dumps: tuple[Path, Path], tmp_path: Path) -> None:
+    found = GradComparator.compare_distributed(*dumps, tmp_path / "all")
+    alone = GradComparator.compare(dumps[0] / "rank0", dumps[1] / "rank0", tmp_path / "one")
+
+    assert alone == found[0]
+    for name in ("similarities.csv", "broken_rule.csv"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "all" / "rank0" / name).read_bytes()
 
 
 def test_a_directory_that_is_not_there_is_named(dumps: tuple[Path, Path], tmp_path: Path) -> None:

@@ -376,9 +376,23 @@ def test_a_misspelt_parameter_is_an_error_that_names_the_nearest(tmp_path: Path)
     assert not (tmp_path / "dump").exists()
 
 
-def test_a_rank_that_there_is_not_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(traindiff.ConfigError, match="there is rank 0 alone"):
+@pytest.mark.parametrize("ranks", [[1], [0, "2-3"]])
+def test_a_single_process_has_no_ranks_to_choose(tmp_path: Path, ranks: list[int | str]) -> None:
+    with pytest.warns(traindiff.TraindiffWarning, match=r'a single process, so "rank" in .* has no effect\. .*rank0'):
+        monitored(tmp_path, rank=ranks)
+    assert len(tables(tmp_path / "dump")) == 3
+
+
+def test_a_single_process_is_rank_0_and_may_be_chosen(tmp_path: Path) -> None:
+    monitored(tmp_path, rank=[0])
+    assert len(tables(tmp_path / "dump")) == 3
+
+
+def test_a_rank_that_there_is_not_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(traindiff.ConfigError, match="there are ranks 0 to 1"):
         monitored(tmp_path, rank=[0, "2-3"])
+    assert not (tmp_path / "dump").exists()
 
 
 def test_names_in_param_list_are_no_patterns(tmp_path: Path) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mindspore
@@ -10,6 +14,7 @@ from mindspore import Tensor, communication, nn
 
 from tests.observe.mindspore.drawn import batches
 from tests.observe.mindspore.training import Training
+from traindiff.compat.msprobe import PrecisionDebugger
 from traindiff.mindspore import record
 
 
@@ -31,11 +36,28 @@ def main(mode: str, path: str, ranks: str) -> None:
         return loss
 
     call = mindspore.jit(step) if mode == "graph" else step
-    chosen = 1 if ranks == "second" else None
-    with record(path, training.net, optimizer, ranks=chosen, detail="signs", strict=True) as run:
+    with observed(path, training, ranks) as log:
         for inputs, labels in batches():
             own = slice(rank * len(inputs) // size, (rank + 1) * len(inputs) // size)
-            run.log("loss", call(Tensor(inputs[own]), Tensor(labels[own])))
+            log("loss", call(Tensor(inputs[own]), Tensor(labels[own])))
+
+
+@contextmanager
+def observed(path: str, training: Training, ranks: str) -> Iterator[Callable[[str, Any], None]]:
+    """Record the training, or write the files of the gradient monitor; gives what losses are logged with."""
+    chosen = 1 if ranks.endswith("second") else None
+    if not ranks.startswith("monitored"):
+        with record(path, training.net, training.optimizer, ranks=chosen, detail="signs", strict=True) as run:
+            yield run.log
+        return
+    content = {"task": "grad_probe", "dump_path": path, "rank": [] if chosen is None else [chosen]}
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(content, file)
+        file.flush()
+        debugger = PrecisionDebugger(file.name)
+    debugger.monitor(training.optimizer)
+    yield lambda *_: None
+    debugger.stop()
 
 
 if __name__ == "__main__":

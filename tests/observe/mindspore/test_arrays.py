@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 from mindspore import Tensor
 
+from traindiff.core.kernels.cpu import arrays
+from traindiff.core.kernels.reference import summarize_array
+from traindiff.core.shards import Shard
 from traindiff.errors import UnsupportedTensorError
 from traindiff.observe.mindspore.observations import as_real, elements, read
 
@@ -41,6 +44,20 @@ def test_complex_numbers_get_an_axis_of_real_and_imaginary_part() -> None:
 
     assert found.dtype == np.float32
     assert found.tolist() == [[1.0, 2.0], [3.0, -1.0]]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "bfloat16", "int32", "bool_"])
+def test_a_tensor_of_any_dtype_is_summarized_by_the_compiled_kernel(dtype: str) -> None:
+    array = read(Tensor(VALUES.clip(-4, 4), getattr(mindspore, dtype)))
+    found = elements(array)
+    shard = Shard.whole(array.shape)
+
+    assert arrays.reads(array)
+    summary = arrays.summarize(array, shard)
+    expected = summarize_array(found.values, found.bits, shard, tiny=found.tiny)
+    for name in ("count", "nan", "zero", "negative", "minimum", "maximum", "fingerprint", "multiset"):
+        assert summary[name] == expected[name]
+    np.testing.assert_allclose(summary["sketch"], expected["sketch"], rtol=1e-12)
 
 
 def test_what_is_no_tensor_is_not_read() -> None:

@@ -19,6 +19,12 @@ PROGRAM = Path(__file__).with_name("ranks_training.py")
 
 def recorded(path: Path, mode: str, ranks: str) -> Recording:
     """The recording of a training: `alone`, or on two ranks of which `both` or the `second` are recorded."""
+    run(path, mode, ranks)
+    return traindiff.open_recording(path)
+
+
+def run(path: Path, mode: str, ranks: str) -> None:
+    """Run `ranks_training.py`, on two ranks if not `alone`."""
     beside = str(Path(sys.executable).parent)  # msrun starts the first Python in PATH
     environment = {
         **os.environ,
@@ -37,7 +43,6 @@ def recorded(path: Path, mode: str, ranks: str) -> Recording:
     )
     told = "".join(log.read_text(errors="replace")[-3000:] for log in logs.glob("worker_*.log"))
     assert ended.returncode == 0, ended.stderr.decode(errors="replace")[-3000:] + told
-    return traindiff.open_recording(path)
 
 
 @pytest.mark.parametrize("mode", ["pynative", "graph"])
@@ -57,3 +62,18 @@ def test_two_ranks_compute_what_one_does_on_the_whole_batch(mode: str, tmp_path:
 
 def test_ranks_are_chosen(tmp_path: Path) -> None:
     assert list(recorded(tmp_path / "run", "pynative", "second").ranks) == [1]
+
+
+@pytest.mark.parametrize("mode", ["pynative", "graph"])
+def test_each_rank_has_its_own_files_of_the_gradient_monitor(mode: str, tmp_path: Path) -> None:
+    """Gradients are averaged over ranks, so both have the same; with `"rank": [1]`, only that rank has files."""
+    run(tmp_path / "both", mode, "monitored")
+    run(tmp_path / "second", mode, "monitored-second")
+
+    files = [
+        {path.relative_to(rank): path.read_bytes() for path in rank.rglob("*") if path.is_file()}
+        for rank in (tmp_path / "both" / "rank0", tmp_path / "both" / "rank1", tmp_path / "second" / "rank1")
+    ]
+    assert files[0] == files[1] == files[2]
+    assert len(files[0]) == 4 * (1 + 6)
+    assert not (tmp_path / "second" / "rank0").exists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from traindiff.analyse.findings import more_text
@@ -21,7 +21,7 @@ from traindiff.compat.msprobe.layout import (
     summaries_in,
 )
 from traindiff.core.site import canonical_paths
-from traindiff.errors import ConfigError, Problem, TraindiffWarning
+from traindiff.errors import ConfigError, Problem, TraindiffWarning, level_of_caller
 from traindiff.present.data.as_csv import defused
 from traindiff.present.direction_pictures import draw
 from traindiff.present.pictures import check_matplotlib
@@ -32,6 +32,28 @@ SUMMARY = "summary"
 
 class GradComparator:
     """Compares directories that `PrecisionDebugger`, of traindiff or of msprobe, has written."""
+
+    @staticmethod
+    def compare(
+        path1: str | os.PathLike[str], path2: str | os.PathLike[str], output_dir: str | os.PathLike[str]
+    ) -> Similarities:
+        """Do for the directories of one rank what `compare_distributed` does for those of all.
+
+        Args:
+            path1: `dump_path/rank0`, or that of another rank, of the baseline.
+            path2: Of the candidate.
+            output_dir: Where to write, without a directory for the rank.
+
+        Returns:
+            What was found.
+
+        Raises:
+            ConfigError: As `compare_distributed`.
+            NotARecordingError: A file cannot be read.
+        """
+        sides = _checked("compare", path1, path2)
+        (found,) = _compared("compare", sides, {Path(output_dir): sides}).values()
+        return found
 
     @staticmethod
     def compare_distributed(
@@ -56,26 +78,62 @@ class GradComparator:
                 installed.
             NotARecordingError: A file cannot be read.
         """
-        check_matplotlib("drawing pictures", asked_by="pictures")
-        sides = (Path(path1), Path(path2))
-        problems = [
-            Problem(where=f"{name}={side}", what="is no directory.", fix="Give the dump_path of a monitored training.")
-            for name, side in zip(("path1", "path2"), sides, strict=True)
-            if not side.is_dir()
-        ]
-        if problems:
-            raise _refused(problems)
-        common = [rank for rank in ranks_in(sides[0]) if rank in ranks_in(sides[1])]
-        compared = {rank: _of_rank(*(rank_directory(side, rank) for side in sides)) for rank in common}
-        compared = {rank: found for rank, found in compared.items() if found[1].parameters}
-        if not compared:
-            what = "have no directions of a rank, step and parameter in common."
-            fix = 'Monitor both trainings with "grad_level": "L1" or "L2", and the same ranks and steps.'
-            raise _refused([Problem(where=f"{sides[0]} and {sides[1]}", what=what, fix=fix)])
-        for rank, (names, found) in compared.items():
-            _write(rank_directory(Path(output_dir), rank), names, found)
-            _warn(rank, found, [direction_steps_in(rank_directory(side, rank)) for side in sides])
-        return {rank: found for rank, (_, found) in compared.items()}
+        sides = _checked("compare_distributed", path1, path2)
+        ranks = [rank for rank in ranks_in(sides[0]) if rank in ranks_in(sides[1])]
+        outputs = {rank_directory(Path(output_dir), rank): rank for rank in ranks}
+        pairs = {output: tuple(rank_directory(side, rank) for side in sides) for output, rank in outputs.items()}
+        found = _compared("compare_distributed", sides, pairs)
+        return {outputs[output]: one for output, one in found.items()}
+
+
+def _checked(caller: str, *paths: str | os.PathLike[str]) -> tuple[Path, ...]:
+    """The two directories as paths."""
+    check_matplotlib("drawing pictures", asked_by="pictures")
+    sides = tuple(map(Path, paths))
+    problems = [
+        Problem(
+            where=f"path{number}={side}", what="is no directory.", fix="Give the dump_path of a monitored training."
+        )
+        for number, side in enumerate(sides, start=1)
+        if not side.is_dir()
+    ]
+    if problems:
+        raise _refused(caller, problems)
+    return sides
+
+
+def _compared(caller: str, sides: tuple[Path, ...], pairs: Mapping[Path, tuple[Path, ...]]) -> dict[Path, Similarities]:
+    """Compare pairs of directories of a rank, and write what was found into the directory that each pair stands under.
+
+    Raises:
+        ConfigError: None of the pairs has directions in common.
+    """
+    compared = {output: _of_rank(*pair) for output, pair in pairs.items()}
+    compared = {output: found for output, found in compared.items() if found[1].parameters}
+    if not compared:
+        raise _refused(caller, [_nothing_in_common(sides, pairs.values())])
+    for output, (names, found) in compared.items():
+        _write(output, names, found)
+        _warn(output, found, [direction_steps_in(side) for side in pairs[output]])
+    return {output: found for output, (_, found) in compared.items()}
+
+
+def _nothing_in_common(sides: tuple[Path, ...], pairs: Iterable[tuple[Path, ...]]) -> Problem:
+    """Why there was nothing to compare."""
+    where = f"{sides[0]} and {sides[1]}"
+    without = [side for side, own in zip(sides, zip(*pairs, strict=True), strict=False) if not _has_directions(own)]
+    if not without:
+        what = "have no directions of a rank, step and parameter in common."
+        fix = 'Monitor both trainings with "grad_level": "L1" or "L2", and the same ranks and steps.'
+        return Problem(where=where, what=what, fix=fix)
+    have = "has" if len(without) == 1 else "have"
+    where = " and ".join(map(str, without))
+    what = f'{have} no directions, so there is nothing to compare: "grad_level": "L0" writes none.'
+    return Problem(where=where, what=what, fix='Monitor both trainings with "grad_level": "L1" or "L2".')
+
+
+def _has_directions(ranks: Iterable[Path]) -> bool:
+    return any(any(step.iterdir()) for rank in ranks for step in direction_steps_in(rank).values())
 
 
 def _of_rank(first: Path, second: Path) -> tuple[Mapping[str, str], Similarities]:
@@ -140,7 +198,7 @@ def _cell(one: Agreement | None) -> str:
     return "" if one is None or one.share is None else repr(one.share)
 
 
-def _warn(rank: int, found: Similarities, steps: Sequence[Collection[int]]) -> None:
+def _warn(output: Path, found: Similarities, steps: Sequence[Collection[int]]) -> None:
     """Name what could not be compared; `steps` are those of each side."""
     message = [
         f"only path{number} has step {own[0]}{more_text(len(own) - 1, 'step')}"
@@ -154,8 +212,8 @@ def _warn(rank: int, found: Similarities, steps: Sequence[Collection[int]]) -> N
     ]
     message += [f"{path} was not compared: {why}" for path, why in found.unknown.items()]
     if message:
-        warnings.warn(f"Rank {rank}: {'; '.join(message)}.", TraindiffWarning, stacklevel=3)
+        warnings.warn(f"{output.name}: {'; '.join(message)}.", TraindiffWarning, stacklevel=level_of_caller())
 
 
-def _refused(problems: list[Problem]) -> ConfigError:
-    return ConfigError("GradComparator.compare_distributed(...)", problems, consequence="nothing was compared")
+def _refused(caller: str, problems: list[Problem]) -> ConfigError:
+    return ConfigError(f"GradComparator.{caller}(...)", problems, consequence="nothing was compared")

@@ -57,14 +57,23 @@ class Configuration:
     overwrite: bool
 
 
-def read_configuration(path: object) -> Configuration:
+def read_configuration(
+    path: object, *, task: str | None = None, dump_path: str | None = None, step: object = None
+) -> Configuration:
     """Read a configuration file.
+
+    Args:
+        path: The file.
+        task: Instead of the file's.
+        dump_path: Instead of the file's.
+        step: Instead of the file's.
 
     Raises:
         ConfigError: Lists everything that is wrong with it.
     """
     source = str(path)
-    found = _object(source)
+    instead = {"task": task, "dump_path": dump_path, "step": step}
+    found = {**_object(source), **{name: value for name, value in instead.items() if value is not None}}
     problems: list[Problem] = []
     own = found.get(TASK, {})
     if not isinstance(own, Mapping):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from traindiff.compat.msprobe.configuration import read_configuration
 from traindiff.compat.msprobe.exporting import LiveFiles
 from traindiff.compat.msprobe.monitor import monitor_mindspore, monitor_torch, recording_of
-from traindiff.errors import ConfigError, Problem, TraindiffWarning, type_of
+from traindiff.core.observation import NO_GRADIENT
+from traindiff.errors import ConfigError, Problem, TraindiffWarning, level_of_caller, type_of
 from traindiff.observe.common.containers import is_of
 
 if TYPE_CHECKING:
@@ -22,24 +23,81 @@ if TYPE_CHECKING:
     from traindiff.observe.torch.session.recorder import Recorder as TorchRecorder
 
 
+NO_STEP = (
+    "in the steps that were asked for, no optimizer has stepped that holds parameters of what is monitored, so there "
+    "are no files"
+)
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class _AlsoOnClass(Generic[_P, _T]):
+    """A method that can also be called on the class, as msprobe documents it: then of the debugger made last."""
+
+    def __init__(self, function: Callable[Concatenate[PrecisionDebugger, _P], _T]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, instance: PrecisionDebugger | None, owner: type[PrecisionDebugger]) -> Callable[_P, _T]:
+        return partial(self._function, owner.made_last() if instance is None else instance)
+
+
 class PrecisionDebugger:
     """Monitors the gradients that optimizers receive, according to a configuration file of msprobe.
 
     Args:
         config_path: The file; its `task` is `grad_probe`.
+        task: `grad_probe`, instead of the one in the file.
         dump_path: Directory to write to, instead of the one in the file.
+        level: Of msprobe's other tasks. It has no effect, as in msprobe.
+        model: Of msprobe's other tasks. It has no effect, as in msprobe.
+        step: The steps to monitor, instead of those in the file.
 
     Raises:
         ConfigError: The file cannot be read, or something in it is wrong.
     """
 
-    def __init__(self, config_path: str | os.PathLike[str], *, dump_path: str | os.PathLike[str] | None = None) -> None:
-        found = read_configuration(os.fspath(config_path))
-        self._configuration = found if dump_path is None else replace(found, dump_path=os.fspath(dump_path))
+    _last: PrecisionDebugger | None = None
+
+    def __init__(
+        self,
+        config_path: str | os.PathLike[str] | None = None,
+        task: str | None = None,
+        dump_path: str | os.PathLike[str] | None = None,
+        level: str | None = None,  # noqa: ARG002
+        model: object = None,  # noqa: ARG002
+        step: Sequence[int | str] | None = None,
+    ) -> None:
+        if config_path is None:
+            fix = 'Give the path of a JSON file with "task": "grad_probe".'
+            raise _refused("PrecisionDebugger(config_path=...)", what="is missing.", fix=fix)
+        directory = None if dump_path is None else os.fspath(dump_path)
+        steps = list(step) if isinstance(step, (tuple, range)) else step
+        self._configuration = read_configuration(os.fspath(config_path), task=task, dump_path=directory, step=steps)
         self._monitored: Any = None
         self._recorder: TorchRecorder | MindSporeRecorder | None = None
         self._files: LiveFiles | None = None
+        self._started = False
+        self._remember(self)
 
+    @classmethod
+    def _remember(cls, made: PrecisionDebugger) -> None:
+        cls._last = made
+
+    @classmethod
+    def made_last(cls) -> PrecisionDebugger:
+        """The debugger that was made last.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        if cls._last is None:
+            fix = 'Call PrecisionDebugger("config.json") first.'
+            raise _refused("PrecisionDebugger", what="was not made yet.", fix=fix)
+        return cls._last
+
+    @_AlsoOnClass
     def monitor(self, model: torch_nn.Module | mindspore_nn.Cell | Sequence[mindspore_nn.Cell]) -> None:
         """Monitor the optimizers of a model of PyTorch, or an optimizer of MindSpore, from the next step on.
 
@@ -55,7 +113,7 @@ class PrecisionDebugger:
                 directory holds files of another run. Then nothing is attached and nothing is written.
         """
         if self._recorder is not None and self._monitored is model:
-            warnings.warn("monitor(...): this is monitored already.", TraindiffWarning, stacklevel=2)
+            warnings.warn("monitor(...): this is monitored already.", TraindiffWarning, stacklevel=level_of_caller())
             return
         if self._recorder is not None:
             fix = "Call stop() first, or make another PrecisionDebugger with a dump_path of its own."
@@ -70,28 +128,42 @@ class PrecisionDebugger:
             self._recorder, self._files = monitor_torch(self._configuration, model)
         self._monitored = model
 
+    @_AlsoOnClass
+    def start(self, model: object = None, token_range: object = None) -> None:  # noqa: ARG002
+        """Do nothing: msprobe's other tasks begin a step here.
+
+        A script for several tasks calls it before each step, and `stop` and `step` after it. Therefore the next call of
+        `stop` does nothing either, and the files are complete when the process ends.
+        """
+        self._started = True
+
+    @_AlsoOnClass
+    def step(self) -> None:
+        """Do nothing: msprobe's other tasks end a step here."""
+
+    @_AlsoOnClass
     def stop(self) -> None:
-        """End it, and complete the files. Later calls do nothing."""
+        """End it, and complete the files. Later calls do nothing, and neither does one that follows `start`."""
+        if self._started:
+            self._started = False
+            return
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             return
         recorder.close()
         self._monitored = None
-        if self._files is not None and not self._files.seen:
-            warnings.warn(
-                "stop(): no gradient was seen, so there are no files: in the steps that were asked for, no optimizer "
-                "has stepped that holds parameters of what is monitored.",
-                TraindiffWarning,
-                stacklevel=2,
-            )
-        if self._files is not None and (partial := list(self._files.partial)):
+        if self._files is not None and not (self._files.seen or self._files.partial):
+            reason = self._files.reason.removeprefix(f"{NO_GRADIENT}: ")
+            why = f"in the steps that were asked for, {reason}" if reason else NO_STEP
+            warnings.warn(f"stop(): no gradient was seen: {why}.", TraindiffWarning, stacklevel=level_of_caller())
+        if self._files is not None and (held := list(self._files.partial)):
             directory = self._configuration.dump_path
             warnings.warn(
-                f"This rank holds parts only of {len(partial)} parameters ({', '.join(partial[:3])}), which are in the "
+                f"This rank holds parts only of {len(held)} parameters ({', '.join(held[:3])}), which are in the "
                 "recording. When all ranks have ended, make the files of whole gradients: "
                 f"traindiff export msprobe {recording_of(self._configuration)} {directory} --overwrite",
                 TraindiffWarning,
-                stacklevel=2,
+                stacklevel=level_of_caller(),
             )
 
 

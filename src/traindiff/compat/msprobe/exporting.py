@@ -40,18 +40,26 @@ class StepFiles:
         directory: Directory of the rank.
         columns: Columns of the tables.
         names: Names of parameters in the files, by canonical path. All other parameters have their path as name.
+        directions: Whether directions are written. (The sign of a one-element gradient is always known.)
     """
 
-    def __init__(self, directory: Path, columns: Columns, names: Mapping[str, str]) -> None:
+    def __init__(self, directory: Path, columns: Columns, names: Mapping[str, str], *, directions: bool) -> None:
         self._directory = directory
         self._columns = columns
         self._names = names
+        self._directions = directions
         self._written: set[int] = set()
 
-    def write(self, step: int, gradients: Iterable[WholeGradient]) -> int:
-        """Write what is there of a step; returns how many gradients that were."""
+    def write(self, step: int, gradients: Iterable[WholeGradient], *, empty: bool = False) -> int:
+        """Write what is there of a step; returns how many gradients that were.
+
+        Args:
+            step: Number of the step.
+            gradients: Its gradients, or further ones.
+            empty: Write a table without rows if there are none.
+        """
         rows = [self._row(step, gradient) for gradient in gradients]
-        if not rows:
+        if not rows and not empty:
             return 0
         path = summary_file(self._directory, step)
         earlier: tuple[Row, ...] = ()
@@ -63,7 +71,7 @@ class StepFiles:
 
     def _row(self, step: int, gradient: WholeGradient) -> Row:
         name = self._names.get(gradient.path, gradient.path)
-        if gradient.signs is not None:
+        if self._directions and gradient.signs is not None:
             content = io.BytesIO()
             np.save(content, gradient.signs.positive.reshape(gradient.shape), allow_pickle=False)
             put(direction_file(self._directory, step, name), content.getvalue())
@@ -75,12 +83,14 @@ class LiveFiles:
 
     Attributes:
         partial: Parameters of which this rank holds a part only, by canonical path.
-        seen: Whether there was anything: a gradient, or the reason why there is none.
+        seen: Whether there was a gradient of which this rank holds all elements.
+        reason: Why the first gradient that was not observed was not; empty if all were.
     """
 
     def __init__(self, files: StepFiles, *, rank: int, bounds: tuple[float, ...]) -> None:
         self.partial: dict[str, None] = {}
         self.seen = False
+        self.reason = ""
         self._files = files
         self._rank = rank
         self._bounds = bounds
@@ -89,7 +99,6 @@ class LiveFiles:
         self, observations: Sequence[Observation], summaries: Summaries, details: Mapping[int, Detail]
     ) -> None:
         """Write a step, or a further part of it."""
-        self.seen = self.seen or bool(observations)
         kept = []
         for row, seen in enumerate(observations):
             if not concerns_gradients(seen):
@@ -97,10 +106,12 @@ class LiveFiles:
             if is_gradient(seen) and not is_whole(seen):
                 self.partial[seen.path] = None
                 continue
+            self.reason = self.reason or seen.unobserved
+            self.seen = self.seen or (is_gradient(seen) and not seen.unobserved)
             read = partial(_stored, details.get(row))
             kept.append(Kept(seen=seen, rank=self._rank, summary=summaries[row], read=read))
-        if kept:
-            self._files.write(kept[0].seen.step, whole_gradients(kept, self._bounds))
+        if any(is_gradient(one.seen) for one in kept):
+            self._files.write(kept[0].seen.step, whole_gradients(kept, self._bounds), empty=True)
 
 
 def _stored(detail: Detail | None) -> Stored:
@@ -137,7 +148,10 @@ def export_gradients(recording: Recording, directory: str, *, overwrite: bool = 
     settings = recording.run["settings"]
     columns = columns_of(settings)
     bounds = tuple(settings.get("bounds", ()))
-    files = {rank: StepFiles(rank_directory(root, rank), columns, {}) for rank in recording.ranks}
+    directions = "signs" in settings.get("detail", ())
+    files = {
+        rank: StepFiles(rank_directory(root, rank), columns, {}, directions=directions) for rank in recording.ranks
+    }
     skipped: Counter[str] = Counter()
     written = 0
     for steps in rank_steps(recording):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -16,7 +17,7 @@ from traindiff.compat.msprobe.layout import make_room, rank_directory, ranks_in
 from traindiff.compat.msprobe.tables import Columns
 from traindiff.core.settings import RecordSettings, record_settings
 from traindiff.core.site import canonical_path, canonical_paths
-from traindiff.errors import ConfigError, Problem
+from traindiff.errors import ConfigError, Problem, TraindiffWarning, level_of_caller
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,7 +44,8 @@ def monitor_torch(
     from traindiff.observe.torch.session.targets import find_targets
 
     rank, world_size = rank_and_world_size()
-    settings = replace(_settings(configuration, world_size), counts_skipped=False)
+    configuration = _for_ranks(configuration, world_size)
+    settings = replace(_settings(configuration), counts_skipped=False, main_gradients=True)
     every = find_targets(model, None, select=("*",))
     names = _names(every, model)
     _check_parameters(configuration, [*every.parameters, *every.tied, *names.values()])
@@ -60,7 +62,8 @@ def monitor_mindspore(configuration: Configuration, optimizer: Any) -> tuple[Min
     from traindiff.observe.mindspore.targets import find_targets
 
     rank, world_size = rank_and_world_size()
-    settings = _settings(configuration, world_size)
+    configuration = _for_ranks(configuration, world_size)
+    settings = _settings(configuration)
     every = find_targets(None, optimizer, select=("*",))
     _check_parameters(configuration, every.parameters)
     targets = every if settings.select == ("*",) else find_targets(None, optimizer, select=settings.select)
@@ -85,14 +88,33 @@ def _names(targets: Targets, model: nn.Module | Sequence[nn.Module]) -> Mapping[
     return {path: name for name, path in found.items() if path in targets.parameters}
 
 
-def _settings(configuration: Configuration, world_size: int) -> RecordSettings:
-    """The settings of the recording that follow from a configuration; refuses ranks that there are not."""
+def _for_ranks(configuration: Configuration, world_size: int) -> Configuration:
+    """The configuration for a training on so many ranks: a single process has no ranks to choose.
+
+    Raises:
+        ConfigError: There is no rank with one of the numbers.
+    """
     ranks = configuration.ranks
+    if world_size == 1:
+        if ranks is not None and any(one != range(1) for one in ranks):
+            warnings.warn(
+                f'monitor(...): the training runs in a single process, so "rank" in {configuration.source} has no '
+                f"effect. The files are in {rank_directory(Path(configuration.dump_path), 0)}.",
+                TraindiffWarning,
+                stacklevel=level_of_caller(),
+            )
+        return replace(configuration, ranks=None)
     beyond = [max(world_size, one.start) for one in ranks or () if one.stop > world_size]
     if beyond:
-        there = "there is rank 0 alone" if world_size == 1 else f"there are ranks 0 to {world_size - 1}"
-        problem = Problem(where='"rank"', what=f"holds {beyond[0]}, and {there}.", fix='Write "rank": [] for all.')
+        what = f"holds {beyond[0]}, and there are ranks 0 to {world_size - 1}."
+        problem = Problem(where='"rank"', what=what, fix='Write "rank": [] for all.')
         raise ConfigError(configuration.source, [problem], consequence="nothing is monitored")
+    return configuration
+
+
+def _settings(configuration: Configuration) -> RecordSettings:
+    """The settings of the recording that follow from a configuration."""
+    ranks = configuration.ranks
     return record_settings(
         observe="grad",
         select=[_literally(canonical_path(name)) for name in configuration.parameters] or "*",
@@ -148,7 +170,8 @@ def _open_files(
     where = f'{configuration.source}, "dump_path": "{directory}"'
     stale = {rank} | (ranks_in(directory).keys() - written if rank == min(written) else set())
     make_room(directory, ranks=stale, overwrite=configuration.overwrite, where=where, fix=fix)
-    files = StepFiles(rank_directory(directory, rank), _columns(configuration), names)
+    directions = configuration.level != "L0"
+    files = StepFiles(rank_directory(directory, rank), _columns(configuration), names, directions=directions)
     return LiveFiles(files, rank=rank, bounds=_bounds(configuration))
 
 

@@ -1,4 +1,4 @@
-"""Tensors to summaries, by the first kernel in the registry that reads them."""
+"""Tensors and arrays to summaries, by the first kernel in the registry that reads them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ from typing import TYPE_CHECKING
 
 from traindiff.core.kernels import reference
 from traindiff.core.kernels.parts import parts_of
-from traindiff.core.kernels.registry import AT_ONCE
+from traindiff.core.kernels.registry import ARRAYS, AT_ONCE
 from traindiff.core.summary import merge
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
     import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
+    from traindiff.core.kernels.element_details import Elements
     from traindiff.core.shards import Shard
 
 
@@ -64,6 +69,25 @@ def _of_part(tensor: Tensor, shard: Shard) -> np.void:
         return found
     array = torch_arrays.elements(local)
     return reference.summarize_array(array.values, array.bits, shard, tiny=array.tiny)
+
+
+def summarize_array(array: NDArray[Any], shard: Shard, elements: Callable[[], Elements]) -> np.void:
+    """The summary of a NumPy array; see `summarize`.
+
+    Args:
+        array: Real numbers, row-major; never changed.
+        shard: Which elements of the global tensor it holds.
+        elements: Its values and bits, for the NumPy reference, which summarizes what no kernel reads.
+
+    Raises:
+        UnsupportedTensorError: `elements` raises it.
+    """
+    for kernel in ARRAYS:
+        if (fast := kernel.load()) is not None and fast.reads(array):
+            summary: np.void = fast.summarize(array, shard)
+            return summary
+    found = elements()
+    return reference.summarize_array(found.values, found.bits, shard, tiny=found.tiny)
 
 
 def cpu_kernel_in_use() -> tuple[str, str]:

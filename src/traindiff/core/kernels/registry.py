@@ -36,6 +36,11 @@ AT_ONCE: tuple[Kernel, ...] = (
 )
 """Kernels that give a summary when they are called; the first that reads a tensor has it."""
 
+ARRAYS: tuple[Kernel, ...] = (
+    Kernel(module="traindiff.core.kernels.cpu.arrays", device_types=frozenset({"cpu"}), needs="llvmlite"),
+)
+"""Kernels that do the same for NumPy arrays, by `reads(array)` and `summarize(array, shard)`, and need no framework."""
+
 EXTENTS: tuple[Kernel, ...] = (
     Kernel(module="traindiff.core.kernels.cpu.extent", device_types=frozenset({"cpu"}), needs="llvmlite"),
 )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from traindiff.core.kernels.element_details import Elements, detail_of_elements
-from traindiff.core.kernels.reference import summarize_array
+from traindiff.core.kernels import summarize_array
+from traindiff.core.kernels.element_details import Elements, detail_of_elements, is_wanted
 from traindiff.core.observation import Merge
 from traindiff.core.shards import Shard
 from traindiff.core.summary import Detail
@@ -114,13 +115,13 @@ class Observations(ObservationBuffer):
             shard = Shard(shape=(*shard.shape, 2), global_shape=(*shard.global_shape, 2), offset=(*shard.offset, 0))
         summary, detail, unobserved = None, None, ""
         try:
-            real = as_real(array)
-            found = elements(real)
-            summary = summarize_array(found.values, found.bits, shard, tiny=found.tiny)
+            real = np.asarray(as_real(array), order="C")
+            summary = summarize_array(real, shard, partial(elements, real))
             bounds = [bound * factor for bound in self._bounds] if (phase, slot) == ("grad", "grad") else ()
-            detail = detail_of_elements(
-                found, real.shape, real.dtype.name, self._detail, bounds=bounds, summary=summary
-            )
+            if is_wanted(real.shape, self._detail, bounds):
+                detail = detail_of_elements(
+                    elements(real), real.shape, real.dtype.name, self._detail, bounds=bounds, summary=summary
+                )
         except UnsupportedTensorError as error:
             unobserved = str(error)
         self._keep_now(

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
-from statistics import median, quantiles
-from time import process_time
 from typing import Any, Literal
 
 import torch
@@ -16,51 +14,10 @@ import torch
 from traindiff.core.kernels import cpu_kernel_in_use
 from traindiff.core.site import canonical_paths
 from traindiff.run.config.training import Training
+from traindiff.run.doctor.timing import interleaved
 from traindiff.run.doctor.training import explain, first_difference, prepare, recorded, returning_modules, train
 from traindiff.run.verify.recipe import Recipe
 from traindiff.storage import open_recording
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ratio:
-    """Times of a candidate over those of a baseline: median, first and third quartile of the ratios over all rounds."""
-
-    median: float
-    low: float
-    high: float
-    rounds: int
-    baseline_seconds: float
-
-
-def interleaved(
-    baseline: Callable[[], object],
-    candidate: Callable[[], object],
-    *,
-    rounds: int,
-    clock: Callable[[], float] = process_time,
-) -> Ratio:
-    """The CPU time of a candidate over that of a baseline, from pairs of calls in alternating order.
-
-    Args:
-        baseline: Called once per round.
-        candidate: Called once per round.
-        rounds: Number of pairs, at least 2.
-        clock: By default CPU time of the process, of all its threads.
-    """
-    ratios: list[float] = []
-    plain: list[float] = []
-    for number in range(rounds):
-        order = (baseline, candidate) if number % 2 == 0 else (candidate, baseline)
-        seconds: dict[Callable[[], object], float] = {}
-        for run in order:
-            before = clock()
-            run()
-            seconds[run] = clock() - before
-        plain.append(seconds[baseline])
-        ratios.append(seconds[candidate] / max(seconds[baseline], 1e-9))
-    low, _, high = quantiles(ratios, n=4, method="inclusive")
-    return Ratio(median=median(ratios), low=low, high=high, rounds=rounds, baseline_seconds=median(plain))
-
 
 Result = Literal["pass", "fail", "skip"]
 Slot = tuple[str, str, str, str, int]

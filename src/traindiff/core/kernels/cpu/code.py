@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,9 @@ from traindiff.core.kernels.cpu.values import I1, I32, I64, LANES, POINTER, Oper
 
 _engines: dict[str, Any] = {}
 """Owners of the code's memory by name of the module; they live as long as the process."""
+
+_building = threading.Lock()
+"""Held while a module is built: of two engines of one name, the first would take its code along when it is replaced."""
 
 
 def host() -> str:
@@ -29,9 +33,10 @@ def machine_code(name: str, build: Callable[[], ir.Module]) -> Callable[..., Any
         A function that returns a function of the module, by its name and the ctypes of its arguments. That function
         returns nothing.
     """
-    if name not in _engines:
-        _engines[name] = _engine(build())
-    engine = _engines[name]
+    with _building:
+        if name not in _engines:
+            _engines[name] = _engine(build())
+        engine = _engines[name]
     return lambda function, *arguments: ctypes.CFUNCTYPE(None, *arguments)(engine.get_function_address(function))
 
 

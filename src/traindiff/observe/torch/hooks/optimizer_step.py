@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
-from traindiff.core.observation import BEFORE, ITSELF, MAYBE_UNSEEN, SKIPPED, UNSEEN
+from traindiff.core.observation import BEFORE, ITSELF, MAYBE_UNSEEN, NO_GRADIENT, SKIPPED, UNSEEN
 from traindiff.core.shards import Piece
 from traindiff.core.torch_compat.execution import version_of
 from traindiff.observe.torch.hooks.compiled import CallObserver, tap_compiled_calls
@@ -38,6 +38,12 @@ def as_dense(gradient: Tensor) -> Tensor:
     if gradient.is_nested or gradient.layout == torch.strided or gradient.numel() * gradient.itemsize > MOST_BYTES:
         return gradient
     return gradient.detach().to_dense()
+
+
+def main_gradient(parameter: Tensor) -> Tensor | None:
+    """The gradient that a training keeps in `main_grad` of a parameter, as Megatron does; None without one."""
+    found = getattr(parameter, "main_grad", None)
+    return found if isinstance(found, Tensor) else None
 
 
 UNSEEN_STEP = "parameters were written, but the step of the optimizer was called without the hooks of traindiff"
@@ -84,6 +90,7 @@ class OptimizerTap:
         self._unsettled = False
         self._has_closure = False
         self._counts_skipped = context.settings.counts_skipped
+        self._main_first = context.settings.main_gradients
         self._left_out = False
         self._calls = 0
         self._calls_before_scaler = 0
@@ -332,11 +339,13 @@ class OptimizerTap:
     def _gradient(
         self, parameter: Tensor, pieces: Sequence[Piece], *, stage: str = "", scaled: bool | None = None
     ) -> None:
-        if parameter.grad is not None:
-            gradient = as_dense(parameter.grad)
-            self._emit_pieces(gradient, pieces, phase="grad", slot="grad", stage=stage, scaled=scaled)
+        gradient = main_gradient(parameter) if self._main_first or parameter.grad is None else None
+        if gradient is None:
+            gradient = parameter.grad
+        if gradient is not None:
+            self._emit_pieces(as_dense(gradient), pieces, phase="grad", slot="grad", stage=stage, scaled=scaled)
         elif parameter.requires_grad and not stage:
-            reason = "no gradient: parameter.grad is None when the optimizer steps"
+            reason = f"{NO_GRADIENT}: parameter.grad is None when the optimizer steps"
             for piece in pieces:
                 self._sink.unobserved(reason, phase="grad", path=piece.path, slot="grad", optimizer=self.name)
 

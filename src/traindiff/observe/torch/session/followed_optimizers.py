@@ -23,8 +23,9 @@ from traindiff.core.torch_compat.training import is_nested_step, is_stepping
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.followed_modules import HeldHooks
 from traindiff.observe.torch.hooks.loss_scale import ScalerListener, tap_loss_scaler
+from traindiff.observe.torch.hooks.main_gradients import CopiesTap
 from traindiff.observe.torch.hooks.optimizer_replay import OptimizerReplayTap
-from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
+from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap, main_gradient
 from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
 from traindiff.observe.torch.hooks.step_hooks import has_closure, inner_optimizer
 from traindiff.observe.torch.sharding.deepspeed_optimizer import EngineOptimizer
@@ -98,8 +99,17 @@ class FollowedOptimizers:
         if optimizer in self._known:
             return
         self._known.update((optimizer, inner_optimizer(optimizer)))
-        if not _held_by(optimizer).isdisjoint(self._targets.names):
+        if self._holds_some(optimizer) or (not self.taps and self._is_of_copies()):
             self._context.sink.guarded("optimizer_discovery", self._discover)(optimizer, *call)
+
+    def _holds_some(self, optimizer: Optimizer) -> bool:
+        """True if the optimizer holds parameters of the model."""
+        return not _held_by(optimizer).isdisjoint(self._targets.names)
+
+    def _is_of_copies(self) -> bool:
+        """True if an optimizer that holds no parameters of the model may hold copies of them; see `CopiesTap`."""
+        parameters = self._targets.parameters.values()
+        return self._context.settings.main_gradients and any(main_gradient(one) is not None for one in parameters)
 
     def look(self) -> None:
         """End steps that no hook has seen, and attach missing hooks again."""
@@ -152,7 +162,7 @@ class FollowedOptimizers:
 
     def _is_like_one_that_is_followed(self, optimizer: Optimizer) -> bool:
         """True if the optimizer holds nothing of the model, but parameters of the shapes that one for it holds."""
-        if not _held_by(optimizer).isdisjoint(self._targets.names):
+        if self._holds_some(optimizer):
             return False
         shapes = _shapes_of(optimizer)
         return any(_shapes_of(tap.optimizer) == shapes for tap in self.taps.values())
@@ -216,7 +226,8 @@ class FollowedOptimizers:
             self.taps[name], replays = engine_tap, engine_tap.replays()
         else:
             self._paths.setdefault(name, set()).update(self._paths_of(optimizer))
-            tap = OptimizerTap(optimizer, name=name, context=context, on_end=self._end_step)
+            kind = CopiesTap if self._is_of_copies() and not self._holds_some(optimizer) else OptimizerTap
+            tap = kind(optimizer, name=name, context=context, on_end=self._end_step)
             replay = OptimizerReplayTap(
                 inner_optimizer(optimizer), name=name, held=partial(self._updated, tap),
                 selects=context.targets.selects, sink=context.sink,
@@ -235,7 +246,10 @@ class FollowedOptimizers:
         if self._made_before is None:
             self._made_before = _live_optimizers()
         name = self._names.get(optimizer) or self._replaced_by(optimizer)
-        if name in self.taps and not (self._is_due(name) or has_closure(optimizer, *call)):
+        of_copies = next((name for name, tap in self.taps.items() if isinstance(tap, CopiesTap)), None)
+        if of_copies is not None:  # this one holds the model's parameters, so the other was of something else
+            name = of_copies
+        elif name in self.taps and not (self._is_due(name) or has_closure(optimizer, *call)):
             return  # it steps beside the optimizer with this name, which continues
         if name is None:
             name = f"optimizer[{len(self.taps)}]" if self.taps else "optimizer"
