@@ -175,7 +175,7 @@ def low_precision(recipe: Recipe, model: nn.Module) -> Fault | None:
         bias = None if module.bias is None else module.bias.bfloat16()
         return functional.linear(x.bfloat16(), module.weight.bfloat16(), bias).to(x.dtype)
 
-    place = Place(steps=(0,), phases=("forward",), path=path, words="bfloat16|bf16")
+    place = Place(steps=(0,), phases=("forward",), path=path, words="bfloat16|bf16|forward was replaced")
     return Fault(change=changed_forward(path, new), place=place)
 
 

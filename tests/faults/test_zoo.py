@@ -8,41 +8,61 @@ from benchmarks.zoo.legal import variations
 from benchmarks.zoo.measure import ZOO, Bench, outcome
 
 LEGAL = {
-    "llama": ("again", "linear-rows", "accumulated-unequal", "fused-projections"),
-    "moe": ("linear-columns",),
-    "resnet": ("channels-last",),
-    "gan": ("again", "linear-rows"),
-    "dlrm": ("bag",),
+    ("llama", "float32"): ("again", "linear-rows", "accumulated-unequal", "fused-projections"),
+    ("moe", "float32"): ("linear-columns",),
+    ("moe", "bfloat16"): ("fused-projections",),
+    ("resnet", "float32"): ("channels-last",),
+    ("gan", "float32"): ("again", "linear-rows"),
+    ("gan", "autocast"): ("linear-columns", "linear-einsum"),
+    ("dlrm", "float32"): ("bag",),
+    ("t5", "bfloat16"): ("permuted-batch",),
+    ("bert", "autocast"): ("threads",),
+    ("sam", "autocast"): ("linear-columns", "linear-einsum"),
 }
 FAULTS = {
-    "llama": ("norm-eps", "activation", "gradient-doubled", "micro-batch-lost", "learning-rate", "frozen"),
-    "moe": ("gradient-row-zero",),
-    "resnet": ("evaluation-mode", "bias-lost"),
-    "gan": ("gradient-negated",),
-    "dlrm": ("low-precision", "stray-write"),
+    ("llama", "float32"): ("norm-eps", "activation", "gradient-doubled", "micro-batch-lost", "learning-rate", "frozen"),
+    ("llama", "bfloat16"): ("gradient-doubled", "stale-gradient"),
+    ("moe", "float32"): ("gradient-row-zero",),
+    ("resnet", "float32"): ("evaluation-mode", "bias-lost"),
+    ("gan", "float32"): ("gradient-negated", "stray-write"),
+    ("dlrm", "float32"): ("low-precision", "stray-write"),
+    ("sam", "float32"): ("stale-gradient",),
 }
 
 
-@pytest.mark.parametrize("training", LEGAL)
-def test_no_legal_variation_is_flagged(training: str, tmp_path: Path) -> None:
-    recipe = ZOO[training]
+@pytest.mark.parametrize(("training", "precision"), LEGAL)
+def test_no_legal_variation_is_flagged(training: str, precision: str, tmp_path: Path) -> None:
+    recipe = ZOO[training].but(precision=precision)
     bench, known = Bench(recipe, tmp_path), variations(recipe)
 
-    for name in LEGAL[training]:
+    for name in LEGAL[training, precision]:
         for mode, found in bench.compare(known[name].change(recipe), ["free"], step=recipe.steps - 1):
             judged = outcome(recipe, name, mode, found, known[name])
             assert judged.right, f"{judged.line()}\n{judged.text}"
             assert judged.verdict == "identical" or not known[name].exact
 
 
-@pytest.mark.parametrize("training", FAULTS)
-def test_faults_are_found_where_they_are_and_named(training: str, tmp_path: Path) -> None:
-    known = faults(ZOO[training])
+@pytest.mark.parametrize(("training", "precision"), FAULTS)
+def test_faults_are_found_where_they_are_and_named(training: str, precision: str, tmp_path: Path) -> None:
+    recipe = ZOO[training].but(precision=precision)
+    known = faults(recipe)
 
-    for name in FAULTS[training]:
-        base = known[name].base(ZOO[training])
+    for name in FAULTS[training, precision]:
+        base = known[name].base(recipe)
         for mode, found in Bench(base, tmp_path / name).compare(known[name].change(base), ["free"], step=0):
             judged = outcome(base, name, mode, found, known[name])
             assert (judged.right, judged.located, judged.explained) == (True, True, True), (
                 f"{judged.line()}\n{judged.text}"
             )
+
+
+def test_forced_steps_of_several_optimizers_include_all_of_them(tmp_path: Path) -> None:
+    recipe = ZOO["gan"]
+    lost = faults(recipe)["branch-detached"]  # of the generator, whose optimizer steps last
+
+    (forced,) = Bench(recipe, tmp_path / "fault").compare(lost.change(recipe), ["forced"], step=0)
+    (right,) = Bench(recipe, tmp_path / "again").compare(recipe, ["forced"], step=2)
+
+    found = outcome(recipe, "branch-detached", *forced, lost)
+    assert (found.right, found.located, found.explained) == (True, True, True), found.text
+    assert outcome(recipe, "again", *right, variations(recipe)["again"]).verdict == "identical"

@@ -53,7 +53,9 @@ class Judge:
         unknown_bits: Sites whose bits the recordings do not tell, in the order in which they were first seen.
         every_bit: Whether any bit that differs is a finding in the current step.
         unjudged: By site that follows from the first divergence, and whose floor hides everything: the first step.
-        previous: The baseline's summaries in the step before of each optimizer, by its name and by site.
+        previous: The baseline's summaries in the step before of each optimizer, or in the evaluation of the loss
+            before, by its name and by site.
+        of_step_before: Those that are of the step before although there was an evaluation since.
         nan_in_both: Places at which both runs hold the same NaN.
         turned: Places where a choice that rounding may change, such as a router's, selected another number of rows.
         choices: Places where rounding turned a part of a router's choices, and how many.
@@ -79,6 +81,7 @@ class Judge:
         self._first_bits: tuple[SiteKey, int] | None = None  # the first difference in bits, if it is a finding
         self.unjudged: dict[SiteKey, int] = {}
         self.previous: dict[str, dict[SiteKey, Any]] = {}
+        self.of_step_before: dict[str, frozenset[SiteKey]] = {}
         self.nan_in_both: list[str] = []
         self.turned: list[str] = []
         self.choices: list[str] = []
@@ -88,13 +91,19 @@ class Judge:
         self._counted: dict[tuple[SiteKey, str], int] = {}  # the step that was counted last
         self._noted: dict[SiteKey, tuple[int, bool]] = {}  # the step that was noted last, and whether it was identical
 
-    def remember(self, optimizer: str, entries: Iterable[MergedSite]) -> None:
-        """Note what the baseline computed in a step of an optimizer, whether that was compared or not."""
-        self.previous[optimizer] = {
+    def remember(self, optimizer: str, entries: Iterable[MergedSite], *, whole: bool = True) -> None:
+        """Note what the baseline computed in a step of an optimizer, whether that was compared or not.
+
+        If not `whole`, that is an evaluation of the loss before the last one. It may have no gradients of its own.
+        """
+        computed = {
             entry.key: entry.summary
             for entry in entries
             if entry.key.phase in ("forward", "backward", "grad", "optimizer") and not entry.unobserved
         }
+        before = {} if whole else self.previous.get(optimizer, {})
+        self.of_step_before[optimizer] = frozenset(before) - frozenset(computed)
+        self.previous[optimizer] = {**before, **computed}
 
     @property
     def findings(self) -> tuple[Finding, ...]:

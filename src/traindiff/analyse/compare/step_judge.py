@@ -62,7 +62,7 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
             for finding in found
         ]
     judge.add(found)
-    judge.remember(given.optimizer, (pair.baseline for pair in given.pairs))
+    judge.remember(given.optimizer, (pair.baseline for pair in given.pairs), whole=given.whole)
     return found
 
 
@@ -91,6 +91,7 @@ class StepJudge:
         self._given = given
         self._floors = floors
         self._previous = judge.previous.get(given.optimizer, {})
+        self._of_step_before = judge.of_step_before.get(given.optimizer, frozenset())
         self._mixture: Mixture | None = None  # of the gradients that are judged together
 
     def judge(self) -> list[Finding]:
@@ -359,7 +360,7 @@ class StepJudge:
                 baseline=baseline, candidate=candidate, difference=size, floor=floor,
                 micro_steps=self._given.micro_steps, ranks=self._given.ranks,
                 previous=self._previous.get(baseline.key), mixture=self._mixture, carried=self._given.carried,
-                unit="evaluation" if self._given.evaluation else "step",
+                unit="evaluation" if self._given.evaluation and baseline.key not in self._of_step_before else "step",
                 contributions=self._given.contributions.get(baseline.key.path, {}) if summed else {},
                 expected=self._given.expected.get(baseline.key.path, {}) if summed else {},
                 factors=self._factors(pair),
