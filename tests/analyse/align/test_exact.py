@@ -73,6 +73,7 @@ def test_labels_of_another_width_are_the_same_labels(compared: Compared) -> None
     other = compared(labels("int32", [3, 1, 1]), baseline_edit=labels("int64", [3, 1, 2]))
 
     assert same.verdict == "equivalent"
+    assert [one.difference for one in same.differences if one.slot == "input.labels"] == [0.0]
     assert other.verdict == "misaligned"
 
 

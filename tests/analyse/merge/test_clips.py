@@ -65,6 +65,7 @@ def test_a_norm_that_was_recorded_as_its_square_is_its_root() -> None:
         ("norm", math.inf, ""),
         ("norm", 2.0, "of several shapes"),
         ("squared_norm", math.nan, ""),
+        ("squared_norm", -0.5, ""),
         ("squared_norm", math.inf, ""),
     ],
 )

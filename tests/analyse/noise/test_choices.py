@@ -154,9 +154,9 @@ def test_zeros_that_are_no_whole_rows_tell_of_no_choice() -> None:
     assert choices(pairs) == []
 
 
-def rows_of(experts_of_tokens: Array, other: Array) -> TurnedChoices:
+def rows_of(experts_of_tokens: Array, other: Array, *, most: float = 1.0) -> TurnedChoices:
     pair = site(experts_of_tokens, other, path="moe.router")
-    return TurnedChoices([pair], most=lambda _: 2.0)
+    return TurnedChoices([pair], most=lambda _: most)
 
 
 TOKENS_OF = np.zeros(256, dtype=np.int64)
@@ -184,7 +184,7 @@ def test_of_a_gradient_a_few_rows_may_hold_most() -> None:
 
 
 def test_more_choices_than_rounding_turns_explain_nothing() -> None:
-    found = rows_of(TOKENS_OF, turned_tokens(12))
+    found = rows_of(TOKENS_OF, turned_tokens(1), most=0.9)
 
     assert found.floor(site(random(256, 4, seed=0)), inputs=0.0) == 0.0
     assert found.explained == []
