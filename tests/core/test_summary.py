@@ -171,19 +171,8 @@ def test_numbers_that_no_float64_holds_scale_to_what_is_not_finite_without_a_war
 
 
 @pytest.mark.parametrize("name", sorted(summary.LARGEST))
-def test_what_is_known_of_a_dtype_is_what_torch_says(name: str) -> None:
-    about = torch.finfo(dtype := getattr(torch, name))
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    next_number = (torch.ones(1, dtype=dtype).view(integer) + 1).view(dtype)
+def test_the_ends_of_a_dtype_are_those_that_torch_says(name: str) -> None:
+    about = torch.finfo(getattr(torch, name))
 
     assert summary.LARGEST[name] == about.max
-    assert summary.UNIT_ROUNDOFF[name] == (next_number.double().item() - 1) / 2
-    if name in summary.SMALLEST_NORMAL:
-        assert summary.SMALLEST_NORMAL[name] == about.smallest_normal
-
-
-def test_the_noise_of_one_operation_is_larger_in_units_where_kernels_differ_in_their_order_of_sums() -> None:
-    assert summary.rounding("float64") == 32 * 2.0**-53
-    assert summary.rounding("float32") == 32 * 2.0**-24
-    assert summary.rounding("bfloat16") == 2 * 2.0**-8
-    assert summary.rounding("int64") == 0.0
+    assert summary.SMALLEST_NORMAL.get(name, about.smallest_normal) == about.smallest_normal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -188,3 +189,31 @@ def test_more_choices_than_rounding_turns_explain_nothing() -> None:
 
     assert found.floor(site(random(256, 4, seed=0)), inputs=0.0) == 0.0
     assert found.explained == []
+
+
+def picked(rows: Mapping[int, int], *, size: float) -> Callable[[int], Step]:
+    """A module that picks as many rows as the data ask for, behind a tensor with a difference of this size."""
+
+    def build(step: int) -> Step:
+        return {
+            ("forward", "", "fc", "output[0]"): Seen(values=rounded(random(64, 8, seed=step) * (1 + size)), about=HALF),
+            ("forward", "", "pick", "output[0]"): Seen(values=rounded(random(rows[step], 8, seed=9)), about=HALF),
+            ("param", "", "fc.weight", "value"): Seen(values=random(8, 8, seed=8)),
+        }
+
+    return build
+
+
+def test_numbers_of_rows_that_rounding_may_change_are_said_with_the_first_step(tmp_path: Path) -> None:
+    """What a step picks is known to depend on the data only if another step picked another number."""
+    sides = [({0: 40, 1: 50, 2: 60}, 0.0), ({0: 40, 1: 51, 2: 61}, 2.0**-8)]
+    paths = [
+        record(tmp_path / str(number), same, steps=3, build=picked(rows, size=size))
+        for number, (rows, size) in enumerate(sides)
+    ]
+
+    found = compare(*paths)
+
+    assert found.findings == (), str(found)
+    (note,) = (one for one in found.notes if "was made otherwise" in one)
+    assert "first at step 1, forward of pick output[0]: 51 rows, 50 in the baseline." in note
