@@ -195,8 +195,9 @@ def picked(rows: Mapping[int, int], *, size: float) -> Callable[[int], Step]:
     """A module that picks as many rows as the data ask for, behind a tensor with a difference of this size."""
 
     def build(step: int) -> Step:
+        noisy = random(64, 8, seed=step) * (1 + size * random(64, 8, seed=7))
         return {
-            ("forward", "", "fc", "output[0]"): Seen(values=rounded(random(64, 8, seed=step) * (1 + size)), about=HALF),
+            ("forward", "", "fc", "output[0]"): Seen(values=rounded(noisy), about=HALF),
             ("forward", "", "pick", "output[0]"): Seen(values=rounded(random(rows[step], 8, seed=9)), about=HALF),
             ("param", "", "fc.weight", "value"): Seen(values=random(8, 8, seed=8)),
         }
