@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.analyse.noise.test_site_floors import site
-from tests.made_up import FC, HEAD, Array, Compared, both, random, scaled
+from tests.made_up import FC, HEAD, Array, Compared, Step, both, random, record, scaled
+from traindiff.analyse.align.side import step_pairs
+from traindiff.analyse.align.two_runs import TwoRuns
+from traindiff.analyse.compare.incremental import RunningComparison
 from traindiff.analyse.compare.judge import Judge
+from traindiff.analyse.merge.renames import parse_renames
+from traindiff.analyse.merge.run_steps import run_steps
 from traindiff.analyse.noise.tolerance import Tolerance, TolerancesByPhase
+from traindiff.core.steps import ALL_STEPS
+from traindiff.storage import open_recording
 
 BY_PHASE = TolerancesByPhase(phases={"forward": 0.1})
 X = random(4, 6, seed=0)
@@ -70,3 +78,23 @@ def test_where_every_bit_counts_the_first_site_is_above_and_the_others_follow(co
     assert (first.word, first.floor, first.undisturbed) == ("above", 0.0, 0.0)
     assert (later.word, later.undisturbed) == ("follows", 0.0)
     assert later.floor > later.difference > 0.0
+
+
+@pytest.mark.parametrize(("count", "said"), [(1, "1 of 40 elements is"), (2, "2 of 40 elements are")])
+def test_nan_in_both_runs_is_a_finding_of_its_own_with_tolerances_by_phase(
+    count: int, said: str, tmp_path: Path
+) -> None:
+    def edit(_step: int, sites: Step) -> None:
+        sites[FC].values.reshape(-1)[:count] = np.nan
+
+    runs = [open_recording(str(record(tmp_path / name, edit, steps=1))) for name in "bc"]
+    renames = parse_renames(())
+    running = RunningComparison(TwoRuns((runs[0], runs[1]), renames, ALL_STEPS), renames, tolerance=BY_PHASE)
+    for sides in step_pairs(*map(run_steps, runs)):
+        running.feed(*sides)
+
+    first = running.result().first_divergence
+
+    assert first is not None
+    assert (first.kind, first.path, first.difference) == ("non-finite", "fc", math.inf)
+    assert first.message.startswith(f"{said} NaN or infinite, at the same places in both runs.")
