@@ -89,6 +89,7 @@ def places_of(source: str) -> Iterator[Place]:
     """Everything in a file that an operator changes.
 
     Annotations, signatures, decorators, imports and assertions are left alone: most of such changes change no result.
+    `zip(..., strict=True)` asserts that lengths are equal, and changes no result where they are.
     """
     left_alone = list(_left_alone(ast.parse(source)))
     tree, lines = parso.parse(source), source.splitlines()
@@ -145,6 +146,8 @@ def _left_alone(tree: ast.Module) -> Iterator[Span]:
             yield _span(node.annotation)
         if isinstance(node, ast.Import | ast.ImportFrom | ast.Assert):
             yield _span(node)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "zip":
+            yield from (_span(one) for one in node.keywords if ast.unparse(one) == "strict=True")
 
 
 def _span(node: Any) -> Span:

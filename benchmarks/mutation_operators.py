@@ -83,9 +83,23 @@ def other_filter(node: Any) -> Iterator[tuple[Any, str]]:
 
 
 def nothing_returned(node: Any) -> Iterator[tuple[Any, str]]:
-    """None in place of a result."""
-    if node.type == "return_stmt" and node.children[1].get_code().strip() != "None":
-        yield node.children[1], "None"
+    """None in place of a result.
+
+    False of a function that answers with a `bool` is left alone: a condition takes both alike, and mypy finds None
+    there. Of a function that answers with `bool | None`, None is a third answer. An empty text and 0 are no None where
+    texts and numbers are put together.
+    """
+    if node.type != "return_stmt" or (result := node.children[1].get_code().strip()) == "None":
+        return
+    if result == "False" and _answer(node) == "bool":
+        return
+    yield node.children[1], "None"
+
+
+def _answer(node: Any) -> str:
+    """The type that the function around a node returns, as it is annotated."""
+    annotation = getattr(node.search_ancestor("funcdef"), "annotation", None)
+    return annotation.get_code().strip() if annotation else ""
 
 
 def other_extreme(node: Any) -> Iterator[tuple[Any, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -167,3 +168,11 @@ def test_numbers_that_no_float64_holds_scale_to_what_is_not_finite_without_a_war
 
     for factor in (1e308, 1e-308):
         assert not np.isfinite(scale(one, factor)["sum_of_squares"])
+
+
+@pytest.mark.parametrize("name", sorted(summary.LARGEST))
+def test_the_ends_of_a_dtype_are_those_that_torch_says(name: str) -> None:
+    about = torch.finfo(getattr(torch, name))
+
+    assert summary.LARGEST[name] == about.max
+    assert summary.SMALLEST_NORMAL.get(name, about.smallest_normal) == about.smallest_normal

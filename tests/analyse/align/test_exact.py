@@ -10,10 +10,11 @@ import pytest
 
 from tests.analyse.merge.test_step_table import only, part
 from tests.made_up import CONTENT, Array, Compared, Edit, Seen, Step, at, both, observed, plain_step, random, record
-from traindiff.analyse.align.exact import check_batch, permuted_paths
+from traindiff.analyse.align.exact import check_batch, check_random_state, permuted_paths
 from traindiff.analyse.compare import compare
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import Pair
+from traindiff.analyse.merge.step_table import step_table
 from traindiff.storage import RecordingWriter
 
 INPUT = ("batch", "", "", "input[0]")
@@ -72,6 +73,7 @@ def test_labels_of_another_width_are_the_same_labels(compared: Compared) -> None
     other = compared(labels("int32", [3, 1, 1]), baseline_edit=labels("int64", [3, 1, 2]))
 
     assert same.verdict == "equivalent"
+    assert [one.difference for one in same.differences if one.slot == "input.labels"] == [0.0]
     assert other.verdict == "misaligned"
 
 
@@ -309,3 +311,43 @@ def test_an_evaluation_before_the_random_state_is_judged_without_it(tmp_path: Pa
     assert (found.first_divergence.kind, found.first_divergence.step) == (first, 1)
     row = next(one for one in found.differences if one.stage == "evaluation")
     assert (row.ratio > 1.0) is (first == "value")
+
+
+@pytest.mark.parametrize(
+    ("baseline", "candidate", "what"),
+    [
+        (np.arange(24), np.arange(24, dtype=np.int32), None),
+        (np.arange(24), np.arange(24, dtype=np.int32).reshape(4, 6), "has shape [24] in the baseline, [4, 6] in"),
+        (np.arange(24), np.arange(1, 25, dtype=np.int32), "is int64 in the baseline, int32 in the candidate"),
+        (np.zeros(24), -np.zeros(24), "holds other values"),  # division tells them apart
+        (np.zeros(24), -np.zeros(24, dtype=np.float32), None),
+    ],
+)
+def test_a_batch_in_another_dtype_is_the_same_with_its_numbers_and_its_shape(
+    baseline: Array, candidate: Array, what: str | None
+) -> None:
+    finding = check_batch(
+        Pair(baseline=only([part(baseline, site=INPUT)]), candidate=only([part(candidate, site=INPUT)])), step=0
+    )
+
+    assert (what in finding.message) if finding and what else finding is what
+
+
+def test_another_number_of_forward_passes_that_draw_is_placed_where_the_baseline_draws_first() -> None:
+    def drawn(passes: int, first: int) -> dict:
+        states = [(micro_step, stage) for micro_step in range(passes) for stage in ("before", "after")]
+        return step_table([
+            part(
+                np.full(4, number + 2 if stage == "after" else micro_step, dtype=np.uint8), order=first + number,
+                site=("batch", stage, "rng", "cpu"), micro_step=micro_step,
+            )
+            for number, (micro_step, stage) in enumerate(states)
+        ])  # fmt: skip
+
+    (finding,) = check_random_state(drawn(2, 10), drawn(3, 20), step=1)
+
+    assert (finding.kind, finding.step, finding.order) == ("random-state", 1, 10)
+    assert finding.message.startswith(
+        "3 forward passes of the candidate draw from torch's cpu generator in a step, and 2 of the baseline"
+    )
+    assert list(check_random_state(drawn(2, 10), drawn(2, 20), step=1)) == []

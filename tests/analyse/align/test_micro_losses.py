@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import traindiff
+from tests.analyse.merge.test_step_table import part
+from traindiff.analyse.align.micro_losses import with_added_losses, with_combined_losses
+from traindiff.analyse.merge.site import Part, StepTable
+from traindiff.analyse.merge.step_table import step_table
+from traindiff.core.summary import number
 
 
 class Classifier(nn.Module):
@@ -121,3 +128,82 @@ def test_the_order_of_two_backward_passes_is_legal(tmp_path: Path) -> None:
         two_losses(tmp_path / "each", "one after the other"), two_losses(tmp_path / "turned", "in the other order")
     )
     assert (found.verdict, found.findings) == ("equivalent", ())
+
+
+def scalars(
+    values: list[float], *, phase: str = "forward", stage: str = "", slot: str = "output.loss", **about: Any
+) -> list[Part]:
+    """A number of each micro-step."""
+    site = (phase, stage, "", slot)
+    return [
+        part(np.array(value), site=site, order=place, micro_step=place, term=place, merge="sum", **about)
+        for place, value in enumerate(values)
+    ]
+
+
+def numbers(table: StepTable, phase: str) -> dict[tuple[str, int], float]:
+    return {(key.slot, key.call): number(entry.summary) for key, entry in table.items() if key.phase == phase}
+
+
+def test_a_loss_is_the_sum_of_its_parts_times_their_gradients_where_both_runs_have_these() -> None:
+    whole = [*scalars([3.0]), *scalars([1.0], phase="backward")]
+    parts = [*scalars([2.0, 4.0]), *scalars([0.5, 0.5], phase="backward")]
+
+    found = with_combined_losses((step_table(whole), step_table(parts)))
+
+    assert [numbers(table, "forward") for table in found] == [{("output.loss", 0): 3.0}] * 2
+    assert [numbers(table, "backward") for table in found] == [{}] * 2  # they are used up
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_loss_of_which_one_run_lacks_the_gradient_is_left_as_it_is(turned: bool) -> None:
+    tables = (
+        step_table([*scalars([3.0]), *scalars([1.0], phase="backward")]),
+        step_table(scalars([2.0, 4.0])),
+    )
+    tables = tables[::-1] if turned else tables
+
+    assert with_combined_losses(tables) == tables
+
+
+def called(*losses: float, phase: str = "loss", stage: str = "", **about: Any) -> list[Part]:
+    """Tensors on which `backward` is called one after the other."""
+    return [
+        part(np.array(loss), site=(phase, stage, "loss", "backward"), call=call, order=call, **about)
+        for call, loss in enumerate(losses)
+    ]
+
+
+def test_several_calls_of_backward_are_the_sum_of_their_losses() -> None:
+    found = with_added_losses((step_table(called(3.0)), step_table(called(1.0, 2.0))))
+
+    assert [numbers(table, "loss") for table in found] == [{("backward", 0): 3.0}] * 2
+
+
+def test_the_same_calls_of_backward_in_another_order_are_the_same_sum() -> None:
+    found = with_added_losses((step_table(called(2.0, 1.0)), step_table(called(1.0, 2.0))))
+
+    assert [numbers(table, "loss") for table in found] == [{("backward", 0): 3.0}] * 2
+
+
+@pytest.mark.parametrize(
+    ("baseline", "candidate"),
+    [
+        (called(1.0, 2.0), called(1.0, 2.0)),
+        (called(1.0, 2.0), called(1.0, 2.1)),  # another number is to be found at its own call
+        (called(3.0, phase="forward"), called(1.0, 2.0, phase="forward")),
+        (called(3.0, stage="scaled"), called(1.0, 2.0, stage="scaled")),
+        (called(3.0, unobserved="not"), called(1.0, 2.0, unobserved="not")),
+    ],
+    ids=["as many", "another one", "no losses", "of a stage", "not observed"],
+)
+def test_other_numbers_are_not_added_up(baseline: list[Part], candidate: list[Part]) -> None:
+    tables = step_table(baseline), step_table(candidate)
+
+    assert with_added_losses(tables) is tables
+
+
+def test_a_sum_that_is_not_finite_is_unknown() -> None:
+    found = with_added_losses((step_table(called(3.0)), step_table(called(1.0, float("inf")))))
+
+    assert [numbers(table, "loss") for table in found] == [{("backward", 0): 3.0}, {}]

@@ -15,6 +15,7 @@ from traindiff.analyse.compare import compare
 from traindiff.analyse.merge.renames import parse_renames
 from traindiff.analyse.merge.site import Part
 from traindiff.analyse.merge.step_table import step_table
+from traindiff.core.shards import Shard
 from traindiff.errors import ConfigError
 
 
@@ -355,3 +356,51 @@ def test_what_one_run_has_more_often_is_paired_as_often_as_both_have_it() -> Non
     assert aligned(once, thrice) == (1, 0, 0)
     assert aligned(thrice, once) == (1, 0, 0)
     assert aligned(once, [*once, *other]) == (1, 3, 0)
+
+
+def unmerged(baseline: tuple[int, ...], candidate: tuple[int, ...], *, phase: str = "forward", more: int = 0) -> bool:
+    """Whether another shape is put down to a batch axis; the candidate has so many further micro-steps elsewhere."""
+
+    def table(shape: tuple[int, ...], micro_steps: int) -> dict:
+        site = (phase, "", "fc", "output[0]")
+        others = [
+            part(
+                random(2, 3, seed=0), site=("forward", "", "other", "output[0]"), micro_step=number,
+                order=1 + number, shard=Shard.of_batch((2, 3), first=2 * number),
+            )
+            for number in range(micro_steps)
+        ]  # fmt: skip
+        return step_table([part(random(*shape, seed=0), site=site), *others])
+
+    found = align(table(baseline, 1), table(candidate, 1 + more)).unmerged
+    return any(one.baseline.key.path == "fc" for one in found)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "alike", "otherwise"),
+    [
+        (((8, 6), (8, 6)), False, False),
+        (((8, 6), (4, 6)), True, True),
+        (((4, 6), (8, 6)), True, True),
+        (((8, 6), (3, 6)), False, True),  # no multiple
+        (((8, 6), (0, 6)), False, True),
+        (((8, 6), (8, 3)), False, True),  # another axis
+        (((8, 6), (4, 3)), False, False),
+        (((8, 6), (8, 6, 1)), False, False),
+    ],
+)
+def test_another_shape_is_put_down_to_a_batch_axis_where_the_runs_may_divide_it_so(
+    shapes: tuple[tuple[int, ...], tuple[int, ...]], alike: bool, otherwise: bool
+) -> None:
+    assert unmerged(*shapes) == alike
+    assert unmerged(*shapes, more=1) == otherwise
+
+
+@pytest.mark.parametrize("phase", ["grad", "param", "update"])
+def test_of_parameters_no_shape_is_put_down_to_a_batch_axis(phase: str) -> None:
+    assert not unmerged((8, 6), (4, 6), phase=phase)
+
+
+def test_a_batch_that_both_runs_divide_alike_is_another_batch() -> None:
+    assert not unmerged((8, 6), (4, 6), phase="batch")
+    assert unmerged((8, 6), (4, 6), phase="batch", more=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,12 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import traindiff
+from tests.analyse.merge.test_step_table import part
+from tests.made_up import Array, random
+from traindiff.analyse.align.uneven import Unplaced
+from traindiff.analyse.merge.site import Part
+from traindiff.analyse.merge.step_table import step_table
+from traindiff.core.shards import Shard
 
 SAMPLES, LENGTH, WIDTH = 8, 16, 16
 
@@ -224,3 +231,58 @@ def test_an_axis_that_would_help_is_named(tmp_path: Path) -> None:
     (note,) = (note for note in found.notes if "batch_axis" in note)
     assert '"mix": 1' in note
     assert "--batch-axis 'embedding=1'" in note or "--batch-axis 'mix=1'" in note
+
+
+ROWS = random(12, 6, seed=0)
+
+
+def cut(*sizes: int, values: Array = ROWS, of_batch: bool = True) -> list[Part]:
+    """A batch in micro-batches of these sizes, and an activation of all its rows."""
+    parts, first = [], 0
+    for micro_step, count in enumerate(sizes):
+        shard = Shard.of_batch((count, 6), first=first)
+        about = {"micro_step": micro_step, "shard": shard}
+        parts.append(part(ROWS[first : first + count], site=("batch", "", "", "input[0]"), **about))
+        own = about if of_batch else {"micro_step": micro_step}
+        parts.append(part(values[first : first + count], site=("forward", "", "fc", "output[0]"), order=1, **own))
+        first += count
+    return parts
+
+
+def placed(baseline: list[Part], candidate: list[Part]) -> tuple[list[str], list[str]]:
+    """Sites of which norms and sums are compared, and sites that are left out."""
+    found = Unplaced()
+    found.comparable((step_table(baseline), step_table(candidate)))
+    return list(found.pooled), list(found.left_out)
+
+
+def test_rows_that_both_runs_know_are_compared_one_by_one() -> None:
+    assert placed(cut(6, 6), cut(12)) == ([], [])
+    assert placed(cut(6, 6), cut(4, 8)) == ([], [])
+
+
+@pytest.mark.parametrize(("baseline", "candidate"), [((6, 6), (12,)), ((12,), (6, 6)), ((6, 6), (4, 8))])
+def test_rows_that_a_run_does_not_know_as_rows_are_compared_by_norms_and_sums(
+    baseline: tuple[int, ...], candidate: tuple[int, ...]
+) -> None:
+    unknown = cut(*baseline, of_batch=False), cut(*candidate, of_batch=False)
+
+    assert placed(*unknown) == (["fc output[0]"], [])
+    assert placed(unknown[0], unknown[0]) == ([], [])  # cut in the same way
+
+
+def test_whole_numbers_of_which_the_rows_are_not_known_are_left_out() -> None:
+    numbers = np.arange(72).reshape(12, 6)
+
+    assert placed(cut(6, 6, values=numbers, of_batch=False), cut(12, values=numbers, of_batch=False)) == (
+        [], ["fc output[0]"],
+    )  # fmt: skip
+    assert placed(cut(6, 6, values=numbers), cut(12, values=numbers)) == ([], [])
+
+
+def test_one_axis_that_only_one_run_takes_for_the_batch_is_not_compared_row_by_row() -> None:
+    """The shapes are equal, so nothing else tells that the rows of one of them are samples."""
+    known, unknown = cut(6, 6), cut(12, of_batch=False)
+
+    assert placed(known, unknown) == (["fc output[0]"], [])
+    assert placed(unknown, known) == (["fc output[0]"], [])

@@ -11,6 +11,8 @@ import pytest
 
 import traindiff
 from tests.made_up import CONTENT, Edit, Seen, Step, at, random, record
+from traindiff.analyse.check import Verdict, check
+from traindiff.analyse.findings import Finding
 
 
 def on_ranks(path: Path, world_size: int, edits: Mapping[int, Edit], *, steps: int = 3) -> Path:
@@ -255,3 +257,46 @@ def test_ranks_that_are_missing_by_the_hundred_thousand_take_a_moment(tmp_path: 
 
     assert time.monotonic() - begun < 10  # each of them was looked for among all others: many minutes
     assert "and 131063 more left no recordings" in verdict.notes[0]
+
+
+def verdict_of(*, warnings: int = 0, steps: int = 3, ranks: int = 1) -> Verdict:
+    found = tuple(
+        Finding(step=0, phase="forward", path=f"fc{number}", slot="x", order=0, kind=f"kind-{number}", message="Look.")
+        for number in range(warnings)
+    )
+    return Verdict(
+        recording="run", verdict="healthy", findings=(), warnings=found, steps=tuple(range(steps)),
+        ranks=tuple(range(ranks)), notes=(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("about", "end"),
+    [
+        ({}, "over 3 steps (0 to 2)"),
+        ({"steps": 1}, "over step 0"),
+        ({"ranks": 2}, "over 3 steps (0 to 2) on 2 ranks"),
+        ({"warnings": 1}, "over 3 steps (0 to 2); 1 warning"),
+        ({"warnings": 2}, "over 3 steps (0 to 2); 2 warnings"),
+        ({"steps": 0}, "nothing could be checked"),
+    ],
+)
+def test_a_verdict_counts_steps_ranks_and_warnings(about: dict[str, int], end: str) -> None:
+    assert verdict_of(**about).sentence().endswith(end)
+
+
+@pytest.mark.parametrize(("times", "said"), [((1, 1), False), ((2, 1), True), ((1, 2), True)])
+def test_that_only_the_last_evaluation_is_judged_is_said_where_any_step_has_several(
+    times: tuple[int, int], said: bool, tmp_path: Path
+) -> None:
+    def evaluations(step: int) -> Step:
+        number = times[step]
+        moved: Step = {("param", "", "fc.weight", "value"): Seen(values=random(4, 3, seed=9))}
+        return moved | {
+            ("forward", "", f"fc{one}", "output[0]"): Seen(values=random(4, 3, seed=one), about={"evaluation": one})
+            for one in range(number)
+        }
+
+    verdict = check(str(record(tmp_path / "run", steps=2, build=evaluations)))
+
+    assert any(note.startswith("Some steps evaluate the loss several times") for note in verdict.notes) == said

@@ -6,11 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import traindiff
 from traindiff.analyse.compare.configuration import Configurations
+from traindiff.analyse.findings import Finding
 from traindiff.observe.torch.session.configuration import settings_of
 from traindiff.storage import open_recording
 
@@ -176,3 +178,31 @@ def test_a_validation_in_one_run_only_is_not_said_to_change_modes(tmp_path: Path
     found = traindiff.compare(baseline, trained(tmp_path / "b", validates=True, factor=1.5))
     assert found.first_divergence is not None
     assert "evaluation mode" not in str(found)
+
+
+def of_modules(**classes: str) -> dict[str, Any]:
+    return {"module_settings": {path.replace("_", "."): {"class": name} for path, name in classes.items()}}
+
+
+@pytest.mark.parametrize(
+    ("phase", "path", "told"),
+    [
+        ("grad", "block.fc.weight", "block.fc: "),  # that of the module that has the parameter
+        ("update", "block.fc.weight", "block.fc: "),
+        ("forward", "block.fc", "block.fc: "),
+        ("forward", "block.fc.act", "block.fc: "),
+        ("grad", "block.other.weight", ""),
+        ("grad", "weight", ""),
+        ("batch", "block.fc", ""),
+        ("param", "block.fc.weight", ""),
+    ],
+)
+def test_a_finding_names_the_settings_of_its_own_module(phase: str, path: str, told: str) -> None:
+    found = Configurations([of_modules(block_fc="Linear")], [of_modules(block_fc="Mine")])
+    finding = Finding(step=0, phase=phase, path=path, slot="x", order=0, kind="value", message="It differs.")
+
+    message = found.explained(finding).message
+
+    assert message.startswith(told)
+    assert message.endswith("It differs.")
+    assert (message == "It differs.") == (not told)

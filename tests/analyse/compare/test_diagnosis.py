@@ -392,3 +392,27 @@ def test_the_sum_of_two_activations_is_nothing_that_zero_grad_explains() -> None
 @pytest.mark.parametrize(("factor", "read"), [(1.002, True), (1.0019, True), (0.9986, False), (1.004, False)])
 def test_near_one_a_factor_is_read_only_where_it_is_that_factor(factor: float, read: bool) -> None:
     assert bool(factor_meaning(factor, 1, known=[(1.002, "= what clipping makes of them")])) is read
+
+
+@pytest.mark.parametrize(
+    ("share", "others", "explained"),
+    [(0.3, 1.0, True), (0.3, 1 / 0.7**0.5, False), (0.12, 0.8, False)],
+    ids=["as they were", "scaled up as dropout does", "also smaller"],
+)
+def test_zeros_explain_a_difference_that_is_as_large_as_they_make_it(
+    share: float, others: float, explained: bool
+) -> None:
+    is_zero = np.random.default_rng(5).random(X.shape) < share
+
+    found = look(X, np.where(is_zero, 0, X * np.float32(others)).astype(np.float32))
+
+    assert found.kind == "zeros"
+    assert ("The difference is about as large as that makes it." in found.message) == explained
+    assert ("was a mask, dropout or a gate left out, or added?" in found.message) == (not explained)
+
+
+def test_few_zeros_are_nothing_to_speak_of() -> None:
+    for count, kind in ((15, "value"), (16, "zeros")):
+        candidate = X.copy()
+        candidate.reshape(-1)[np.random.default_rng(6).permutation(X.size)[:count]] = 0
+        assert (look(X, candidate).kind == "zeros") == (kind == "zeros")

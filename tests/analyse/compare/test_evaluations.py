@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Optimizer
 
 import traindiff
+from tests.analyse.merge.test_step_table import only, part
+from tests.made_up import Site
+from traindiff.analyse.align.two_runs import AlignedStep
+from traindiff.analyse.compare.evaluations import without_gradients
+from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.distance import Pair
 
 STEPS = 3
 
@@ -268,3 +277,50 @@ def test_replicas_measure_each_evaluation(tmp_path: Path) -> None:
     first = traindiff.compare(tmp_path / "baseline", tmp_path / "candidate", noise=noise).first_divergence
     assert first is not None
     assert (first.evaluation, first.path) == (1, "3")
+
+
+def evaluation(
+    *sites: Site, number: int | None = None, findings: Iterable[Finding] = (), order: int = 5
+) -> AlignedStep:
+    """As much of a step as tells which gradients one of its evaluations has."""
+    pairs = [
+        Pair(baseline=entry, candidate=entry)
+        for place, site in enumerate(sites)
+        for entry in (only([part(np.ones(3, dtype=np.float32), site=site, order=order + place)]),)
+    ]
+    blank: Any = None
+    return AlignedStep(
+        step=2, first=False, baseline=blank, sides=blank, tables=blank, aligned=blank, pairs=pairs,
+        findings=list(findings), recorded=blank, evaluation=number,
+    )  # fmt: skip
+
+
+def lacking(phase: str = "grad", kind: str = "missing") -> Finding:
+    return Finding(step=2, phase=phase, path="w", slot="grad", order=9, kind=kind, message="It is missing.")
+
+
+GRADIENT = ("grad", "", "w", "grad")
+MOVED = ("update", "", "w", "update")
+
+
+@pytest.mark.parametrize(
+    ("before", "told"),
+    [((MOVED,), 2), ((("grad", "micro", "w", "grad"), MOVED), 2), ((GRADIENT, MOVED), 0), ((MOVED, GRADIENT), 0)],
+)
+def test_missing_gradients_come_before_how_parameters_moved_if_no_evaluation_recorded_any(
+    before: tuple[Site, ...], told: int
+) -> None:
+    own = [lacking(), lacking(kind="extra"), lacking(kind="value"), lacking(phase="forward")]
+    given = replace(evaluation(number=1, findings=own), earlier=(evaluation(*before, number=0),))
+
+    found = without_gradients(given)
+
+    assert [(one.kind, one.evaluation) for one in found] == [("missing", 1), ("extra", 1)][:told]
+    assert {one.order for one in found} <= {5 + before.index(MOVED)}
+    assert len(given.findings) == 4 - told  # none is there twice
+
+
+def test_of_a_step_with_one_evaluation_nothing_is_moved() -> None:
+    given = evaluation(MOVED, findings=[lacking()])
+
+    assert (without_gradients(given), len(given.findings)) == ([], 1)

@@ -7,8 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.made_up import CONTENT, Compared, Edit, Seen, Site, Step, at, random, record
+from tests.analyse.merge.test_step_table import only, part
+from tests.made_up import CONTENT, Array, Compared, Edit, Seen, Site, Step, at, random, record
+from traindiff.analyse.align.pairs import Aligned
 from traindiff.analyse.compare import compare
+from traindiff.analyse.compare.explanations import surroundings, unreached_positions_message
+from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.distance import Pair
 
 HEAD = ("forward", "", "head", "output[0]")
 
@@ -110,3 +115,79 @@ def test_before_the_very_first_site_there_is_nothing(tmp_path: Path) -> None:
 
     assert first is not None
     assert first.evidence["after"] == ""
+
+
+def seen(phase: str, path: str, values: Array, candidate: Array | None = None, *, order: int = 0) -> Pair:
+    site = (phase, "", path, "output[0]")
+    sides = (only([part(one, site=site, order=order)]) for one in (values, values if candidate is None else candidate))
+    return Pair(baseline=next(sides), candidate=next(sides))
+
+
+def finding(phase: str, kind: str = "value", *, order: int = 9) -> Finding:
+    return Finding(step=0, phase=phase, path="head", slot="output[0]", order=order, kind=kind, message="")
+
+
+@pytest.mark.parametrize(
+    ("phase", "kind", "known"),
+    [
+        ("forward", "value", True),
+        ("loss", "value", True),
+        ("backward", "value", True),
+        ("batch", "value", False),
+        ("grad", "value", False),
+        ("forward", "missing", False),
+        ("forward", "extra", False),
+    ],
+)
+def test_only_what_is_computed_in_the_order_of_execution_has_something_before_it(
+    phase: str, kind: str, known: bool
+) -> None:
+    pairs = (seen("forward", "fc", random(2, 3, seed=0)), seen("forward", "rng", random(2, seed=0), order=1))
+
+    remark, evidence = surroundings(
+        finding(phase, kind), pairs, Aligned(pairs=pairs, only_baseline=(), only_candidate=(), unmerged=())
+    )
+
+    assert (remark, evidence) == ("", {"after": "fc output[0]"} if known else {})
+
+
+def unreached(count: int, *, columns: int = 4) -> Array:
+    """A gradient of logits of which so many rows are zero."""
+    values = np.ones((8, columns), dtype=np.float32)
+    values[:count] = 0.0
+    return values
+
+
+def test_another_number_of_positions_that_the_loss_reaches_is_said() -> None:
+    pairs = [seen("backward", "head", unreached(1), unreached(3)), seen("backward", "fc", unreached(0), order=1)]
+
+    assert unreached_positions_message(finding("loss"), pairs) == (
+        " The loss gives no gradient to 1 of 8 positions in the baseline, and to 3 in the candidate: are labels "
+        "shifted, padded or masked otherwise?"
+    )
+
+
+SPECKLED = np.ones((8, 4), dtype=np.float32)
+SPECKLED[0, :3] = 0.0
+
+
+@pytest.mark.parametrize(
+    ("phase", "pairs"),
+    [
+        ("grad", [seen("backward", "head", unreached(1), unreached(3))]),
+        ("loss", []),
+        ("loss", [seen("forward", "head", unreached(1), unreached(3))]),
+        ("loss", [seen("backward", "head", unreached(1)[0], unreached(3)[4])]),
+        ("loss", [seen("backward", "head", unreached(1), unreached(3)[:7])]),
+        ("loss", [seen("backward", "head", unreached(1, columns=1), unreached(3, columns=1))]),
+        ("loss", [seen("backward", "head", unreached(2), unreached(2))]),
+        ("loss", [seen("backward", "head", unreached(1), SPECKLED)]),
+        ("loss", [seen("backward", "b", unreached(1), unreached(3), order=1), seen("backward", "a", unreached(1))]),
+    ],
+    ids=[
+        "no loss", "nothing seen", "no gradient", "one axis", "another shape", "one column", "as many", "parts of rows",
+        "not the first",
+    ],
+)  # fmt: skip
+def test_nothing_is_said_of_positions_where_nothing_tells(phase: str, pairs: list[Pair]) -> None:
+    assert unreached_positions_message(finding(phase), pairs) == ""

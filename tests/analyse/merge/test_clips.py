@@ -58,7 +58,16 @@ def test_a_norm_that_was_recorded_as_its_square_is_its_root() -> None:
 
 
 @pytest.mark.parametrize(
-    "norm", [None, ("norm", math.nan, ""), ("norm", math.inf, ""), ("norm", 2.0, "of several shapes")]
+    "norm",
+    [
+        None,
+        ("norm", math.nan, ""),
+        ("norm", math.inf, ""),
+        ("norm", 2.0, "of several shapes"),
+        ("squared_norm", math.nan, ""),
+        ("squared_norm", -0.5, ""),
+        ("squared_norm", math.inf, ""),
+    ],
 )
 def test_without_its_norm_nothing_is_known_of_a_call(norm: tuple[str, float, str] | None) -> None:
     known = [number(norm[0], norm[1], unobserved=norm[2])] if norm else []

@@ -6,6 +6,7 @@ import pytest
 
 from tests.analyse.merge.test_step_table import only, part
 from tests.made_up import random, summary_of
+from traindiff.analyse.merge.step_table import gap
 from traindiff.core.shards import OPEN, Shard
 
 VALUES = random(4, 6, seed=0)
@@ -104,3 +105,10 @@ def test_copies_of_a_term_of_a_loss_must_agree() -> None:
     ]
 
     assert only(parts).unobserved == "ranks hold different values of it, and how these combine is not known"
+
+
+def test_rows_in_too_many_places_are_not_looked_at_one_by_one() -> None:
+    """Two ranks that have every second row: more than a million places of one row each."""
+    spaced = [rows(first, 600_000, (1, 2)) for first in range(2)]
+
+    assert gap((1_200_000, 6), spaced) == "its rows lie in more than 1,048,576 places"

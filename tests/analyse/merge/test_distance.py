@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.made_up import Array, random, summary_of
-from traindiff.analyse.merge.distance import Pair, best_fit, difference, equal_bits, rescaled
-from traindiff.analyse.merge.site import MergedSite, SiteKey
+from traindiff.analyse.merge.distance import Pair, best_fit, difference, equal_bits, rescaled, same_bits
+from traindiff.analyse.merge.site import MergedSite, RankPart, SiteKey
+from traindiff.core.shards import Shard
 
 X = random(8, 6, seed=0)
 
@@ -96,3 +98,33 @@ def test_numbers_too_large_for_their_squares_have_no_distance() -> None:
     huge = np.full(4, 1e300)
 
     assert difference(pair(huge, -huge)) == math.inf
+
+
+def summed(*terms: Array, dtype: str = "float32") -> MergedSite:
+    """A sum of which the terms are known, one from each rank."""
+    parts = tuple(RankPart(0, rank, Shard.whole(term.shape), summary_of(term)) for rank, term in enumerate(terms))
+    found = entry(np.sum(terms, axis=0, dtype=np.float32), exact=False, parts=parts)
+    return replace(found, dtype=dtype)
+
+
+Y = random(8, 6, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("baseline", "candidate", "same"),
+    [
+        (entry(X), entry(X), True),
+        (entry(X), entry(Y), False),
+        (entry(X), entry(X.astype(np.float64)), False),
+        (entry(X), entry(X, factor=2.0), None),  # under another scale
+        (summed(X, Y), summed(X, Y), True),
+        (summed(X, Y), summed(X, X), False),
+        (summed(X, Y), summed(X, Y, dtype="float16"), False),
+        (summed(X, Y), summed(X, Y, X), None),  # divided among other ranks
+        (summed(X, Y), entry(X), None),
+        (entry(X), summed(X, Y), None),
+        (entry(X, exact=False), entry(X, exact=False), None),  # no terms
+    ],
+)
+def test_bits_are_the_same_or_others_or_unknown(baseline: MergedSite, candidate: MergedSite, same: bool | None) -> None:
+    assert same_bits(Pair(baseline=baseline, candidate=candidate)) is same

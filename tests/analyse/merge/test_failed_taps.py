@@ -10,7 +10,7 @@ from tests.made_up import Site, random
 from traindiff.analyse.merge.site import Part
 from traindiff.analyse.merge.step_table import step_table
 from traindiff.analyse.merge.unobserved import FailedTaps, without_lost
-from traindiff.core.observation import ITSELF, TAP_FAILED
+from traindiff.core.observation import ITSELF, MAYBE_UNSEEN, TAP_FAILED, UNSEEN
 
 SITES: list[Site] = [
     ("batch", "", "", "input[0]"),
@@ -72,3 +72,37 @@ def test_what_traindiff_says_of_itself_otherwise_is_no_fault() -> None:
 
     assert seen(told).lost == ()
     assert len(left(told)) == len(SITES)
+
+
+def unseen(path: str, *, phase: str = "forward", how: str = UNSEEN) -> Part:
+    return part(np.zeros(()), site=(phase, "", path, "output[0]"), unobserved=f"{how}: its hooks: were not called")
+
+
+def test_what_was_not_observed_in_a_step_is_said_with_the_reason() -> None:
+    assert seen(unseen("a"), unseen("b")).notes() == [
+        "Not observed in step 4, so unknown: a and 1 more site. The reason: its hooks: were not called."
+    ]
+
+
+def test_of_a_phase_that_is_missing_no_single_sites_are_named() -> None:
+    assert seen(unseen(ITSELF), unseen("a")).notes() == [
+        "Not observed in step 4, so unknown: the phase forward. The reason: its hooks: were not called."
+    ]
+
+
+def test_what_may_be_missing_is_said_where_any_run_has_it() -> None:
+    maybe = unseen("a", how=MAYBE_UNSEEN)
+    other = step_table([part(random(3, 4, seed=0), site=("forward", "", "a", "output[0]"))])
+    failed = FailedTaps()
+
+    failed.see(step_table(step(maybe)), step=4)
+    assert failed.notes() == []
+    failed.see(step_table(step(maybe)), other, step=5)
+    assert failed.notes() == ["Not observed in step 5, so unknown: a. The reason: its hooks: were not called."]
+
+
+def test_reports_of_gaps_are_no_sites_of_the_step() -> None:
+    """They are left out also where nothing else is lost with them."""
+    table = step_table(step(fault("loss"), unseen("a"), unseen("b", how=MAYBE_UNSEEN)))
+
+    assert {(key.phase, key.stage, key.path, key.slot) for key in without_lost(table, ())} == set(SITES)

@@ -183,3 +183,13 @@ def test_a_step_is_finished_where_the_optimizer_was_called_or_nothing_would_show
     path = record(tmp_path / "run", edit, steps=2, recorded={"observe": list(observe)})
 
     assert [step.finished for step in run_steps(open_recording(str(path)))] == finished
+
+
+def test_the_ranks_that_lack_a_step_are_those_of_that_step(tmp_path: Path) -> None:
+    """The ranks take turns, so that each lacks what the other has."""
+    for rank, steps in enumerate((range(0, 3, 2), range(1, 4, 2))):
+        record(tmp_path / "run", steps=steps, run={"world_size": 2}, rank=rank)
+
+    found = {step.step: step.missing for step in run_steps(open_recording(str(tmp_path / "run")))}
+
+    assert found == {0: (1,), 1: (0,), 2: (1,), 3: (0,)}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.analyse.noise.test_moments import rounded
+from tests.analyse.noise.test_site_floors import site
 from tests.made_up import Array, Seen, Step, random, record, same
 from traindiff.analyse.compare import Comparison, compare
+from traindiff.analyse.merge.distance import Pair
+from traindiff.analyse.noise.choices import TurnedChoices, choices
 
 TOKENS, WIDTH = 256, 16
 HALF = {"dtype": "bfloat16"}
@@ -106,3 +110,111 @@ def test_wrong_rows_without_a_turned_choice_are_held_against_their_inputs(shown:
 
     assert found.first_divergence is not None
     assert found.first_divergence.path == "moe"
+
+
+def experts(zeros: dict[int, tuple[int, int]], *shape: int) -> list[Pair]:
+    """Outputs of experts, and gradients of them in which so many rows are zero in each run."""
+    found = []
+    for number, counts in zeros.items():
+        path = f"moe.experts.{number}"
+        found.append(site(random(*shape, seed=number), path=path))
+        sides = []
+        for count in counts:
+            values = random(*shape, seed=number).reshape(-1, shape[-1])
+            values[:count] = 0.0
+            sides.append(values.reshape(shape))
+        found.append(site(sides[0], sides[1], path=path, phase="backward"))
+    return found
+
+
+@pytest.mark.parametrize("shape", [(24, 4), (3, 8, 4), (3, 4, 2, 4)])
+def test_rows_of_zeros_are_counted_over_all_axes_but_the_last(shape: tuple[int, ...]) -> None:
+    (choice,) = choices(experts({0: (10, 12), 1: (14, 12)}, *shape))
+
+    assert (choice.where, choice.rows, choice.turned, choice.gathered) == ("moe.experts.0", 24, 2, False)
+    assert choice.chosen == {"moe.experts.0": 14, "moe.experts.1": 10}
+
+
+@pytest.mark.parametrize(
+    "zeros",
+    [{0: (10, 10), 1: (14, 14)}, {0: (10, 12)}, {0: (0, 2), 1: (14, 12)}],
+    ids=["the same", "no siblings", "none in the baseline"],
+)
+def test_rows_of_zeros_that_tell_of_no_choice(zeros: dict[int, tuple[int, int]]) -> None:
+    assert choices(experts(zeros, 24, 4)) == []
+
+
+def test_zeros_that_are_no_whole_rows_tell_of_no_choice() -> None:
+    pairs = experts({0: (10, 12), 1: (14, 12)}, 24, 4)
+    values = random(24, 4, seed=0)
+    values[:10, :3] = 0.0
+    pairs[1] = site(
+        values, random(24, 4, seed=0) * (np.arange(24) > 3)[:, None], path="moe.experts.0", phase="backward"
+    )
+
+    assert choices(pairs) == []
+
+
+def rows_of(experts_of_tokens: Array, other: Array, *, most: float = 1.0) -> TurnedChoices:
+    pair = site(experts_of_tokens, other, path="moe.router")
+    return TurnedChoices([pair], most=lambda _: most)
+
+
+TOKENS_OF = np.zeros(256, dtype=np.int64)
+
+
+def turned_tokens(count: int) -> Array:
+    return np.where(np.arange(256) < count, 1, 0)
+
+
+def test_one_turned_choice_of_256_is_worth_two_rows_and_their_chance() -> None:
+    found = rows_of(TOKENS_OF, turned_tokens(1))
+
+    assert found.floor(site(random(256, 4, seed=0)), inputs=0.0) == pytest.approx(np.sqrt(2 * (1 + 1) / 256))
+    assert len(found.explained) == 1
+
+
+def test_of_a_gradient_a_few_rows_may_hold_most() -> None:
+    values = np.ones((256, 4), dtype=np.float32)
+    values[7, 2] = 5.0
+    peak = 25 * 1024 / (1023 + 25)
+
+    found = rows_of(TOKENS_OF, turned_tokens(1)).floor(site(values, phase="backward"), inputs=0.0)
+
+    assert found == pytest.approx(np.sqrt(2 * (1 + peak) / 256), rel=1e-6)
+
+
+def test_more_choices_than_rounding_turns_explain_nothing() -> None:
+    found = rows_of(TOKENS_OF, turned_tokens(1), most=0.9)
+
+    assert found.floor(site(random(256, 4, seed=0)), inputs=0.0) == 0.0
+    assert found.explained == []
+
+
+def picked(rows: Mapping[int, int], *, size: float) -> Callable[[int], Step]:
+    """A module that picks as many rows as the data ask for, behind a tensor with a difference of this size."""
+
+    def build(step: int) -> Step:
+        noisy = random(64, 8, seed=step) * (1 + size * random(64, 8, seed=7))
+        return {
+            ("forward", "", "fc", "output[0]"): Seen(values=rounded(noisy), about=HALF),
+            ("forward", "", "pick", "output[0]"): Seen(values=rounded(random(rows[step], 8, seed=9)), about=HALF),
+            ("param", "", "fc.weight", "value"): Seen(values=random(8, 8, seed=8)),
+        }
+
+    return build
+
+
+def test_numbers_of_rows_that_rounding_may_change_are_said_with_the_first_step(tmp_path: Path) -> None:
+    """What a step picks is known to depend on the data only if another step picked another number."""
+    sides = [({0: 40, 1: 50, 2: 60}, 0.0), ({0: 40, 1: 51, 2: 61}, 2.0**-8)]
+    paths = [
+        record(tmp_path / str(number), same, steps=3, build=picked(rows, size=size))
+        for number, (rows, size) in enumerate(sides)
+    ]
+
+    found = compare(*paths)
+
+    assert found.findings == (), str(found)
+    (note,) = (one for one in found.notes if "was made otherwise" in one)
+    assert "first at step 1, forward of pick output[0]: 51 rows, 50 in the baseline." in note

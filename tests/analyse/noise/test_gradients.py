@@ -131,3 +131,38 @@ def test_a_finding_at_a_site_of_another_dtype_names_both(compared: Compared) -> 
 
     assert comparison.first_divergence is not None
     assert comparison.first_divergence.message.endswith(" It is float32 in the baseline and float16 in the candidate.")
+
+
+def _gradient_of(path: str, values: np.ndarray, *, stage: str = "", phase: str = "grad") -> Pair:
+    entry = MergedSite(
+        key=SiteKey(phase, stage, path, "grad"), order=0, dtype="float32", shape=values.shape,
+        summary=summary_of(values),
+    )  # fmt: skip
+    return Pair(baseline=entry, candidate=entry)
+
+
+@pytest.mark.parametrize("shape", [(8, 4), (8, 2, 2)])
+def test_the_terms_of_a_backward_pass_that_was_not_observed_follow_from_the_gradient_of_the_weight(
+    shape: tuple[int, ...],
+) -> None:
+    """Each output sums as many terms as it has inputs, of unit size."""
+    terms = terms_by_module([_gradient_of("fc.weight", np.full(shape, 3.0, dtype=np.float32))])
+
+    assert (terms["fc"].count, terms["fc"].summed) == (8, 0.0)
+    assert terms["fc"].norm == pytest.approx(3.0 * np.sqrt(32) / 2)
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        _gradient_of("fc.bias", random(8, 4, seed=0)),
+        _gradient_of("fc.weight", random(8, seed=0)),
+        _gradient_of("fc.weight", random(0, 4, seed=0)),
+        _gradient_of("fc.weight", random(4, 0, seed=0)),
+        _gradient_of("fc.weight", random(8, 4, seed=0), stage="reduced"),
+        _gradient_of("fc.weight", random(8, 4, seed=0), phase="update"),
+    ],
+    ids=["no weight", "a vector", "no outputs", "no inputs", "of a stage", "no gradient"],
+)
+def test_other_sites_tell_nothing_of_terms(pair: Pair) -> None:
+    assert terms_by_module([pair]) == {}

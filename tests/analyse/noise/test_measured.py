@@ -320,3 +320,15 @@ def test_a_replica_that_is_none_in_full_calibrates_nothing(measured: Measured) -
 
     assert not comparison.calibrated
     assert any("this is no full replica: MemoryError: on purpose. Floors that are" in note for note in comparison.notes)
+
+
+def lost(_step: int, sites: Step) -> None:
+    """A site of which there are no numbers."""
+    sites[HEAD].about["unobserved"] = "it was not seen"
+
+
+def test_a_repeated_run_that_lacks_a_site_does_not_show_that_the_noise_is_0(measured: Measured) -> None:
+    whole, lacking = (measured(scaled(FC, 2e-7), edit, replica=None) for edit in (same, lost))
+
+    assert (whole.calibrated, whole.verdict) == (True, "diverged")
+    assert (lacking.calibrated, lacking.verdict) == (False, "equivalent")

@@ -12,7 +12,8 @@ from tests.made_up import Array, random, summary_of
 from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.site import MergedSite, SiteKey
 from traindiff.analyse.noise.measured import SAFETY, Calibration, NoiseRecording, StepNoise
-from traindiff.analyse.noise.run_floors import RunFloors
+from traindiff.analyse.noise.moments import HANDED_ON, SCATTER
+from traindiff.analyse.noise.run_floors import RunFloors, is_quotient
 from traindiff.analyse.noise.site_floors import SiteFloors
 from traindiff.analyse.noise.uncalibrated import ADAPTIVE_GAIN, GAIN
 from traindiff.core.summary import rounding
@@ -59,7 +60,7 @@ def step(run: RunFloors | None = None, **given: Any) -> SiteFloors:
         **given,
     }  # fmt: skip
     if about["noise"] is not None:
-        about["noise"] = StepNoise(sizes=about["noise"])
+        about["noise"] = StepNoise(sizes=about["noise"], moments=about.pop("moments", {}))
     return SiteFloors(run or RunFloors(), **about)
 
 
@@ -357,3 +358,69 @@ def test_running_statistics_of_rounded_activations_are_as_good_as_those() -> Non
 
     assert exact is not None
     assert exact < 2.0**-11 < (floors.measured(buffer) or 0.0)
+
+
+@pytest.mark.parametrize(
+    ("phase", "path", "slot", "quotient"),
+    [
+        ("update", "fc.weight", "update", True),
+        ("param", "fc.weight", "value", True),
+        ("optimizer", "fc.weight", "momentum_buffer", True),
+        ("optimizer", "fc.weight", "acc_delta", True),
+        ("optimizer", "fc.weight", "exp_avg_sq", False),
+        ("grad", "fc.weight", "grad", False),
+        ("grad", "fc.weight", "momentum_buffer", False),
+        ("update", "head.weight", "update", False),
+    ],
+)
+def test_what_an_adaptive_optimizer_divided_by_a_moment(phase: str, path: str, slot: str, quotient: bool) -> None:
+    assert is_quotient(SiteKey(phase, "", path, slot), {"fc.weight"}) == quotient
+
+
+HALF = random(64, 64, seed=0, dtype="float16")
+HALF_HERE = site(HALF).baseline.key
+
+
+def test_a_norm_may_move_as_far_as_those_of_replicas_do() -> None:
+    floors = step(noise={}, moments={HALF_HERE: 1e-2}, calibration=replicas(forward=3.0))
+
+    assert floors.norm_limit(site(HALF), 1e-3) == pytest.approx(SAFETY * 3.0 * 1e-2)
+    assert floors.norm_limit(site(HALF, path="head"), 1e-3) == pytest.approx(step().norm_limit(site(HALF), 1e-3))
+
+
+def test_a_norm_moves_with_what_was_handed_on() -> None:
+    floors, pair = step(), site(HALF, HALF * np.float16(1.25), path="embedding")
+    before = floors.norm_limit(site(HALF), 0.0)
+    assert before is not None
+
+    floors.saw(pair, 0.25)
+
+    after = floors.norm_limit(site(HALF), 0.0)
+    assert after is not None
+    assert after - before == pytest.approx(HANDED_ON * 0.25, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("pair", "floor"),
+    [
+        (site(HALF.astype(np.float32)), 1e-3),  # kernels leave errors with a direction that are as large
+        (site(HALF), math.inf),
+        (site(HALF[:1, :8]), 1e-3),  # too few elements
+        (site(HALF, phase="update"), 1e-3),
+        (site(HALF, phase="grad", stage="reduced"), 1e-3),
+        (site(HALF, phase="param"), 1e-3),
+    ],
+    ids=["float32", "no floor", "few", "an update", "a stage of a gradient", "a parameter"],
+)
+def test_of_other_sites_no_norm_is_judged(pair: Pair, floor: float) -> None:
+    assert step().norm_limit(pair, floor) is None
+
+
+def test_how_far_a_norm_moves_follows_from_the_floor_in_units_of_its_dtype() -> None:
+    u = 2.0**-11
+
+    small, large = (step().norm_limit(site(HALF), floor) for floor in (u / 2, 4 * u))
+
+    assert small is not None
+    assert large == pytest.approx(4 * small)
+    assert small > SCATTER * u / 64  # as if all elements were of one size and independent

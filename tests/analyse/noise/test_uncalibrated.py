@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.made_up import Compared, Edit, Seen, Step, at, random, summary_of
+from tests.made_up import Compared, Edit, Seen, Step, at, random, record, summary_of
+from traindiff.analyse.compare import compare
 from traindiff.analyse.noise.uncalibrated import ADAPTIVE_GAIN, GAIN, Floors
 from traindiff.core.summary import UNIT_ROUNDOFF, rounding
 
@@ -294,3 +296,17 @@ def test_an_update_without_its_gradient_is_held_against_what_the_gradient_could_
     assert floors.update("fc", "float32", adaptive=False, storage=0.0, unseen=0.01) == pytest.approx(0.01)
     assert floors.update("fc", "float32", adaptive=True, storage=0.0, unseen=0.01) == pytest.approx(3.0)
     assert floors.update("fc", "float32", adaptive=False, storage=0.0) < 1e-4
+
+
+def test_a_loss_of_an_unknown_batch_has_the_floor_of_one_sample(tmp_path: Path) -> None:
+    """In float64, in which nothing else is as coarse as the float32 of kernels that sum."""
+
+    def build(_step: int) -> Step:
+        return {
+            ("loss", "", "loss", "backward"): Seen(values=np.array(2.5)),
+            ("param", "", "w", "value"): Seen(values=random(4, seed=0)),
+        }
+
+    found = compare(*(record(tmp_path / name, build=build) for name in "bc"))
+
+    assert [one.floor for one in found.differences if one.phase == "loss"] == [2.0**-24]

@@ -117,3 +117,19 @@ def test_without_all_of_a_replay_nothing_is_said() -> None:
             if stage != lacking
         ]
         assert UpdatesFollowSettings(RunFacts()).step(step_table(parts), step=0) == []
+
+
+@pytest.mark.parametrize("factor", [0.01, 0.5, 2.0, 100.0])
+@pytest.mark.parametrize(("off", "fits"), [(1.9, True), (2.1, False)])
+def test_a_factor_explains_an_update_up_to_the_rounding_of_the_larger_of_both(
+    factor: float, off: float, fits: bool
+) -> None:
+    """What is stored is rounded by as much, however small the update is."""
+    direction = random(8, 4, seed=5)
+    direction -= ASKED * np.float32(np.sum(ASKED * direction) / np.sum(ASKED * ASKED))
+    rounding = np.full((8, 4), 1e-5, dtype=np.float32)
+    left = off * np.linalg.norm(rounding) * max(1.0, factor) / np.linalg.norm(direction)
+
+    message = said(ASKED * np.float32(factor) + direction * np.float32(left), rounding=rounding)
+
+    assert ("as if the learning rate were" in message) == fits

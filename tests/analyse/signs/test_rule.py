@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from traindiff.analyse.compare.comparing import direction_notes
 from traindiff.analyse.signs import Agreement, BrokenRule, Similarities
 
 
@@ -63,3 +64,33 @@ def test_steps_of_which_nothing_could_be_compared_have_no_share() -> None:
     found = Similarities(steps=(0, 1), parameters={}, unknown={"w": "its shape differs"})
     assert [one.share for one in found.summary] == [None, None]
     assert found.broken == ()
+
+
+def test_notes_name_the_first_of_several_parameters() -> None:
+    found = Similarities(
+        steps=(3,), parameters={"w": (Agreement(same=99, count=100),)}, only=(("a", "b", "c"), ("d",)),
+        unknown={"e": "its shape differs", "f": "its shape differs"}, zeros_known=False,
+    )  # fmt: skip
+
+    assert direction_notes(found) == [
+        "Directions of gradients: 0.9900 of all elements agree at least (in step 3), over step 3.",
+        "One of the runs does not tell zero from negative, so the two count as one direction in both.",
+        "Directions only in the baseline: a and 2 more parameters.",
+        "Directions only in the candidate: d.",
+        "Directions not compared: e (its shape differs) and 1 more parameter.",
+    ]
+
+
+def test_of_many_broken_steps_the_first_are_named_with_their_smallest_similarities() -> None:
+    rows = {name: [(10 * place, 100)] * 5 for place, name in enumerate("abcde")}
+    # A step after the first breaks the rule where it drops.
+    found = similarities(**{name: [row[0], *([(100, 100), row[0]] * 2)] for name, row in rows.items()})
+
+    notes = [note for note in direction_notes(found) if "rule" in note]
+
+    assert notes[0] == (
+        "The 0.97 / 0.03 rule of direction similarity is broken in step 0: all parameters together (0.2000), "
+        "a (0.0000), b (0.1000), c (0.2000) and 2 more parameters."
+    )
+    assert "step 2: all parameters together (0.2000 after 1.0000), a (0.0000 after 1.0000)" in notes[1]
+    assert notes[-1].startswith("That rule is a fixed limit, which correct runs break too")

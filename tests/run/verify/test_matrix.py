@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 from rich.console import Console
 
 from tests.run.verify import divided
@@ -91,20 +90,6 @@ def row(verdict: str, exit_code: int) -> MatrixRow:
     return MatrixRow(
         name="engine=ddp", varied={}, verdict=verdict, message="", seconds=1.25, output="x", exit_code=exit_code
     )
-
-
-@pytest.mark.parametrize(
-    ("codes", "worst"),
-    [
-        ([("identical", 0), ("diverged", 1), ("incomplete", 3)], 1),
-        ([("identical", 0), ("incomplete", 3), ("refused", 2)], 3),
-        ([("equivalent", 0), ("refused", 2)], 2),
-        ([("identical", 0), ("impossible", 0)], 0),
-        ([("impossible", 0)], 2),
-    ],
-)
-def test_exit_codes_are_ordered_by_how_bad_they_are(codes: list[tuple[str, int]], worst: int) -> None:
-    assert Matrix(recipe="r", output="o", rows=tuple(row(*one) for one in codes)).exit_code == worst
 
 
 def test_the_table_has_a_line_for_each_combination_and_a_count_of_verdicts() -> None:

@@ -168,9 +168,16 @@ class Judge:
 
     def floor(self, pair: Pair, floor: float) -> float:
         """The floor of a pair, or the user's tolerance in its place."""
-        counter = pair.baseline.key.slot == "step"
-        chosen = None if self.tolerance is None or counter else self.tolerance.floor(pair)
+        chosen = self._chosen_floor(pair)
         return floor if chosen is None else chosen
+
+    def is_judged_by_user(self, pair: Pair) -> bool:
+        """True if the user's tolerance takes the place of a pair's floor."""
+        return self._chosen_floor(pair) is not None
+
+    def _chosen_floor(self, pair: Pair) -> float | None:
+        counter = pair.baseline.key.slot == "step"
+        return None if self.tolerance is None or counter else self.tolerance.floor(pair)
 
     @property
     def judges_parameters(self) -> bool:

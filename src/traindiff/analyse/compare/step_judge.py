@@ -210,7 +210,7 @@ class StepJudge:
             return []
         floors = {pair.baseline.key: self._floors.of(pair) for pair in pairs}
         self._mixture = common_mixture(pairs, self._previous)
-        by_user = self._judge.floor(pairs[0], math.nan) >= 0
+        by_user = self._judge.is_judged_by_user(pairs[0])
         factor, limits = (None, {}) if by_user or self._mixture else self._common_factor(pairs, floors)
         found: list[Finding] = []
         seen: list[tuple[Pair, float]] = []
@@ -307,8 +307,8 @@ class StepJudge:
         With fewer than 16 elements, the remainder beside the best-fitting multiple is too small to tell.
         """
         baseline = pair.baseline
-        judged_by_user = self._judge.floor(pair, math.nan) >= 0
-        if not size <= floor < math.inf or judged_by_user or int(baseline.summary["count"]) < 16:
+        by_user = self._judge.is_judged_by_user(pair)
+        if not size <= floor < math.inf or by_user or int(baseline.summary["count"]) < 16:
             return floor
         s, left_over = best_fit(baseline, pair.candidate)
         if left_over > _NO_FIT:

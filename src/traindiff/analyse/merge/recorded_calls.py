@@ -105,8 +105,9 @@ def _norm(table: StepTable, key: SiteKey) -> float | None:
         entry = table.get(key._replace(slot=slot))
         if entry is not None and not entry.unobserved:
             value = number(entry.summary)
-            value = value if slot == "norm" else math.sqrt(max(0.0, value))
-            return value if math.isfinite(value) else None
+            if not 0.0 <= value < math.inf:
+                return None
+            return value if slot == "norm" else math.sqrt(value)
     return None
 
 

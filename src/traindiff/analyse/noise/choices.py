@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from traindiff.analyse.merge.distance import Pair, equal_bits
 from traindiff.analyse.noise.uncalibrated import SEEN_FLIPS
-from traindiff.core.summary import UNIT_ROUNDOFF, distance, largest
+from traindiff.core.summary import UNIT_ROUNDOFF, largest
 
 MOST_CHOICES = 64
 """Whole numbers in a last axis of at most so many are the choices of one row."""
@@ -125,11 +125,8 @@ def _by_numbers(pairs: Iterable[Pair]) -> Iterator[Choice]:
             continue
         if equal_bits(pair) or not shape or (len(shape) > 1 and shape[-1] > MOST_CHOICES):
             continue
-        # Of numbers up to m, two different ones are m (m + 1) / 6 apart in the mean square.
-        most = max(1.0, float(entry.summary["maximum"]))
-        mean_square = max(1.0, most * (most + 1.0) / 6.0)
-        turned = max(1, round(float(distance(entry.summary, pair.candidate.summary)) ** 2 / mean_square))
-        yield Choice(order=entry.order, where=entry.key.path, rows=int(entry.summary["count"]), turned=turned)
+        # At least one. Whole numbers have no sketch, so nothing tells how many.
+        yield Choice(order=entry.order, where=entry.key.path, rows=int(entry.summary["count"]), turned=1)
 
 
 def _by_rows(pairs: Iterable[Pair]) -> Iterator[Choice]:
