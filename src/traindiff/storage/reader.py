@@ -133,7 +133,7 @@ class Recording:
         said = {"number of ranks": (content.get("world_size"), self.world_size)}
         meshes = [one.get("mesh") or {} for one in (content, self.run)]
         if not any("pipeline" in mesh for mesh in meshes):  # a rank may have ended before it knew its stage
-            said |= {name: (meshes[0][name], meshes[1][name]) for name in meshes[0].keys() & meshes[1].keys()}
+            said |= {name: (meshes[0][name], meshes[1][name]) for name in meshes[0] if name in meshes[1]}
         for name, (of_rank, of_run) in said.items():
             if of_rank is not None and of_rank != of_run:
                 raise MixedRecordingError(

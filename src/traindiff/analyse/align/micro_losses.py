@@ -45,7 +45,7 @@ def with_added_losses(tables: Tables) -> Tables:
     however many these are, and in any order.
     """
     losses = [_backward_calls(table) for table in tables]
-    apart = {site for site in losses[0].keys() & losses[1].keys() if _are_divided(losses[0][site], losses[1][site])}
+    apart = [site for site in losses[0] if site in losses[1] and _are_divided(losses[0][site], losses[1][site])]
     if not apart:
         return tables
     baseline, candidate = (

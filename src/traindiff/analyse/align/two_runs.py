@@ -177,7 +177,7 @@ class TwoRuns:
         self.stepped |= baseline.finished and candidate.finished
         if baseline.missing != candidate.missing:
             for behind, run, step in zip(self.behind, self.runs, steps, strict=True):
-                for rank in set(step.missing).intersection(run.ranks):
+                for rank in [rank for rank in step.missing if rank in run.ranks]:
                     behind.setdefault(rank, step.step)
         for number, (side, step) in enumerate(zip(self.sides, steps, strict=True)):
             if step.missing and side.is_pipeline:

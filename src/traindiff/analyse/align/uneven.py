@@ -42,8 +42,10 @@ class Unplaced:
             return tables
         sides = _by_site(tables[0]), _by_site(tables[1])
         baseline, candidate = dict(tables[0]), dict(tables[1])
-        for site in sides[0].keys() & sides[1].keys():
-            own, other = sides[0][site], sides[1][site]
+        for site, own in sides[0].items():
+            other = sides[1].get(site)
+            if other is None:
+                continue
             if _rows_fit((own, other), cuts) or any(one.unobserved for one in (*own, *other)):
                 continue
             for table, entries in ((baseline, own), (candidate, other)):

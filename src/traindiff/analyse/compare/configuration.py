@@ -73,7 +73,7 @@ class Configurations:
     ) -> None:
         before, after = _settings(baseline, str), _settings(candidate, rename)
         self._differing: dict[str, dict[str, str]] = {}
-        for path in before.keys() & after.keys():
+        for path in [path for path in before if path in after]:
             found = _differences(before[path], after[path], what="the module")
             if found:
                 self._differing[path] = found
@@ -94,7 +94,7 @@ class Configurations:
         if not (changed or self._is_first):
             return
         self._is_first = False
-        for path in self._modes[0].keys() & self._modes[1].keys():
+        for path in [path for path in self._modes[0] if path in self._modes[1]]:
             before, after = (modes[path] for modes in self._modes)
             if before != after and None not in (before, after):
                 self._evaluates.setdefault(path, ("candidate" if after == "False" else "baseline", step))

@@ -74,7 +74,7 @@ class StepMerger:
 
     def __init__(self, run: Run, copies: Copies = NO_COPIES) -> None:
         own = group_paths(group_numbers(run))
-        self._names = {rank: {**own.get(rank, {}), **copies.get(rank, {})} for rank in {*own, *copies}}
+        self._names = {rank: {**own.get(rank, {}), **copies.get(rank, {})} for rank in {**own, **copies}}
         self._ranks = range(run.world_size)
         self._missing: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # ranks of a step, and the missing ones
         # A call of the optimizer is visible by its settings; if these are not recorded, by the sites of earlier steps.

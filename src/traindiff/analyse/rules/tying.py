@@ -48,7 +48,7 @@ class TyingStays(Rule):
         if not self._began:
             return
         now = _pairs(self._weights(table, stage=""))
-        for pair in self._began.keys() & now.keys():
+        for pair in [pair for pair in self._began if pair in now]:
             if self._began[pair] == now[pair]:
                 continue
             was_one = self._began.pop(pair)

@@ -186,7 +186,7 @@ class ParametersMove(Rule):
                 moving |= self._unheld
         for path, entry in _parameters(table, stage="before"):
             self._see(path, entry)
-        for path in moving & self._resting.keys():
+        for path in [path for path in self._resting if path in moving]:
             self._resting[path].pass_over(step)
         for path, entry in after.items():
             self._see(path, entry)

@@ -67,7 +67,7 @@ def leave_hooks_behind(things: Iterable[Any]) -> ExitStack:
     """
     with ExitStack() as undo:
         undo.enter_context(_sessions.attach(None))
-        for kind in {one for thing in things for one in type(thing).__mro__}:
+        for kind in dict.fromkeys(one for thing in things for one in type(thing).__mro__):
             if issubclass(kind, (nn.Module, Optimizer)) and kind not in (nn.Module, Optimizer):
                 _replace_methods(kind)
         return undo.pop_all()

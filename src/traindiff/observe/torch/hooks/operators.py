@@ -86,7 +86,7 @@ class _Operators:
         undo, zoomed = self._context.undo, self._context.targets.zoomed
         undo.callback(self._let_go)
         taking = {path: module for path, module in zoomed.items() if takes_hooks(module)}
-        for path in zoomed.keys() - taking.keys():
+        for path in [path for path in zoomed if path not in taking]:
             why = "TorchScript takes no hooks on modules"
             self._sink.unobserved(why, phase="forward", path=path, slot="output[0]", stage=OPERATOR)
         undo.enter_context(self._context.followed.follow(taking.items(), Following(hook=self._hook, lost=self._lost)))

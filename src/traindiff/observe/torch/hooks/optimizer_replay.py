@@ -228,7 +228,7 @@ class OptimizerReplayTap:
         """The largest residual of each copied parameter. Synchronizes once per device for all of them."""
         worst = [self._replay(copied) for copied in self._copied]
         sizes = [0.0] * len(worst)
-        for device in {one.device for one in worst}:
+        for device in dict.fromkeys(one.device for one in worst):
             places = [place for place, one in enumerate(worst) if one.device == device]
             for place, size in zip(places, torch.stack([worst[place] for place in places]).tolist(), strict=True):
                 sizes[place] = size

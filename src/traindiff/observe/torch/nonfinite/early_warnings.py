@@ -127,7 +127,7 @@ class EarlyWarnings:
                 if share >= least and share - before >= rise:
                     message = f"{share:.0%} of {site} are {kind}, up from {before:.0%}"
                     found.setdefault(sign, []).append((share, message))
-            for name in self._wanted & _RANGES.keys():
+            for name in [name for name in _RANGES if name in self._wanted]:
                 if dtype.itemsize > (1 if name.startswith("float8") else 2) or str(dtype) == "torch.bfloat16":
                     _add_lost(found, name, site, values)
         for sign, sites in found.items():
