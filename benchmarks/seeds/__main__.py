@@ -35,12 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in given.systems or SYSTEMS:
         system = import_module(f"benchmarks.seeds.{name}")
         try:
-            original = python_of(name, system.PACKAGES, folder=given.environments)
+            found = system.features(python_of(name, system.PACKAGES, folder=given.environments))
         except NoEnvironmentError as error:
             print(f"{system.TITLE}: {error}", file=sys.stderr)
             failed = True
             continue
-        found = system.features(original)
         failed |= any(one.outcome == "missing" for one in found)
         text = section(system.TITLE, _source(system.PACKAGES), found)
         print(text, end="\n\n", flush=True)
@@ -56,7 +55,7 @@ def _source(packages: tuple[str, ...]) -> str:
 def _keep(file: Path, title: str, text: str) -> None:
     """Write one section into the file; the others stay as they were."""
     known = {**(sections(file.read_text()) if file.exists() else {}), title: text}
-    file.write_text(document(known))
+    file.write_text(document(known, titles=[import_module(f"benchmarks.seeds.{name}").TITLE for name in SYSTEMS]))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -68,11 +68,12 @@ def sections(document: str) -> dict[str, str]:
     return {head[1]: document[head.start() : end].strip() for head, end in zip(heads, ends, strict=True)}
 
 
-def document(parts: Mapping[str, str]) -> str:
+def document(parts: Mapping[str, str], *, titles: Iterable[str] = ()) -> str:
     """The text of SEEDS.md.
 
     Args:
         parts: The sections by title, in the order in which they are written.
+        titles: Of all systems; those without a section are named.
     """
     counts = {title: Counter(_ROW.findall(text)) for title, text in parts.items()}
     counts["*all*"] = sum(counts.values(), Counter())
@@ -81,7 +82,9 @@ def document(parts: Mapping[str, str]) -> str:
         for title, count in counts.items()
     ]
     head = ["| system | features | works | differs | missing |", "| --- | --- | --- | --- | --- |"]
-    return "\n\n".join([INTRODUCTION.strip(), "\n".join([*head, *rows]), *parts.values()]) + "\n"
+    left = [title for title in titles if title not in parts]
+    missing = [f"Not run yet: {', '.join(left)}."] if left else []
+    return "\n\n".join([INTRODUCTION.strip(), "\n".join([*head, *rows]), *missing, *parts.values()]) + "\n"
 
 
 def _cell(text: str) -> str:

@@ -12,14 +12,15 @@ KNOWN = [import_module(name) for one in SYSTEMS if find_spec(name := f"benchmark
 WRITTEN = RESULTS.read_text()
 
 
-def test_every_system_has_a_section_of_the_packages_that_are_pinned() -> None:
+def test_every_system_has_a_section_of_the_packages_that_are_pinned_or_is_named_as_not_run() -> None:
     found = sections(WRITTEN)
 
-    assert sorted(found) == sorted(one.TITLE for one in KNOWN)
+    assert set(found) <= {one.TITLE for one in KNOWN}
     for one in KNOWN:
-        assert not one.PACKAGES or f"Original: {', '.join(one.PACKAGES)}. Run on " in found[one.TITLE], one.TITLE
+        packages = f"Original: {', '.join(one.PACKAGES)}. Run on "
+        assert not one.PACKAGES or packages in found.get(one.TITLE, packages), one.TITLE
 
 
 def test_no_feature_is_missing_and_the_counts_are_those_of_the_rows() -> None:
     assert "| missing |" not in WRITTEN.split("\n## ", 1)[1]
-    assert document(sections(WRITTEN)) == WRITTEN
+    assert document(sections(WRITTEN), titles=[one.TITLE for one in KNOWN]) == WRITTEN

@@ -103,4 +103,7 @@ def test_a_baseline_under_an_engine_has_the_candidates_ranks_dtype_clipping_and_
     further = {"dtype": "bfloat16", "gradient_clipping": 1.0, "gradient_accumulation_steps": 2, "compile": True}
     found, _ = setups({"zero_stage": 2, "nproc": 4, "baseline_engine": "ddp", **further}, world_size=None)
 
-    assert found.message == "ddp, nproc=4, dtype=bfloat16, gradient_accumulation_steps=2, gradient_clipping=1.0"
+    assert (
+        found.message
+        == "ddp, nproc=4, dtype=bfloat16, precision=master, gradient_accumulation_steps=2, gradient_clipping=1.0"
+    )
