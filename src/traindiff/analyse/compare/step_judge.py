@@ -51,7 +51,7 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
     found = sorted((*given.found, *StepJudge(judge, given, floors).judge()), key=lambda finding: finding.order)
     floors.finish()
     judge.choices += [
-        f"step {given.step}, {one.where}: about {one.turned:,} of {one.rows:,}" for one in floors.choices.explained
+        f"step {given.step}, {one.where}: at least {one.turned:,} of {one.rows:,}" for one in floors.choices.explained
     ]
     if judge.forced and any(finding.slot != LOGGED for finding in found):
         # Logged numbers cannot be forced, so they may follow from the other findings.
