@@ -39,7 +39,7 @@ help:
 	@echo "make bench               what recording costs (minutes)"
 	@echo "make faults              which faults are found, and which legal changes are flagged (minutes)"
 	@echo "make zoo                 the same for trainings of other people's design (an hour)"
-	@echo "make mutation            how many changes of the judging code the tests notice (an hour)"
+	@echo "make mutation            how many changes of the judging code the tests notice (half an hour)"
 	@echo "make seeds               each replaced tool beside its replacement, in environments of their own (minutes, 8 GB)"
 
 $(VENV)/ready: pyproject.toml constraints.txt

@@ -2,7 +2,7 @@
 
 Mutants (one number, comparison, condition or operator changed) of the packages that judge recordings, a part of all
 there are, are each given to the tests that run the changed line. What no test notices is not checked, or changes
-nothing. A run takes about an hour of one core.
+nothing. A run takes about half an hour of two cores.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("paths", nargs="*", type=Path, help=f"files or folders; default: src/traindiff/{CODE}")
     parser.add_argument("--tests", nargs="*", help=f"default: tests/{TESTS}")
-    parser.add_argument("--share", type=float, default=0.1, help="of all mutants; default: 0.1")
+    parser.add_argument("--share", type=float, default=0.02, help="of all mutants; default: 0.02")
+    parser.add_argument("--after", type=float, default=0.0, help="leave out what this share would take; default: 0")
     parser.add_argument("--longest", type=float, default=1.0, help="seconds; longer tests are left out; default: 1")
     parser.add_argument("--most", type=int, help="tests of one mutant, the fastest; default: all that run its line")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
@@ -62,7 +63,7 @@ def main() -> None:
     paths = [path.resolve() for path in options.paths] or [source / name for name in CODE]
     tests = options.tests or [f"tests/{name}" for name in TESTS]
     began = perf_counter()
-    mutants, num_places = sample(_files(paths), options.share)
+    mutants, num_places = sample(_files(paths), options.share, after=options.after)
     random.Random(0).shuffle(mutants)  # what is printed first is a sample, too
     import_once()
     measured = measure(tests, source).without_longer(options.longest)
