@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.seeds.environments import ENVIRONMENTS, ROOT, NoEnvironmentError
+from benchmarks.seeds.environments import ROOT, clone_of
 from benchmarks.seeds.table import Feature, compared, differing
 from torch import Tensor, distributed, nn
 from torch.nn import functional
@@ -70,7 +70,7 @@ class Run:
 
 def features(original: Path | None) -> list[Feature]:
     """Run every documented use with both, and compare exit codes and losses."""
-    folder, python = _original(), original or Path(sys.executable)
+    folder, python = clone_of(REPOSITORY, COMMIT, variable="COMPARE_LOSS"), original or Path(sys.executable)
     found = []
     for name, given, row, nproc, candidate in _USES:
         with tempfile.TemporaryDirectory() as place:
@@ -81,26 +81,6 @@ def features(original: Path | None) -> list[Feature]:
             found.append(row(name, theirs, ours))
             print(found[-1], file=sys.stderr, flush=True)
     return found
-
-
-def _original() -> Path:
-    """The folder of the original, from its repository at the pinned commit.
-
-    Raises:
-        NoEnvironmentError: The repository cannot be cloned.
-    """
-    place = ENVIRONMENTS / "validate_zero"
-    if not (place / ".git").exists():
-        _git("clone", "--quiet", os.environ.get("COMPARE_LOSS", REPOSITORY), str(place))
-    _git("-C", str(place), "checkout", "--quiet", COMMIT)
-    return place
-
-
-def _git(*arguments: str) -> None:
-    done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        fix = "Set COMPARE_LOSS to a clone of it."
-        raise NoEnvironmentError(f"{REPOSITORY} cannot be cloned: {done.stderr.strip()} {fix}")
 
 
 def run_original(

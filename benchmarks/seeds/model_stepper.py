@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.seeds.environments import ENVIRONMENTS, ROOT, NoEnvironmentError
+from benchmarks.seeds.environments import ROOT, clone_of
 from benchmarks.seeds.running import results_of
 from benchmarks.seeds.table import Feature, compared, differing
 from tests.on_ranks import RanksError, run_on_ranks
@@ -59,7 +59,7 @@ Found = dict[str, Ranks]
 
 def features(original: Path | None) -> list[Feature]:
     """Compare what both returned and printed, line by line."""
-    file = str(_original())
+    file = str(clone_of(REPOSITORY, COMMIT, variable="MODEL_STEPPER") / "ModelStepper.py")
     python = original or Path(sys.executable)
     with tempfile.TemporaryDirectory() as folder:
         theirs, ours = (
@@ -84,26 +84,6 @@ def _launched(python: Path, *which: str) -> Ranks:
         return [{"go": None, "error": "TimeoutExpired", "lines": []}]
     lines = [line for line in said.splitlines() if not line.startswith("[")]  # without the launcher's own
     return [{"go": process.returncode == 0, "error": "", "lines": lines}]
-
-
-def _original() -> Path:
-    """The original's file, from its repository at the pinned commit.
-
-    Raises:
-        NoEnvironmentError: The repository cannot be cloned.
-    """
-    place = ENVIRONMENTS / "ModelStepper"
-    if not (place / ".git").exists():
-        _git("clone", "--quiet", os.environ.get("MODEL_STEPPER", REPOSITORY), str(place))
-    _git("-C", str(place), "checkout", "--quiet", COMMIT)
-    return place / "ModelStepper.py"
-
-
-def _git(*arguments: str) -> None:
-    done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        fix = "Set MODEL_STEPPER to a clone of it."
-        raise NoEnvironmentError(f"{REPOSITORY} cannot be cloned: {done.stderr.strip()} {fix}")
 
 
 class Net(nn.Module):
