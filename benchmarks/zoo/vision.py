@@ -242,7 +242,8 @@ class Vae(nn.Module):
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         encoded = self.encoder(images)
         mean, log_variance = self.mean(encoded), self.log_variance(encoded)
-        drawn = mean + torch.randn_like(mean) * (0.5 * log_variance).exp()
+        noise = torch.randn(mean.shape).to(mean)  # the same draws in every dtype
+        drawn = mean + noise * (0.5 * log_variance).exp()
         return self.decoder(self.inlet(drawn).view(-1, 8, 8, 8)), mean, log_variance
 
 

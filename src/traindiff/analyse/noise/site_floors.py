@@ -211,7 +211,8 @@ class SiteFloors:
             permuted = key.path in self._run.permuted
             estimated = ESTIMATED_PERMUTED_NORMS if permuted and not pair.candidate.exact else 0.0
             apart = norms_apart(pair) if permuted else size
-            self._run.learning_differs |= apart > max(floor, estimated, self._unseen.behind(floors.flow))
+            unseen = self._unseen.behind(floors.flow, floor=floor, dtype=pair.baseline.dtype)
+            self._run.learning_differs |= apart > max(floor + unseen, estimated)
             if key.phase == "grad" and not self._forced:  # adaptive updates follow what differs within the floor
                 self._alone.saw_gradient(key.path, min(apart, floor))
         if key.phase in ("forward", "backward", "loss"):

@@ -6,7 +6,7 @@ import math
 
 from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.noise.uncalibrated import SEEN_FLIPS
-from traindiff.core.summary import UNIT_ROUNDOFF
+from traindiff.core.summary import rounding
 
 
 class UnseenNoise:
@@ -23,15 +23,25 @@ class UnseenNoise:
     def saw(self, pair: Pair) -> None:
         """Note a site on the data's path."""
         summary, dtypes = pair.baseline.summary, (pair.baseline.dtype, pair.candidate.dtype)
-        self._squares += max(UNIT_ROUNDOFF.get(dtype, 0.0) for dtype in dtypes) ** 2
+        self._squares += (max(rounding(dtype) for dtype in dtypes) / 2) ** 2
         if pair.baseline.key.phase == "backward" and 0 < int(summary["zero"]) < int(summary["count"]):
             self._gates = max(self._gates, int(summary["count"]))
 
-    def behind(self, flow: float) -> float:
+    def behind(self, flow: float, *, floor: float, dtype: str) -> float:
         """Relative L2 difference to expect behind the noted sites; 0 if the `flow` of differences there is known.
 
-        Each rounds once, independently: n of them add up to sqrt(n) u. Gates (ReLU) turn a relative error e of their
-        inputs into about a share e of elements that differ as a whole; see `Floors.gated`.
+        Each differs by half of an operation's floor, independently: n of them add up to sqrt(n) times that. Gates
+        (ReLU) turn a relative error e of their inputs into about a share e of elements that differ as a whole; see
+        `Floors.gated`. What cancels raises its own rounding, and as much that of the sites before it.
+
+        Args:
+            flow: Largest difference of what leads to a site; infinite if that is unknown.
+            floor: The site's own floor.
+            dtype: The site's dtype.
         """
-        rounded = math.sqrt(self._squares) if math.isinf(flow) else 0.0
-        return math.sqrt(rounded) if rounded * self._gates >= SEEN_FLIPS else rounded
+        once = rounding(dtype)
+        if not (math.isinf(flow) and once):
+            return 0.0
+        rounded = math.sqrt(self._squares)
+        gated = math.sqrt(rounded) if rounded * self._gates >= SEEN_FLIPS else rounded
+        return gated * max(1.0, floor / once)

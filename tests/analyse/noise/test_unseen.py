@@ -1,0 +1,59 @@
+"""Samples in another order: what lies between batch and gradients is not compared, and rounds all the same."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import traindiff
+
+
+class Scan(nn.Module):
+    """A recurrence of products, whose gradients cancel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet, self.rate, self.outlet = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros(x.shape[0], 8)
+        for position in range(x.shape[1]):
+            keep = torch.exp(-nn.functional.softplus(self.rate(x[:, position])))
+            state = keep * state + (1 - keep) * self.inlet(x[:, position])
+        return self.outlet(state)
+
+
+def recorded(path: Path, *, order: list[int] | None = None, wrong: float = 1.0) -> str:
+    torch.manual_seed(0)
+    model = Scan()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(1)
+    with traindiff.record(path, model, optimizer):
+        for _ in range(3):
+            x, y = torch.randn(8, 24, 6, generator=generator), torch.randn(8, 3, generator=generator)
+            if order is not None:
+                x, y = x[order], y[order]
+            (model(x) - y).square().mean().backward()
+            for parameter in model.parameters():
+                parameter.grad.mul_(wrong)
+            optimizer.step()
+            optimizer.zero_grad()
+    return str(path)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_order_of_samples_is_no_divergence(tmp_path: Path, seed: int) -> None:
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(seed)).tolist()
+    found = traindiff.compare(recorded(tmp_path / "a"), recorded(tmp_path / "b", order=order))
+    assert found.verdict == "equivalent"
+
+
+def test_a_fault_beside_it_is_still_found(tmp_path: Path) -> None:
+    order = [3, 1, 0, 2, 7, 6, 5, 4]
+    found = traindiff.compare(recorded(tmp_path / "a"), recorded(tmp_path / "b", order=order, wrong=1.001))
+    assert found.verdict not in ("equivalent", "identical")
+    assert math.isfinite(max(row.difference for row in found.differences if row.phase == "grad"))
