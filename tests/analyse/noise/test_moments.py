@@ -122,6 +122,23 @@ def test_a_rounded_factor_of_each_row_is_no_finding(tmp_path: Path) -> None:
     assert compared(tmp_path, b=by_rows).verdict == "equivalent"
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_constant_that_is_rounded_in_one_dtype_only_is_no_finding(dtype: str, tmp_path: Path) -> None:
+    """Dropout in bfloat16 multiplies by 1 / (1 - p), rounded; in float32 it does not round."""
+    factor = rounded(1 / 0.9)
+
+    def build(step: int) -> Step:
+        found = of(b=lambda x: x / 0.9)(step)
+        if dtype == "float32":
+            found["forward", "", "b", "output[0]"] = Seen(values=np.asarray(exactly("b", step) / 0.9, dtype=np.float32))
+        return found
+
+    baseline = record(tmp_path / "b", same, steps=1, build=of(b=lambda x: x * factor))
+    result = compare(baseline, record(tmp_path / "c", same, steps=1, build=build))
+
+    assert (result.verdict == "equivalent") == (dtype == "float32"), str(result)
+
+
 def test_what_follows_from_a_moved_norm_is_no_further_finding(tmp_path: Path) -> None:
     found = compared(tmp_path, a=lambda x: x * (1 + U), b=lambda x: x * (1 + 2 * U), c=lambda x: x * (1 - U))
 

@@ -310,3 +310,73 @@ def test_what_a_loss_scale_is_in_is_not_forced_to_what_it_is_not_in(tmp_path: Pa
     assert values.not_forced == {f"{seen.path} {seen.slot}": "a loss scale is in it in one of the runs only"}
     values.overwrite(tensor, seen)
     assert tensor.any()
+
+
+def test_a_parameter_that_something_else_changes_between_steps_is_named(tmp_path: Path) -> None:
+    def edited(training: Recipe) -> Recipe:
+        def recipe() -> Any:
+            found = training()
+            assert isinstance(found, traindiff.Training)
+            step, weight = found.step, found.model.get_parameter("3.weight")
+            calls = [0]
+
+            def stepping(batch: Any) -> Any:
+                calls[0] += 1
+                if calls[0] == 2:
+                    with torch.no_grad():
+                        weight[0, 0] += 0.5
+                return step(batch)
+
+            return replace(found, step=stepping)
+
+        return recipe
+
+    path = run(mlp(), tmp_path / "baseline", detail="tensors")
+    comparison = traindiff.compare(path, run(edited(mlp()), tmp_path / "forced", forced_by=path))
+
+    first = comparison.first_divergence
+    assert first is not None
+    assert (first.step, first.phase, first.stage, first.path) == (1, "param", "edited", "3.weight")
+    assert "not by the optimizer" in first.message
+
+
+class Packed(nn.Module):
+    """Takes sequences of different lengths, the longest first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.GRU(6, 8, batch_first=True)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = (x[:, :, 0] > 0.0).sum(1).clamp_min(1).cpu()
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return self.head(nn.utils.rnn.pad_packed_sequence(self.cells(packed)[0], batch_first=True)[0])
+
+
+@pytest.mark.parametrize(("baseline", "candidate"), [(1, 2), (2, 1)])
+def test_indices_of_other_micro_batches_are_not_forced(baseline: int, candidate: int, tmp_path: Path) -> None:
+    def packed(micro_batches: int) -> Recipe:
+        def recipe() -> Any:
+            model = Packed()
+            optimizer = SGD(model.parameters(), lr=0.1)
+
+            def step(batch: Tensor) -> Tensor:
+                optimizer.zero_grad()
+                total = torch.zeros(())
+                for part in batch.chunk(micro_batches):
+                    loss = model(part).square().sum() / 8
+                    loss.backward()
+                    total += loss.detach()
+                optimizer.step()
+                return total
+
+            return model, optimizer, torch.randn(4, 8, 5, 6), step
+
+        return recipe
+
+    path = run(packed(baseline), tmp_path / "baseline", detail="tensors")
+    comparison = traindiff.compare(path, run(packed(candidate), tmp_path / "forced", forced_by=path))
+
+    assert comparison.verdict == "equivalent", str(comparison)
+    assert any("whole numbers may be places in a micro-batch" in note for note in comparison.notes)

@@ -159,7 +159,7 @@ class RunningComparison:
         notes, incomplete = limits(
             self.runs,
             learning_agrees=self._judge.learning_agrees and compared,
-            learning_compared=self._judge.learning_compared and compared,
+            learning_compared=self._judge.learning_compared and not self._identical,
             same_bits=self._judge.observed_bits_agree,
         )
         notes = [

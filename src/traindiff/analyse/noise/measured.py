@@ -56,12 +56,15 @@ def basis(
         rounded: Largest unit roundoff on the baseline's way to here: its noise is of this size already, whatever the
             dtype of the pair (float32 parameters under autocast).
         inside: Unit roundoff of the dtype that the operation may compute in, and that these replicas do not show.
+            Gradients with one axis (of norms) may be summed in it, too: torch's LayerNorm is off by 0.25 sqrt(terms) u.
     """
     baseline, candidate = pair.baseline, pair.candidate
     units = [UNIT_ROUNDOFF.get(entry.dtype, 0.0) for entry in (baseline, candidate)]
     # A shorter dtype has more noise.
     shorter = max(1.0, max(units) / max(units[0], rounded)) if units[0] and max(units) else 1.0
     summation = math.sqrt(terms) * min(max(units), UNIT_ROUNDOFF["float32"])
+    if len(baseline.shape) == 1:
+        inside *= max(1.0, 0.25 * math.sqrt(terms))
     quantum = max(max(units) * (1.0 + storage), summation, inside)
     spread = 1.0 + 4.0 / math.sqrt(max(1, int(finite_count(baseline.summary))))
     return spread * max(quantum, shorter * max(distances, default=0.0))

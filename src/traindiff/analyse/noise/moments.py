@@ -99,7 +99,9 @@ class MomentFloors:
             return None
         if int(pair.baseline.summary["count"]) < FEW and key.phase != "loss":
             return None
-        return max(SCATTER * unit * max(1.0, floor / u) + HANDED_ON * self._seen, self._measured(key))
+        # In one dtype a constant (of dropout, of an attention's scale) is rounded; in the other it is not.
+        constants = u if pair.baseline.dtype != pair.candidate.dtype else 0.0
+        return max(SCATTER * unit * max(1.0, floor / u) + HANDED_ON * self._seen, self._measured(key), constants)
 
     def saw(self, pair: Pair, *, handed_on: bool = True) -> None:
         """Note a pair on the data's path; not `handed_on` if later sites do not compute with the candidate's."""

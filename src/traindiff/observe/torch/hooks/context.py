@@ -87,6 +87,7 @@ class TapContext:
         observe: Names of what is observed, with `param` for `update`; see `traindiff.core.tap_registry`.
         settings: How it is observed.
         before_every_step: Record parameters before each step, not only where the step before was not recorded.
+        set_back: Parameters are set back to another run's between steps.
         batch_axis: Recognizes the batch axis.
         events: Where taps ask to be called.
         followed: The modules that have hooks of taps.
@@ -101,6 +102,7 @@ class TapContext:
     observe: frozenset[str]
     settings: RecordSettings
     before_every_step: bool
+    set_back: bool
     batch_axis: BatchAxis
     describe: Callable[[str, Any], None]
     events: Events = field(default_factory=Events)

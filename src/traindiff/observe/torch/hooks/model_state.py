@@ -107,11 +107,9 @@ class ModelStateTap:
 
     @property
     def _may_look(self) -> bool:
-        """False if others exchange parameters between steps: teacher forcing, an engine, or a transform."""
+        """False if others exchange parameters between steps: a lockstep, an engine, or a transform."""
         targets = self._context.targets
-        return not (
-            self._context.before_every_step or list(targets.layout.flat) or targets.gathering or inside_transform()
-        )
+        return not (self._context.set_back or list(targets.layout.flat) or targets.gathering or inside_transform())
 
     def _edited_parameters(self) -> None:
         with self._sink.together():

@@ -45,6 +45,7 @@ class Attachment:
         sink: Receives the observations.
         replica: Perturbs the training; None for the training as it is.
         before_every_step: Record parameters before each step, not only after a step that was not recorded.
+        set_back: Parameters are set back to another run's between steps.
         on_step: Called with an optimizer's name when an observed step of it has ended.
         on_discovery: Called when more is known of this rank, e.g. an optimizer that was not given.
         containment: Guards hooks.
@@ -62,6 +63,7 @@ class Attachment:
         *,
         replica: Replica | None,
         before_every_step: bool,
+        set_back: bool = False,
         on_step: Callable[[str], None],
         on_discovery: Callable[[], None],
         on_schedule: Callable[[nn.Module, Any, list[Any]], None],
@@ -78,6 +80,7 @@ class Attachment:
             observe=settings.observe | ({"param"} if "update" in settings.observe else frozenset()),
             settings=settings,
             before_every_step=before_every_step,
+            set_back=set_back,
             batch_axis=BatchAxis(settings.batch_axis, targets.modules),
             describe=self._describe,
         )

@@ -105,7 +105,7 @@ class Recorder(Session[Observations]):
         with self._out_of_sight(), opened as undo:
             self._attachment = Attachment(
                 targets, settings, self._observations, replica=replica,
-                before_every_step=before_every_step or forced is not None,
+                before_every_step=before_every_step or forced is not None, set_back=before_every_step,
                 on_step=self._end_step, on_discovery=self._write_rank, on_schedule=self._follow_pipeline,
                 containment=self._containment,
             )  # fmt: skip

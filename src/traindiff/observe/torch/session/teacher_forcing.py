@@ -132,6 +132,7 @@ class ForcedValues:
         self._recording = recording
         self._perturb = perturb
         self._parts: dict[_Site, list[_Part]] = {}
+        self._batches: dict[_Site, list[Shard]] = {}
         self._put_off: list[tuple[Tensor, Observation]] | None = None
         self._split_otherwise: set[int] = set()  # steps whose micro-batches are not the recorded ones
         self.count = 0
@@ -139,6 +140,8 @@ class ForcedValues:
         for rank in recording.ranks:
             for step in recording.steps(rank):
                 for row, seen in enumerate(step.observations):
+                    if seen.phase == "batch" and seen.shard.batched:
+                        self._batches.setdefault(_site(seen), []).append(seen.shard)
                     if seen.phase in FORCED_PHASES and seen.stage in _FORCED_STAGES and not seen.unobserved:
                         self._parts.setdefault(_site(seen), []).append(_Part(seen, step, row))
         self._steps = {step for step, *_ in self._parts}
@@ -148,6 +151,9 @@ class ForcedValues:
 
         If the operation that made the tensor saved it for the backward pass, that reads the recorded value too.
         """
+        recorded = self._batches.get(_site(seen), ()) if seen.shard.batched else ()
+        if recorded and not any(_same_rows(shard, seen.shard) for shard in recorded):
+            self._split_otherwise.add(seen.step)
         if seen.phase not in FORCED_PHASES or seen.stage not in _FORCED_STAGES or seen.step not in self._steps:
             return
         if self._put_off is not None:
@@ -181,6 +187,8 @@ class ForcedValues:
             return None, "the recording has no such observation"
         if seen.merge != "shard" or any(part.seen.merge != "shard" for part in parts):
             return None, "it is a term of a sum"
+        if seen.step in self._split_otherwise and not tensor.is_floating_point():
+            return None, "whole numbers may be places in a micro-batch, and this one has other samples"
         if any(part.seen.scaled != seen.scaled for part in parts):
             return None, "a loss scale is in it in one of the runs only"
         if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
