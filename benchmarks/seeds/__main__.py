@@ -8,14 +8,19 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from benchmarks.seeds.environments import ENVIRONMENTS, NoEnvironmentError, python_of
 from benchmarks.seeds.table import document, section, sections
 
 SYSTEMS = ("model_stepper", "compare_loss", "msprobe", "debug_underflow_overflow", "onnxruntime")
-"""The modules beside this one. Each has TITLE, PACKAGES and features(); SEEDS.md has them in this order."""
+"""The modules beside this one, in the order of SEEDS.md.
+
+Each has TITLE, PACKAGES and features(); if its original is no package, also REPOSITORY and COMMIT.
+"""
 
 RESULTS = Path(__file__).parents[1] / "SEEDS.md"
 
@@ -41,21 +46,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failed = True
             continue
         failed |= any(one.outcome == "missing" for one in found)
-        text = section(system.TITLE, _source(system.PACKAGES), found)
+        text = section(system.TITLE, _source(system), found)
         print(text, end="\n\n", flush=True)
         _keep(given.output, system.TITLE, text)
     return int(failed)
 
 
-def _source(packages: tuple[str, ...]) -> str:
+def _source(system: ModuleType) -> str:
+    if system.PACKAGES:
+        original = ", ".join(system.PACKAGES)
+    else:
+        original = f"{system.REPOSITORY} at {system.COMMIT[:7]}, deepspeed=={version('deepspeed')}"
     ran = f"Run on {datetime.now(UTC):%Y-%m-%d} with Python {platform.python_version()}, torch {torch.__version__}."
-    return f"Original: {', '.join(packages)}. {ran}" if packages else ran
+    return f"Original: {original}. {ran}"
 
 
 def _keep(file: Path, title: str, text: str) -> None:
     """Write one section into the file; the others stay as they were."""
     known = {**(sections(file.read_text()) if file.exists() else {}), title: text}
-    file.write_text(document(known, titles=[import_module(f"benchmarks.seeds.{name}").TITLE for name in SYSTEMS]))
+    titles = [import_module(f"benchmarks.seeds.{name}").TITLE for name in SYSTEMS]
+    file.write_text(document({one: known[one] for one in titles if one in known}, titles=titles))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import starmap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,16 +14,31 @@ import pytest
 from tests.made_up import Array, Compared, Seen, Step, at, observed, plain_step, random, record
 from traindiff.analyse.align.side import gradient_norms
 from traindiff.analyse.compare import compare
-from traindiff.analyse.merge.distance import Pair
+from traindiff.analyse.merge.distance import Pair, difference
 from traindiff.analyse.merge.parameters import Updates
 from traindiff.analyse.merge.site import GRADIENT_NORM, MergedSite
 from traindiff.analyse.merge.step_table import step_table
+from traindiff.core.shards import Shard
 from traindiff.core.summary import norm
 
 
 def table_of(step: int, sites: Step) -> dict[object, MergedSite]:
     parts = [observed(site, seen, step=step, order=order) for order, (site, seen) in enumerate(sites.items())]
     return step_table((seen, 0, summary) for seen, summary in parts)  # type: ignore[return-value]
+
+
+def divided(sites: Step, ranks: int) -> dict[Any, MergedSite]:
+    """The table of sites of which each rank holds some rows."""
+    parts = []
+    for order, (site, seen) in enumerate(sites.items()):
+        first = 0
+        for rank, rows in enumerate(np.array_split(seen.values, ranks)):
+            offset = (first, *[0] * (seen.values.ndim - 1))
+            shard = Shard(shape=rows.shape, global_shape=seen.values.shape, offset=offset)
+            one, summary = observed(site, Seen(values=rows, about={"shard": shard}), step=0, order=order)
+            parts.append((one, rank, summary))
+            first += len(rows)
+    return dict(step_table(parts))
 
 
 def parameter(values: Array, stage: str = "") -> Step:
@@ -79,6 +96,34 @@ def test_the_gradient_norm_is_that_of_all_parameters() -> None:
 
     assert both.baseline.key == GRADIENT_NORM
     assert norm(both.baseline.summary) == pytest.approx(expected, rel=1e-6)
+
+
+def doubles(seed: int) -> Array:
+    return random(40, 50, seed=seed, dtype="float64")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_norms_and_updates_of_equal_bits_are_equal_however_ranks_divide_them(ranks: int) -> None:
+    gradients: Step = {("grad", "", f"w{n}", "grad"): Seen(values=doubles(n)) for n in range(8)}
+    sites = {**gradients, **parameter(doubles(8), "before"), **parameter(doubles(9))}
+    other = {**sites, ("grad", "", "w3", "grad"): Seen(values=doubles(3) * (1.0 + 1e-6))}
+    whole = divided(sites, 1)
+
+    def derived(candidate: dict[Any, MergedSite]) -> list[Pair]:
+        pairs = [Pair(baseline=whole[key], candidate=candidate[key]) for key in whole]
+        updates = [Updates().derive(table, step=0)[0] for table in (whole, candidate)]
+        return [*gradient_norms(pairs), *starmap(_pair, zip(*updates, strict=True))]
+
+    norms, update = derived(divided(sites, ranks))
+    assert (difference(norms), difference(update)) == (0.0, 0.0)
+    unknown = _pair(update.baseline, replace(update.candidate, origin=()))
+    assert 0.0 < (difference(unknown) or 0.0) < 1e-12  # sums over shards round otherwise
+    norms, update = derived(divided(other, ranks))
+    assert ((difference(norms) or 0.0) > 1e-8, difference(update)) == (True, 0.0)
+
+
+def _pair(baseline: MergedSite, candidate: MergedSite) -> Pair:
+    return Pair(baseline=baseline, candidate=candidate)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

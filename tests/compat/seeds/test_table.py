@@ -41,16 +41,18 @@ def test_one_system_is_run_again_and_the_sections_of_the_others_stay(
     for name in ("msprobe", "onnxruntime"):
         made = ModuleType(f"benchmarks.seeds.{name}")
         made.__dict__.update(TITLE=name.upper(), PACKAGES=(), features=lambda original: rows)
+        made.__dict__.update(REPOSITORY="https://a.b/c", COMMIT="0123456789")
         monkeypatch.setitem(sys.modules, made.__name__, made)
     file = tmp_path / "SEEDS.md"
 
-    assert program.main(["msprobe", "onnxruntime", "--output", str(file)]) == 0
+    assert program.main(["onnxruntime", "msprobe", "--output", str(file)]) == 0
     before = file.read_text()
     rows[:] = [MISSING]
     assert program.main(["msprobe", "--output", str(file)]) == 1
 
     after = sections(file.read_text())
-    assert list(after) == ["MSPROBE", "ONNXRUNTIME"]
+    assert list(after) == ["MSPROBE", "ONNXRUNTIME"]  # as in SYSTEMS
+    assert "Original: https://a.b/c at 0123456, deepspeed==" in after["MSPROBE"]
     assert "| d | missing | nothing came |" in after["MSPROBE"]
     assert after["ONNXRUNTIME"] == sections(before)["ONNXRUNTIME"]
 

@@ -48,7 +48,7 @@ def expect_lines(said: list[str], *, fails: bool) -> None:
         assert [line.split()[1:4] for line in told if line.startswith("STATUS")] == [["batch=0", "/", "6"]]
     else:
         assert [line.split()[1:4] for line in told[:2]] == [["batch=0", "/", "6"], ["batch=5", "/", "6"]]
-    assert {line for line in told if line.startswith("TEST")} == {"TEST FAILED" if fails else "TEST PASSED"}
+    assert [line for line in told if line.startswith("TEST")] == ["TEST FAILED" if fails else "TEST PASSED"]
 
 
 def stepped(directory: str) -> dict[str, Any]:
@@ -104,4 +104,3 @@ def test_the_example_runs_under_its_launcher(launcher: list[str], fails: bool, t
 
     assert (done.returncode != 0) is fails, done.stdout + done.stderr
     expect_lines(done.stdout.splitlines(), fails=fails)
-    assert done.stdout.count("TEST") == 2  # one of each rank

@@ -23,8 +23,10 @@ class Pair:
 
 
 def equal_bits(pair: Pair) -> bool:
-    """True if both sides are known to hold the same bits."""
+    """True if both sides are known to hold the same bits, or to follow from the same bits."""
     baseline, candidate = pair.baseline, pair.candidate
+    if baseline.origin or candidate.origin:
+        return baseline.origin == candidate.origin
     return bool(
         baseline.exact
         and candidate.exact
@@ -146,7 +148,7 @@ def rescaled(pair: Pair, factor: float) -> Pair:
     summary = scale(pair.baseline.summary, abs(factor))
     if factor < 0:
         summary["sum"], summary["sketch"] = -summary["sum"], -summary["sketch"]
-    return Pair(baseline=replace(pair.baseline, summary=summary, exact=False), candidate=pair.candidate)
+    return Pair(baseline=replace(pair.baseline, summary=summary, exact=False, origin=()), candidate=pair.candidate)
 
 
 def best_fit(baseline: MergedSite, candidate: MergedSite) -> tuple[float, float]:

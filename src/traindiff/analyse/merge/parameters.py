@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from traindiff.analyse.merge.renames import Rename
-from traindiff.analyse.merge.site import MergedSite, Part, SiteKey
+from traindiff.analyse.merge.site import MergedSite, Part, SiteKey, origin
 from traindiff.core.observation import EDITED
 from traindiff.core.summary import add
 from traindiff.storage import Run, StepObservations
@@ -66,6 +66,7 @@ def _update(key: SiteKey, before: MergedSite, after: MergedSite) -> MergedSite:
         shape=after.shape,
         summary=summary,
         exact=False,
+        origin=origin([before, after]),
     )
 
 

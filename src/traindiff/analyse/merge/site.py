@@ -33,6 +33,16 @@ class SiteKey(NamedTuple):
         return (match[1], int(match[2])) if match else None
 
 
+class Bits(NamedTuple):
+    """What identifies the bits of a merged site."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    factor: float
+    fingerprint: int
+
+
 class RankPart(NamedTuple):
     """The part of a site that one rank holds, from one micro-step."""
 
@@ -64,6 +74,8 @@ class MergedSite:
         summed: Whether each rank and micro-step has one term of a sum.
         placed: Whether the places of the elements in the whole are known. If not, only what does not depend on them is:
             counts, sum and norm.
+        origin: The bits from which a derived site was computed; empty for other sites, and if these bits are not known.
+            Equal origins give equal values, but sums over other shards round otherwise.
     """
 
     key: SiteKey
@@ -79,6 +91,7 @@ class MergedSite:
     batched: bool = False
     summed: bool = False
     placed: bool = True
+    origin: tuple[Bits, ...] = ()
 
     def without_parts(self) -> MergedSite:
         """A copy without parts, which would keep the whole step in memory."""
@@ -101,7 +114,17 @@ def gradient_norm(gradients: Sequence[MergedSite]) -> MergedSite:
     value = math.nan if broken else math.sqrt(sum(float(one.summary["sum_of_squares"]) for one in gradients))
     order = max(one.order for one in gradients)
     return MergedSite(
-        key=GRADIENT_NORM, order=order, dtype="float64", shape=(), summary=derived_number(value), exact=False
+        key=GRADIENT_NORM, order=order, dtype="float64", shape=(), summary=derived_number(value), exact=False,
+        origin=origin(gradients),
+    )  # fmt: skip
+
+
+def origin(entries: Sequence[MergedSite]) -> tuple[Bits, ...]:
+    """The bits of sites from which another one is derived; empty if those of one are not known."""
+    if not all(one.exact for one in entries):
+        return ()
+    return tuple(
+        Bits(one.key.path, one.dtype, one.shape, one.factor, int(one.summary["fingerprint"])) for one in entries
     )
 
 

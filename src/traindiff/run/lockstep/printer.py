@@ -1,4 +1,4 @@
-"""The printed lines of a lockstep: configuration, losses and divergences on rank 0, the outcome on every rank."""
+"""The lines that rank 0 prints of a lockstep: its configuration, losses, divergences and outcome."""
 
 from __future__ import annotations
 
@@ -127,22 +127,19 @@ class Printer:
             self._status(batch, losses())
 
     def end(self, comparison: Comparison, *, passed: bool) -> None:
-        """Print the outcome, on every rank."""
+        """Print the outcome."""
         if not passed and not comparison.findings:
             self._on_rank_0(*str(comparison).splitlines())
-        self._write(f"TEST {'PASSED' if passed else 'FAILED'}")
+        self._on_rank_0(f"TEST {'PASSED' if passed else 'FAILED'}")
 
     def _status(self, batch: int, losses: tuple[float, float]) -> None:
         self._told = batch
         self._on_rank_0(status_line(batch, self._total, *losses))
 
     def _on_rank_0(self, *lines: str) -> None:
+        """Write and flush line by line, because another rank's output may go to the same place."""
         if self._rank == 0:
+            file = self._file or sys.stdout
             for line in lines:
-                self._write(line)
-
-    def _write(self, line: str) -> None:
-        """Write and flush one line, so that lines of several ranks do not mix."""
-        file = self._file or sys.stdout
-        file.write(f"{line}\n")
-        file.flush()
+                file.write(f"{line}\n")
+                file.flush()
