@@ -91,11 +91,7 @@ def elements(summary: Any) -> NDArray[np.float64]:
 def _places() -> tuple[NDArray[np.intp], NDArray[np.float64]]:
     """The bucket of each element of a vector, and its sign there."""
     whole = Shard.whole((SIZE,))
-    found = []
-    for place in range(SIZE):
-        one = np.zeros(SIZE)
-        one[place] = 1.0
-        found.append(summarize_array(one, np.zeros(SIZE, np.uint64), whole, tiny=1.0)["sketch"])
-    sketches = np.array(found)
+    bits: NDArray[Any] = np.zeros(SIZE, dtype=np.uint64)
+    sketches = np.array([summarize_array(row, bits, whole, tiny=1.0)["sketch"] for row in np.eye(SIZE)])
     buckets = np.abs(sketches).argmax(axis=1)
     return buckets, sketches[np.arange(SIZE), buckets]
