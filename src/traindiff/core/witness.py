@@ -32,17 +32,17 @@ GIVEN = "given"
 PROBES = 4
 """Pairs of random signs. If the gradient is right, a side's error has the root mean square of four normal numbers."""
 
-TERMS = 4
-"""Place of the root of the sum over rows of `|g|² |x|²`: the size of what is added up, also where it cancels."""
+GROWTH = 4
+"""Place of the root mean square of the probes, times the relative rounding error of a sum over so many rows."""
 
 CONVERTED = 5
 """Place of the rounding error of operands that are converted to a shorter dtype before the product."""
 
 ROUNDED = 6
-"""Place of the rounding error of results in a shorter dtype than the gradient's."""
+"""Place of the root mean square of the probes, times the unit roundoff of the dtype in which it was computed."""
 
-GROWN = 7
-"""Place of the rounding error of the sum over rows."""
+TERMS = 7
+"""Place of the rounding error of a sum over so many rows whose terms cancel each other."""
 
 EDITED = 4
 """Place, on the given side, of 1 if the training wrote to the gradient after the backward pass, and else 0."""
@@ -51,7 +51,7 @@ SIZE = 8
 """Numbers of a vector, in float64. The errors are root mean squares, of the same unit as the probes."""
 
 __all__ = [
-    "CONVERTED", "EDITED", "EXPECTED", "GIVEN", "GROWN", "PROBES", "ROUNDED", "SIZE", "TERMS", "WITNESS", "elements",
+    "CONVERTED", "EDITED", "EXPECTED", "GIVEN", "GROWTH", "PROBES", "ROUNDED", "SIZE", "TERMS", "WITNESS", "elements",
     "signs",
 ]  # fmt: skip
 
@@ -69,7 +69,7 @@ def signs(path: str, side: str, first: int, count: int) -> NDArray[np.int8]:
         1 and -1, shape (count, PROBES).
     """
     seed = np.uint64(crc32(f"{side} {path}".encode())) << np.uint64(32)
-    index = np.arange(first, first + count, dtype=np.uint64)[:, None] * np.uint64(PROBES)
+    index: NDArray[Any] = np.arange(first, first + count, dtype=np.uint64)[:, None] * np.uint64(PROBES)
     index = index + np.arange(PROBES, dtype=np.uint64)
     words, place = np.unique(index // np.uint64(BLOCK), return_inverse=True)
     bits = splitmix64(splitmix64(seed) ^ words)[place.reshape(index.shape)] >> (index % np.uint64(BLOCK))

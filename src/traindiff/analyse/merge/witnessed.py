@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from traindiff.analyse.merge.recorded_calls import clips
 from traindiff.analyse.merge.site import MergedSite, RankPart, SiteKey, StepTable
 from traindiff.core.observation import WITNESS
 from traindiff.core.summary import UNIT_ROUNDOFF, norm
-from traindiff.core.witness import CONVERTED, EDITED, EXPECTED, GIVEN, GROWN, PROBES, ROUNDED, elements
+from traindiff.core.witness import CONVERTED, EDITED, EXPECTED, GIVEN, GROWTH, PROBES, ROUNDED, TERMS, elements
 
 Vector = NDArray[np.float64]
 """One number for each probe."""
@@ -31,6 +31,7 @@ class Term(NamedTuple):
         sums: Its probes.
         errors: Root mean square of the rounding error of its probes.
         roundoff: Unit roundoff of its result.
+        growth: Relative rounding error of its sum over rows.
     """
 
     micro_step: int
@@ -38,6 +39,7 @@ class Term(NamedTuple):
     sums: Vector
     errors: float
     roundoff: float
+    growth: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,7 @@ def rms(values: Vector) -> float:
 
 def witnessed(table: StepTable) -> list[Witnessed]:
     """The gradients of a step of which both sides are known and finite, in the order of the table."""
-    factor = prod(one.coefficient for one in clips(table) if one.norm is not None)
+    factor = math.prod(one.coefficient for one in clips(table) if one.norm is not None)
     found = []
     for key, entry in table.items():
         if (key.phase, key.stage, key.slot) != ("grad", WITNESS, EXPECTED) or entry.unobserved:
@@ -116,14 +118,15 @@ def _terms(parts: Iterable[RankPart]) -> list[Term]:
         if (part.micro_step, part.term) in found:
             continue
         vector = elements(part.summary)
-        sums, error = vector[:PROBES], float(vector[ROUNDED])
-        size = rms(sums)
+        sums = vector[:PROBES]
+        size = rms(sums) or math.inf
         found[part.micro_step, part.term] = Term(
             micro_step=part.micro_step,
             rank=part.rank,
             sums=sums,
-            errors=float(np.sqrt(np.square(vector[[CONVERTED, ROUNDED, GROWN]]).sum())),
-            roundoff=min(error / size, _LARGEST_ROUNDOFF) if size else 0.0,
+            errors=float(np.sqrt(np.square(vector[[GROWTH, CONVERTED, ROUNDED, TERMS]]).sum())),
+            roundoff=min(float(vector[ROUNDED]) / size, _LARGEST_ROUNDOFF),
+            growth=min(float(vector[GROWTH]) / size, 1.0),
         )
     return [found[place] for place in sorted(found)]
 
@@ -145,10 +148,10 @@ def _allowed(terms: Sequence[Term], size: float, roundoff: float) -> float:
     """Root mean square of the difference that rounding explains.
 
     Beside the errors of each term: the sums over ranks are rounded as terms are, the sums over micro-steps as the
-    gradient is, and so is the result.
+    gradient is, and so is the result. Probes may be small by chance where the gradient is not, so its norm counts.
     """
-    largest = max(one.roundoff for one in terms)
-    squares = sum(one.errors**2 for one in terms) + (max(largest, roundoff) * size) ** 2
+    relative = max(roundoff, *(one.roundoff for one in terms)), max(one.growth for one in terms)
+    squares = sum(one.errors**2 for one in terms) + sum((one * size) ** 2 for one in relative)
     total: Vector = np.zeros(PROBES)
     for micro_step in dict.fromkeys(one.micro_step for one in terms):
         of_ranks: Vector = np.zeros(PROBES)
@@ -158,4 +161,4 @@ def _allowed(terms: Sequence[Term], size: float, roundoff: float) -> float:
             squares += (one.roundoff * rms(of_ranks)) ** 2 if len(same) > 1 else 0.0
         total = total + of_ranks
         squares += (roundoff * rms(total)) ** 2
-    return sqrt(squares)
+    return math.sqrt(squares)

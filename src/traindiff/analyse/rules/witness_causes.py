@@ -10,8 +10,15 @@ import numpy as np
 from traindiff.analyse.findings import ranks_text
 from traindiff.analyse.merge.witnessed import Term, Vector, Witnessed, rms
 
+_AS_GOOD = 1.5
+"""Of causes that fit within rounding, or within so many times the best of them, the simplest counts."""
+
 _NEARLY = 1e-2
 """A factor that is as near to 1 is 1 for people."""
+
+
+_MOST_KEPT = 4.0
+"""Clipping makes a gradient smaller before the next one is added, and a loss scale that falls makes it larger."""
 
 
 class Cause(NamedTuple):
@@ -50,12 +57,14 @@ def cause_of(one: Witnessed, given: Vector, before: Before | None, *, limit: flo
     """
     if not given.any():
         return Cause("zero", "The gradient is zero, and the inputs and outputs of its layer give another one.")
+    fitting = []
     for cause, whole in _candidates(one, given, before):
         size = max(rms(whole), rms(one.expected))
         allowed = one.allowed * max(1.0, size / (rms(one.expected) or 1.0))
-        if rms(given - whole) <= limit * allowed and size > limit * allowed:
-            return cause
-    return None
+        if rms(given - whole) <= limit * allowed < size:
+            fitting.append((rms(given - whole) / (allowed or 1.0), cause))
+    best = min((ratio for ratio, _ in fitting), default=0.0)
+    return next((cause for ratio, cause in fitting if ratio <= max(1.0, _AS_GOOD * best)), None)
 
 
 class _Part(NamedTuple):
@@ -70,13 +79,14 @@ class _Part(NamedTuple):
 def _candidates(one: Witnessed, given: Vector, before: Before | None) -> Iterator[tuple[Cause, Vector]]:
     """Causes with the probes that each would give, from simple ones to special ones."""
     expected, parts = one.expected, _parts(one.terms)
+    for factor in (2.0, 0.5, -1.0):
+        yield _times(factor), factor * expected
     if before is not None:
         yield from _late(expected, given, before)
     for part in parts:
         yield from _once_more(expected, part)
     factor = _share(given, expected)
-    message = f"The gradient is {factor:.4g} x what the inputs and outputs of its layer give."
-    yield Cause("factor", message, factor), factor * expected
+    yield _times(factor), factor * expected
     for part in parts:
         factor = _share(given, part.sums)
         alone = "were the others lost?" if part.rank is None else "was it not reduced?"
@@ -91,12 +101,19 @@ def _candidates(one: Witnessed, given: Vector, before: Before | None) -> Iterato
             yield from _once_more(expected, _Part(name, term.micro_step, term.rank, term.sums))
 
 
+def _times(factor: float) -> Cause:
+    message = f"The gradient is {factor:.4g} x what the inputs and outputs of its layer give."
+    return Cause("factor", message, factor)
+
+
 def _late(expected: Vector, given: Vector, before: Before) -> Iterator[tuple[Cause, Vector]]:
     """Gradients of the step before."""
     message = "The gradient is the one of the step before: what this step computed did not reach it."
     yield Cause("stale", message), before.given
     yield Cause("stale", message), before.expected
     share = _share(given - expected, before.given)
+    if not 0.0 < share <= _MOST_KEPT:
+        return
     much = "" if abs(share - 1.0) < _NEARLY else f"{share:.4g} x "
     message = f"The gradient also holds {much}the one of the step before: was zero_grad() left out?"
     yield Cause("kept", message, share), expected + share * before.given

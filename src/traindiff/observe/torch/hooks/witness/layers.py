@@ -29,8 +29,14 @@ _RMSNorm: Any = getattr(nn, "RMSNorm", nn.LayerNorm)  # since torch 2.4
 
 _FLOAT32 = UNIT_ROUNDOFF["float32"]
 _TF32 = 2.0**-11
+_SHORT = 0.25
+"""Part of the squared error of a sum over rows in a short dtype: rounding to nearest, of sums that grow."""
+
 _LEAST_FLOAT16 = 2.0**-25
 """Half the smallest number of float16: gradients below it become zero."""
+
+
+KEPT_AWAY = "activation checkpointing, or offloading, kept the input of its layer away"
 
 
 class NotWitnessedError(Exception):
@@ -90,11 +96,12 @@ class Use:
         """What it contributes, laid out as `traindiff.core.witness` says; the errors are squared."""
         found = self.products(gradient)
         mean = found.sums.square().mean()
-        grown = (self.sums**2 * 0.25 * found.rows) * (found.squares + mean)
+        share = 1.0 if self.sums <= _FLOAT32 else _SHORT
+        growth = self.sums**2 * share * found.rows
         exact = UNIT_ROUNDOFF["float64"] if self.sums < _FLOAT32 else _FLOAT32
-        grown = grown + exact**2 * self.width * found.squares
+        terms = (growth + exact**2 * self.width) * found.squares
         rounded = self.result**2 * mean + self.smallest**2 * self.size
-        return torch.cat([found.sums, torch.stack([found.squares, self.operand**2 * found.squares, rounded, grown])])
+        return torch.cat([found.sums, torch.stack([growth * mean, self.operand**2 * found.squares, rounded, terms])])
 
 
 @dataclass(slots=True)
@@ -293,8 +300,8 @@ class Layers:
 
     def _own_sums(self, held: Held, found: Callable[[Tensor], Products], output: Tensor) -> Use:
         """A use whose sum over rows is in the dtype of the parameter."""
-        own = roundoff(held.local)
-        exact = _FLOAT32 if max(own, roundoff(output)) >= _FLOAT32 else own
+        own = max(roundoff(held.local), roundoff(output))  # autocast converts parameters, too
+        exact = _FLOAT32 if own >= _FLOAT32 else own
         return Use(
             path=held.path, leaf=held.leaf, products=found, result=own, operand=0.0, sums=max(own, exact),
             width=sum(held.extent.shape), smallest=_smallest(held.local), size=held.local.numel(), is_own=held.divided,
@@ -305,7 +312,14 @@ class Normalized:
     """The normalized input of a call, computed when the gradient of its output is there.
 
     The graph holds the input as long; with activation checkpointing it does not, and the input comes from the second
-    forward pass.
+    forward pass, before or after the gradient.
+
+    Args:
+        module: The layer.
+        given: Its input.
+
+    Attributes:
+        then: Called once as soon as the input is known, if it was not when the gradient came.
     """
 
     def __init__(self, module: Any, given: Tensor) -> None:
@@ -314,8 +328,8 @@ class Normalized:
         self._given: Tensor | None = None
         self._version = 0
         self._running: tuple[Tensor, Tensor] | None = None
-        self.settings = _settings(module)
-        if isinstance(module, _BatchNorm) and not self.settings:
+        self.then: Callable[[], None] | None = None
+        if not _uses_own_statistics(module):
             mean, variance = module.running_mean, module.running_var
             assert mean is not None
             assert variance is not None
@@ -329,9 +343,12 @@ class Normalized:
         return self._given is None
 
     def take(self, given: Tensor) -> None:
-        """Keep the input of the call, or of its second forward pass."""
+        """Keep the input of the call, or of its second forward pass, for which `then` may wait."""
         if given.shape == self._shape:
             self._given, self._version = given.detach(), version_of(given)
+            then, self.then = self.then, None
+            if then is not None:
+                then()
 
     def __call__(self) -> Tensor:
         """The normalized input, in float32 at least.
@@ -341,7 +358,7 @@ class Normalized:
         """
         x = self._given
         if x is None:
-            raise NotWitnessedError("activation checkpointing kept the input of its layer away")
+            raise NotWitnessedError(KEPT_AWAY)
         if version_of(x) != self._version:
             raise NotWitnessedError("the input of its layer was written to")
         x = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -366,8 +383,8 @@ class Normalized:
         return functional.batch_norm(x, mean, variance, eps=module.eps)
 
 
-def _settings(module: Any) -> bool:
-    """True if a batch or instance normalization uses the statistics of its input."""
+def _uses_own_statistics(module: Any) -> bool:
+    """True if a normalization uses the statistics of its input, and not running ones."""
     if isinstance(module, _InstanceNorm):
         if not (module.training or not module.track_running_stats):
             raise NotWitnessedError("an InstanceNorm in evaluation mode is not known")

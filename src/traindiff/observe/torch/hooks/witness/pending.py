@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from traindiff.core.witness import TERMS
+from traindiff.core.witness import PROBES
 
 
 @dataclass(slots=True)
@@ -43,4 +43,4 @@ class Expected:
     def vectors(self) -> Iterator[tuple[int, bool, Tensor]]:
         """Micro-step, whether the term is this rank's own, and the vector with roots of the squared errors."""
         for (micro_step, is_own), vector in sorted(self.terms.items()):
-            yield micro_step, is_own, torch.cat([vector[:TERMS], vector[TERMS:].sqrt()])
+            yield micro_step, is_own, torch.cat([vector[:PROBES], vector[PROBES:].sqrt()])

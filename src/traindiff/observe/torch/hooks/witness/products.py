@@ -44,7 +44,7 @@ def of_rows(left: Tensor, right: Tensor, *, rows: int | Tensor | None = None) ->
 
 def of_sums(gradient: Tensor, signs: Tensor) -> Products:
     """The gradient of a bias: the sum over rows of the gradient of the output."""
-    terms = (gradient.detach().reshape(-1, gradient.shape[-1]).float() @ signs).double()
+    terms = projected(gradient, signs).double()
     return Products(sums=terms.sum(0), squares=terms.square().sum() / PROBES, rows=terms.shape[0])
 
 

@@ -14,7 +14,7 @@ from traindiff.core.kernels.torch_arrays import is_abstract
 from traindiff.core.observation import WITNESS
 from traindiff.core.shards import Piece, Shard
 from traindiff.core.site import path_in_whole
-from traindiff.core.torch_compat.execution import inside_backward, version_of
+from traindiff.core.torch_compat.execution import inside_backward, keeps_saved_tensors_elsewhere, version_of
 from traindiff.core.torch_compat.training import ACCUMULATION_HOOKS, GRADIENT_HOOKS, has_communication_hook
 from traindiff.core.witness import EXPECTED, GIVEN, SIZE
 from traindiff.observe.torch.hooks.context import TapContext
@@ -23,7 +23,15 @@ from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy
 from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap, as_dense
 from traindiff.observe.torch.hooks.witness.attention import AttentionCalls
 from traindiff.observe.torch.hooks.witness.given import given_vector
-from traindiff.observe.torch.hooks.witness.layers import Layers, Normalized, NotWitnessedError, Use, is_known, own_term
+from traindiff.observe.torch.hooks.witness.layers import (
+    KEPT_AWAY,
+    Layers,
+    Normalized,
+    NotWitnessedError,
+    Use,
+    is_known,
+    own_term,
+)
 from traindiff.observe.torch.hooks.witness.pending import Expected
 from traindiff.observe.torch.hooks.witness.probes import Probes
 from traindiff.observe.torch.hooks.witness.uses import uses
@@ -68,6 +76,7 @@ class _Witness:
         self._expected: dict[str, Expected] = {}
         self._leaves: dict[int, dict[str, None]] = {}  # paths of the parameters in a leaf, by its id
         self._inside: dict[str, list[Normalized]] = {}  # by module, inputs that activation checkpointing will bring
+        self._late: list[Use] = []  # whose inputs had not come when the gradient did
         self._in_graph: Counter[int] = Counter()
         self._seen: Counter[int] = Counter()
         self._inputs: frozenset[int] | None = None
@@ -94,6 +103,7 @@ class _Witness:
         elif is_known(module):
             # In front of hooks that change the output, or divide it among ranks.
             hook = self._guarded(partial(self._called, path))
+            hooks.before_forward(module, self._guarded(partial(self._called_again, path)), with_kwargs=True)
             hooks.after_forward(module, hook, with_kwargs=True, prepend=True)
 
     def _called(
@@ -101,13 +111,19 @@ class _Witness:
     ) -> None:
         if not self._is_wanted(output):
             return
-        if inside_backward() and (waiting := self._inside.get(path)):
-            given = next((one for one in (*args, *named.values()) if isinstance(one, Tensor)), None)
-            if given is not None and len(waiting) == 1:
-                waiting.pop().take(given)
-            waiting.clear()  # which of several calls this repeats is not known
-            return
+        if inside_backward() and keeps_saved_tensors_elsewhere():
+            return  # the second forward pass of activation checkpointing: gradients come back through the first one
         self._follow(path, module, output, lambda: self._layers.uses(path, module, args, named, output))
+
+    def _called_again(self, path: str, module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:  # noqa: ARG002
+        """Before a call: of the second forward pass of activation checkpointing, which brings inputs."""
+        waiting = self._inside.get(path)
+        if not waiting or not inside_backward():
+            return
+        given = next((one for one in (*args, *named.values()) if isinstance(one, Tensor)), None)
+        if given is not None and len(waiting) == 1:
+            waiting.pop().take(given)
+        waiting.clear()  # which of several calls this repeats is not known
 
     def _called_in_attention(
         self, path: str, module: nn.Module, given: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor
@@ -138,7 +154,7 @@ class _Witness:
             return
         for use in found:
             self._leaves.setdefault(use.leaf, {})[use.path] = None
-            if isinstance(use.normalized, Normalized) and use.normalized.waits:
+            if use.normalized is not None and use.normalized.waits:
                 self._inside.setdefault(path, []).append(use.normalized)
         output.register_hook(self._guarded(partial(self._returned, found, self._sink.progress.micro_step)))
 
@@ -155,11 +171,18 @@ class _Witness:
             if self._inputs is not None and use.leaf not in self._inputs:
                 continue
             self._seen[use.leaf] += 1
-            expected = self._expect(use.path)
-            try:
-                expected.add(micro_step, use.vector(gradient), is_own=use.is_own)
-            except NotWitnessedError as error:
-                expected.reason = str(error)
+            if use.normalized is not None and use.normalized.waits:
+                use.normalized.then = partial(self._add, use, micro_step, gradient)
+                self._late.append(use)
+            else:
+                self._add(use, micro_step, gradient)
+
+    def _add(self, use: Use, micro_step: int, gradient: Tensor) -> None:
+        expected = self._expect(use.path)
+        try:
+            expected.add(micro_step, use.vector(gradient), is_own=use.is_own)
+        except NotWitnessedError as error:
+            expected.reason = str(error)
 
     def _expect(self, path: str) -> Expected:
         """What is expected of a gradient now: from the beginning, if it was read since the last backward pass."""
@@ -194,6 +217,10 @@ class _Witness:
             return
         self._running = False
         self._inside.clear()
+        for use in self._late:
+            if use.normalized is not None and use.normalized.waits:
+                self._expect(use.path).reason = KEPT_AWAY
+        self._late.clear()
         for leaf, paths in self._leaves.items():
             used, seen = self._in_graph[leaf], self._seen[leaf]
             if used != seen and (self._inputs is None or leaf in self._inputs):
