@@ -73,8 +73,12 @@ class GradientsFollow(Rule):
         if wrong and (sentence := _of_all(wrong, found)):
             self._changed.setdefault(sentence, []).append(step)
             return
+        told = set()
         for fault in wrong:
-            yield self._finding(fault, step)
+            if (path := fault.one.entry.key.path) not in told:
+                told.add(path)
+                same = [one for one in wrong if one.one.entry.key.path == path]
+                yield self._finding(_not_reduced(same) or fault, step)
 
     def notes(self) -> Iterator[str]:
         """How much was checked, and why not everything."""
@@ -137,17 +141,27 @@ class GradientsFollow(Rule):
         )  # fmt: skip
 
 
+def _not_reduced(wrong: Sequence[_Wrong]) -> _Wrong | None:
+    """One fault for all ranks if each holds what it alone contributed."""
+    causes = [one.cause for one in wrong if one.cause is not None and (one.cause.rank,) == one.ranks]
+    if len(wrong) < 2 or len(causes) < len(wrong) or any(one.name != "alone" for one in causes):
+        return None
+    ranks = tuple(rank for one in wrong for rank in one.ranks)
+    message = "The gradient on each rank is what that rank alone contributed: was it not reduced?"
+    return wrong[0]._replace(ranks=ranks, cause=Cause("alone", message, causes[0].factor))
+
+
 def _of_all(wrong: Sequence[_Wrong], found: Sequence[Witnessed]) -> str:
     """A sentence about a change of all gradients by the training; empty if it is no such change."""
     touched = [one for one in found if one.expected.any()]
-    if len(touched) < 2 or not all(one.edited for one in touched):
+    changed = {one.one.entry.key.path for one in wrong if len(one.one.given) == 1}
+    if len(touched) < 2 or not all(one.edited and one.entry.key.path in changed for one in touched):
         return ""
     if any(one.cause is not None and one.cause.name != "factor" for one in wrong):
         return ""
     factors = [one.cause.factor for one in wrong if one.cause is not None]
-    changed = {one.one.entry.key.path for one in wrong}
-    if len(factors) == len(wrong) and changed >= {one.entry.key.path for one in touched}:
-        if max(factors) - min(factors) <= _SAME_FACTOR * abs(max(factors)):
-            return "The training multiplies all gradients by one factor after the backward pass ({steps})."
-        return "The training multiplies gradients by factors after the backward pass ({steps})."
-    return "The training changes gradients after the backward pass ({steps}), so they were not witnessed there."
+    if len(factors) < len(wrong):
+        return "The training changes gradients after the backward pass ({steps}), so they were not witnessed there."
+    if max(factors) - min(factors) <= _SAME_FACTOR * abs(max(factors)):
+        return "The training multiplies all gradients by one factor after the backward pass ({steps})."
+    return "The training multiplies gradients by factors after the backward pass ({steps})."

@@ -64,12 +64,13 @@ def given_vector(
 
 def _of_region(probes: Probes, path: str, local: Tensor, region: Region) -> tuple[Tensor, int] | None:
     extent = Extent.of(region)
-    if extent is None or region.term is not None:
+    if extent is None:
         return None
     flat = local.reshape(extent.shape)
     total = probed(flat, probes.rows(path, extent, local), probes.columns(path, extent, local))
     columns = prod(region.shape[1:])
-    return total, extent.rows[0][0] * columns + extent.columns[0][0]
+    first = extent.rows[0][0] * columns + extent.columns[0][0]
+    return total, first + (region.term or 0) * prod(region.shape)
 
 
 def _of_range(probes: Probes, path: str, local: Tensor, shard: Shard) -> tuple[Tensor, int]:

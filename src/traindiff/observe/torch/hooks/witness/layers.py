@@ -180,7 +180,7 @@ class Layers:
 
     def linear(self, path: str, module: nn.Module, given: tuple[Any, ...], output: Tensor) -> Iterator[Use]:
         """Uses in a call of a linear layer."""
-        weight, bias = (self.held(path, module, name, given[0], output) for name in ("weight", "bias"))
+        weight, bias = self.held(path, module, "weight", given[0], output), self.held(path, module, "bias", output)
         yield from self.product(given[0], weight, bias, output)
 
     def product(self, given: Tensor, weight: Held | None, bias: Held | None, output: Tensor) -> Iterator[Use]:
@@ -422,7 +422,8 @@ def _local(tensor: Any) -> Tensor:
 
 
 def _is_divided(tensor: Any) -> bool:
-    return any(not placement.is_replicate() for placement in tensor.placements)
+    """True if ranks have different parts of a tensor; of a tensor whose terms they have, the gradients are copies."""
+    return any(placement.is_shard() for placement in tensor.placements)
 
 
 def roundoff(tensor: Tensor) -> float:

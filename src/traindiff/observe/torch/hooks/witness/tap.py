@@ -263,7 +263,11 @@ class _Witness:
         if evaluation != self._evaluation:
             self._evaluation = evaluation
             self._read.clear()
-        fresh = [(parameter, pieces) for parameter, pieces in held if (tap.name, id(parameter)) not in self._read]
+        fresh = [
+            (parameter, pieces)
+            for parameter, pieces in held
+            if (tap.name, id(parameter)) not in self._read and tap.gradient_of(parameter) is not None
+        ]
         if not fresh:
             return
         self._read.update((tap.name, id(parameter)) for parameter, _ in fresh)
