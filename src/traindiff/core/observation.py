@@ -71,6 +71,9 @@ RECOMPUTED_OPERATOR = "operator recomputed"
 
 OPERATOR_STAGES = frozenset({OPERATOR, RECOMPUTED_OPERATOR})
 
+WITNESS = "witness"
+"""Stage of both sides of the identity that a gradient is checked by; see `traindiff.core.witness`."""
+
 BOUNDARY = "boundary"
 """Stage of tensors that one pipeline stage sends to the next; the whole model has no such site."""
 
@@ -98,8 +101,8 @@ class Observation:
             (gradients between the backward pass and the optimizer), `before` (parameter before the step),
             `recomputed` (forward pass repeated by activation checkpointing), `sample` (one sample of a
             batch), `evaluation` (forward pass without gradients), `boundary` (handed from one stage of a
-            pipeline to the next), `after`, `operator` and `operator recomputed` (one operator inside a module), or
-            empty.
+            pipeline to the next), `witness`, `after`, `operator` and `operator recomputed` (one operator inside a
+            module), or empty.
         path: Canonical dotted path of the module or parameter.
         slot: Which tensor of it: `output[0]`, `grad`, `exp_avg`.
         call: Number of earlier calls of this module in this micro-step.

@@ -206,6 +206,8 @@ def record_settings(**options: Unpack[RecordOptions]) -> RecordSettings:
         )
     if problems:
         raise ConfigError("record(...)", problems, consequence="nothing was attached to the model")
+    if "witness" in settings.observe:  # of gradients that are read where the optimizer reads them
+        settings = replace(settings, observe=settings.observe | {"grad"})
     if settings.operators:
         return replace(settings, observe=settings.observe | {"operators"})
     return replace(settings, operators=("*",)) if "operators" in settings.observe else settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from traindiff.core.observation import OPERATOR, RECOMPUTED_OPERATOR, SAMPLE
+from traindiff.core.observation import OPERATOR, RECOMPUTED_OPERATOR, SAMPLE, WITNESS
 from traindiff.core.site import PHASES
 
 Losses = tuple[tuple[str, str | None], ...]
@@ -73,6 +73,7 @@ TAPS: tuple[Tap, ...] = (
     Tap(name="model_state", observe=("param", "update"), loses=_PARAMETERS),
     Tap(name="parameter_gradients", observe=("grad.micro",), loses=(("grad", "micro"),)),
     Tap(name="gradient_stages", observe=("grad", "grad.stages"), loses=_STAGES),
+    Tap(name="witness", observe=("witness",), loses=(("grad", WITNESS),)),
     Tap(name="optimizer_replay", part_of="optimizers", observe=("replay",), by_default=True, loses=(("update", None),)),
     Tap(name="optimizer_step", part_of="optimizers", loses=_STEP),
     Tap(name="optimizer_discovery", part_of="optimizers", loses=_STEP),

@@ -18,12 +18,14 @@ from traindiff.analyse.rules.weights import (
     UpdatesAreLargeEnough,
     UpdatesAreSmall,
 )
+from traindiff.analyse.rules.witness import GradientsFollow
 
 RULES: tuple[type[Rule], ...] = (
     FiniteThroughout,
     CopiesAgree,
     OptimizersAloneChangeParameters,
     BoundariesHold,
+    GradientsFollow,
     UpdatesFollowSettings,
     ReportedNumbersFit,
     TiedGradientsAddUp,

@@ -62,6 +62,15 @@ def version_of(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def keeps_saved_tensors_elsewhere() -> bool:
+    """True if the forward pass that runs does not keep what its backward pass needs, but hands it to hooks.
+
+    Activation checkpointing and offloading do. There is no public way to ask; older torch releases have none.
+    """
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is not None and top(True) is not None  # noqa: FBT003  that hooks are ignored while torch traces
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """A number that tensors share if they share a storage. `data_ptr`, the public name, is 0 for empty storages."""
     return int(tensor.untyped_storage()._cdata)

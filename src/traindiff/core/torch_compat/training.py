@@ -47,6 +47,17 @@ STEP_PRE_HOOKS = "_optimizer_step_pre_hooks"
 STEP_POST_HOOKS = "_optimizer_step_post_hooks"
 EVERY_STEP_PRE_HOOKS = "_global_optimizer_pre_hooks"  # of the module torch.optim.optimizer
 GRADIENT_HOOKS = "_backward_hooks"  # of a tensor
+ACCUMULATION_HOOKS = "_post_accumulate_grad_hooks"  # of a tensor that has a gradient
+
+
+def has_communication_hook(model: nn.Module) -> bool:
+    """True if a communication hook was registered on DistributedDataParallel: it may compress gradients.
+
+    Args:
+        model: The wrapper, or a module that holds the wrapper.
+    """
+    return any(getattr(one, "_comm_hooks", None) for one in (model, *model.children()))
+
 
 # Optimizers
 

@@ -44,11 +44,13 @@ class Sink(Protocol):
         weight: float = 1.0,
         region: Region | None = None,
         scaled: bool | None = None,
+        term: int | None = None,
     ) -> None:
         """Summarize `tensor` now. Defaults come from `progress`, and mean the whole tensor.
 
         If other ranks hold the rest of a larger tensor, `region` is the part that this one holds, and `shard` is about
         the larger one. `scaled` tells whether the loss scale is in it; by default that follows from phase and stage.
+        `term` is the number of a term of a sum; by default, ranks that share the batch have a term each.
         """
 
     def unobserved(

@@ -112,19 +112,25 @@ def _install() -> None:
     original = torch.autograd.backward
 
     @wraps(original)
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        if inside_backward():  # reentrant checkpointing: a part of the backward pass that is running
-            original(tensors, *args, **kwargs)
-            return
+    def backward(tensors: Any, *args: Any, **named: Any) -> None:
         roots = [tensors] if isinstance(tensors, Tensor) else [t for t in tensors if isinstance(t, Tensor)]
+        if inside_backward():  # reentrant checkpointing: a part of the backward pass that is running
+            for listener in _listeners:
+                listener.events.on_inner_backward(roots)
+            original(tensors, *args, **named)
+            return
+        inputs = None
+        if (given := named.get("inputs")) is not None:
+            inputs = [given] if isinstance(given, Tensor) else [*(given.values() if isinstance(given, dict) else given)]
+            named["inputs"] = given if isinstance(given, (Tensor, dict)) else inputs  # it may be a generator
         listeners = [listener for listener in _listeners if listener.concerns(roots)]
         for listener in listeners:
             listener.events.at_backward()
             listener.begin(roots)
         try:
             for listener in listeners:
-                listener.events.before_backward(roots)
-            original(tensors, *args, **kwargs)
+                listener.events.before_backward(roots, inputs)
+            original(tensors, *args, **named)
         finally:
             for listener in listeners:
                 listener.events.after_backward()

@@ -60,8 +60,13 @@ class Events:
         after_step: After a step of the optimizer that counts them, before the next one begins.
         at_end: Before the last observations are written.
         at_backward: When a backward pass that can reach the model's parameters begins, before anything of it is seen.
-        before_backward: Before such a backward pass runs, with the tensors it starts from.
+        before_backward: Before such a backward pass runs, with the tensors it starts from, and with the leaves that
+            alone are given gradients; None for all.
         after_backward: After it, also if it raised.
+        on_inner_backward: Before a backward pass inside of another one, with the tensors it starts from (reentrant
+            checkpointing).
+        on_gradients: Before something changes the gradients of an optimizer, or the optimizer reads them: with its tap,
+            each tensor with the pieces of parameters in it, and whether the gradients contain the loss scale.
         on_schedule: When a pipeline's schedule is about to run a batch, with it and with its stages on this rank.
     """
 
@@ -73,6 +78,8 @@ class Events:
     at_backward: Event = field(default_factory=Event)
     before_backward: Event = field(default_factory=Event)
     after_backward: Event = field(default_factory=Event)
+    on_inner_backward: Event = field(default_factory=Event)
+    on_gradients: Event = field(default_factory=Event)
     on_schedule: Event = field(default_factory=Event)
 
 

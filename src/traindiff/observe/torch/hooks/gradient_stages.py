@@ -135,7 +135,6 @@ class _GradientStages:
         self._optimizers = context.optimizers
         self._names = context.targets.names
         self._sink = context.sink
-        self._observe_gradients = "grad.stages" in context.observe
         self._stages: dict[str, tuple[int, str]] = {}  # by optimizer: the step, and the next stage to be recorded
         self.scaler = ScalerListener(
             before_unscaling=guarded(self._before_unscaling), after_unscaling=guarded(self._after_unscaling)
@@ -172,7 +171,7 @@ class _GradientStages:
     def _record(self, tap: OptimizerTap) -> None:
         """Record gradients that a call is about to change, unless their stage was recorded already."""
         stage = self._stage(tap)
-        if stage and self._observe_gradients and self._sink.progress.observing:
+        if stage and self._sink.progress.observing:
             tap.gradients(stage)
 
     def _stage(self, tap: OptimizerTap) -> str:

@@ -133,7 +133,7 @@ class _Operators:
             self._nodes.outside()
             self._switch()
 
-    def _begin_backward(self, roots: Sequence[Tensor]) -> None:
+    def _begin_backward(self, roots: Sequence[Tensor], *_: Any) -> None:
         if self._sink.progress.observing and self._nodes:
             for node in nodes_of(roots):
                 if not node.name().startswith(_COMPUTE_OTHERWISE):

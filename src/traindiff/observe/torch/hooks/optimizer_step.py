@@ -87,6 +87,7 @@ class OptimizerTap:
         self._observe = context.observe
         self._sink = context.sink
         self._on_end = on_end
+        self._on_gradients = context.events.on_gradients
         self._unsettled = False
         self._has_closure = False
         self._counts_skipped = context.settings.counts_skipped
@@ -155,7 +156,7 @@ class OptimizerTap:
         if self._left_out or not progress.observing or "param" not in self._observe:
             return
         with self._sink.together():
-            for parameter, pieces in self._selected():
+            for parameter, pieces in self.selected():
                 self._emit_pieces(parameter, pieces, phase="param", slot="value", stage=BEFORE)
 
     def _counting(self, *call: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -246,12 +247,14 @@ class OptimizerTap:
 
     def gradients(self, stage: str = "") -> None:
         """Record gradients as they are now: those that the optimizer sees, or those of a stage before."""
+        if self._on_gradients and self._sink.progress.observing:
+            contain = self._sink.progress.loss_scaled if stage == "reduced" else self._scales_itself
+            self._on_gradients(self, [*self.selected()], contain and stage != "unscaled")
         if ("grad.stages" if stage else "grad") not in self._observe:
             return
-        # A loss scaler leaves it to a fused optimizer to divide by the loss scale.
-        scaled = None if stage else isinstance(getattr(self.optimizer, "grad_scale", None), Tensor)
+        scaled = None if stage else self._scales_itself
         with self._sink.together():
-            for parameter, pieces in self._selected():
+            for parameter, pieces in self.selected():
                 self._gradient(parameter, pieces, stage=stage, scaled=scaled)
 
     def after_step(self, *_: Any) -> None:
@@ -262,7 +265,7 @@ class OptimizerTap:
             self.gradients()
         held: set[str] = set()
         with self._sink.together():
-            for parameter, pieces in self._selected():
+            for parameter, pieces in self.selected():
                 held.update(piece.path for piece in pieces)
                 if "optimizer" in self._observe:
                     self._state(parameter, pieces)
@@ -270,7 +273,7 @@ class OptimizerTap:
                     self._emit_pieces(parameter, pieces, phase="param", slot="value")
         if "update" in self._observe:
             updated = {id(parameter) for _, parameter, _ in self.updated()}
-            self.marks.take((one, pieces) for one, pieces in self._selected() if id(one) in updated)
+            self.marks.take((one, pieces) for one, pieces in self.selected() if id(one) in updated)
         self._let_go(self.was_held - held)
         self.was_held |= held
 
@@ -331,7 +334,8 @@ class OptimizerTap:
                     pieces = (Piece(path=f"{self.name}.groups[{number}].params[{position}]"),)
                 yield number, parameter, pieces
 
-    def _selected(self) -> Iterator[tuple[Tensor, Sequence[Piece]]]:
+    def selected(self) -> Iterator[tuple[Tensor, Sequence[Piece]]]:
+        """Each parameter, with the pieces in it that are observed; none without such pieces."""
         for _, parameter, pieces in self.held():
             if chosen := [piece for piece in pieces if self._selects(piece.path)]:
                 yield parameter, chosen
@@ -339,15 +343,23 @@ class OptimizerTap:
     def _gradient(
         self, parameter: Tensor, pieces: Sequence[Piece], *, stage: str = "", scaled: bool | None = None
     ) -> None:
-        gradient = main_gradient(parameter) if self._main_first or parameter.grad is None else None
-        if gradient is None:
-            gradient = parameter.grad
+        gradient = self.gradient_of(parameter)
         if gradient is not None:
             self._emit_pieces(as_dense(gradient), pieces, phase="grad", slot="grad", stage=stage, scaled=scaled)
         elif parameter.requires_grad and not stage:
             reason = f"{NO_GRADIENT}: parameter.grad is None when the optimizer steps"
             for piece in pieces:
                 self._sink.unobserved(reason, phase="grad", path=piece.path, slot="grad", optimizer=self.name)
+
+    @property
+    def _scales_itself(self) -> bool:
+        """True if a loss scaler leaves it to the (fused) optimizer to divide by the loss scale."""
+        return isinstance(getattr(self.optimizer, "grad_scale", None), Tensor)
+
+    def gradient_of(self, parameter: Tensor) -> Tensor | None:
+        """The gradient that the optimizer reads, or Megatron's `main_grad`; None without one."""
+        gradient = main_gradient(parameter) if self._main_first or parameter.grad is None else None
+        return parameter.grad if gradient is None else gradient
 
     def _hyper_parameters(self) -> None:
         for number, entry in enumerate(self.optimizer.param_groups):

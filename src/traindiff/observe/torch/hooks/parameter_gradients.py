@@ -50,7 +50,7 @@ class _Leaves:
                 hooks.on_gradient(leaf, _hook(self._context, leaf, self._context.targets.pieces_of))
                 self._hooks[id(leaf)] = leaf, hooks
 
-    def _look(self, *roots: Any) -> None:  # noqa: ARG002
+    def _look(self, *about: Any) -> None:  # noqa: ARG002
         """Attach hooks that are gone: before the backward pass, nothing of it is lost."""
         leaves = {id(leaf) for leaf in self._context.targets.leaves}
         for key, (_, hooks) in [*self._hooks.items()]:

@@ -154,6 +154,7 @@ class Observations(ObservationBuffer):
         weight: float = 1.0,
         region: Region | None = None,
         scaled: bool | None = None,
+        term: int | None = None,
         late: bool = False,
     ) -> None:
         """`Sink.emit`; `late` files the tensor under the step that has just ended."""
@@ -179,7 +180,7 @@ class Observations(ObservationBuffer):
             seen = self._seen(
                 optimizer=optimizer, late=late, micro_step=micro_step, phase=phase, stage=stage, path=path, slot=slot,
                 call=call, dtype=dtype_name(part.tensor), shard=part.shard, merge=part.merge, weight=weight,
-                term=part.term, factor=factor, scaled=scaled,
+                term=part.term if term is None else term, factor=factor, scaled=scaled,
             )  # fmt: skip
             # Random state is read when a forward pass ends, also where an error ends it.
             if self.last_seen is not None and path != "rng":

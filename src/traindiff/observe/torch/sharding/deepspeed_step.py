@@ -135,7 +135,7 @@ class EngineOptimizerTap(OptimizerTap):
             return
         with self._sink.together():
             if "optimizer" in self._observe:
-                for tensor, pieces in self._selected():
+                for tensor, pieces in self.selected():
                     self._state(tensor, pieces)
             if "param" in self._observe:
                 self._parameters()
@@ -149,10 +149,13 @@ class EngineOptimizerTap(OptimizerTap):
     def _before_unscaling(self, *_: Any, **__: Any) -> None:
         """Record gradients before the engine unscales and clips them."""
         changes = self._engine.clipping > 0.0 or loss_scale_of(self._engine.outer) != 1.0
-        if not changes or "grad.stages" not in self._observe or not self._sink.progress.observing:
+        if not changes or not self._sink.progress.observing:
+            return
+        self._on_gradients(self, [*self.selected()], self._sink.progress.loss_scaled)
+        if "grad.stages" not in self._observe:
             return
         with self._sink.together():
-            for tensor, pieces in self._selected():
+            for tensor, pieces in self.selected():
                 if tensor.grad is not None and id(tensor) not in self._unscaled:
                     self._unscaled.add(id(tensor))
                     self._gradient(tensor, pieces, stage="reduced", scaled=None)
@@ -165,11 +168,12 @@ class EngineOptimizerTap(OptimizerTap):
         if first and self._engine.clipping > 0.0:
             norm, limit = self._engine.outer._global_grad_norm, self._engine.clipping
             emit_clipping(self._sink, norm=norm, limit=limit, optimizer=self.name)
-        present = {id(one) for group in inner.param_groups for one in group["params"]}
+        ids = {id(one) for group in inner.param_groups for one in group["params"]}
+        present = [(tensor, pieces) for tensor, pieces in self.selected() if id(tensor) in ids]
+        self._on_gradients(self, present, False)  # noqa: FBT003  an event takes no names
         with self._sink.together():
-            for tensor, pieces in self._selected():
-                if id(tensor) in present:
-                    self._gradient(tensor, pieces, stage="", scaled=None)
+            for tensor, pieces in present:
+                self._gradient(tensor, pieces, stage="", scaled=None)
 
     def _after_call(self, after: Callable[[], None], _: Any) -> None:
         if self._stepped or self._counts_skipped:
@@ -189,7 +193,7 @@ class EngineOptimizerTap(OptimizerTap):
         if "optimizer" in self._observe:
             self._numbers(1, path=self.name, slot=SKIPPED)
         if "grad" in self._observe:
-            for _, pieces in self._selected():
+            for _, pieces in self.selected():
                 for piece in pieces:
                     self._sink.unobserved(LEFT_OUT, phase="grad", path=piece.path, slot="grad", optimizer=self.name)
         self.after_step()
@@ -215,7 +219,7 @@ class EngineOptimizerTap(OptimizerTap):
         for path, parameter in parameters.items():
             if self._selects(path):
                 self._emit(parameter, phase="param", path=path, slot="value")
-        for tensor, pieces in self._selected():
+        for tensor, pieces in self.selected():
             apart = [piece for piece in pieces if parameters[piece.path].dtype != tensor.dtype]
             self._emit_pieces(tensor, apart, phase="param", slot=MASTER)
 

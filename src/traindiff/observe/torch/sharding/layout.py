@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, distributed, nn
 
 from traindiff.core.kernels.torch_arrays import shape_of
-from traindiff.core.observation import Merge
+from traindiff.core.observation import WITNESS, Merge
 from traindiff.core.shards import DeclaredShard, Piece, Region, Regions, Shard
 from traindiff.core.torch_compat.training import localized_layout
+from traindiff.core.witness import EXPECTED
 from traindiff.observe.torch.sharding.data_parallel import DataParallel, Pipeline, find_data_parallel
 from traindiff.observe.torch.sharding.declarations import Declarations
 from traindiff.observe.torch.sharding.distributed_tensor import is_distributed, region_of, region_placed
@@ -199,7 +200,9 @@ def regions_of_parameters(layout: Layout, parameters: Mapping[str, Tensor]) -> d
 
 def is_before_the_reduction(*, phase: str, stage: str, slot: str) -> bool:
     """True if data-parallel ranks have different values of such a tensor: each of its own share of the loss."""
-    return phase == "backward" or (phase, slot) == ("loss", "backward") or (phase, stage) == ("grad", "micro")
+    if phase == "grad":
+        return stage == "micro" or (stage, slot) == (WITNESS, EXPECTED)
+    return phase == "backward" or (phase, slot) == ("loss", "backward")
 
 
 def is_before_unscaling(*, phase: str, stage: str, slot: str) -> bool:

@@ -1,0 +1,167 @@
+"""Each gradient follows from the inputs of its layer and the gradients of its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from traindiff.analyse.findings import Finding, more_text
+from traindiff.analyse.merge.site import SiteKey, StepTable, finding_at
+from traindiff.analyse.merge.witnessed import Vector, Witnessed, rms, witnessed
+from traindiff.analyse.rules.rule import Limit, Rule
+from traindiff.analyse.rules.witness_causes import Before, Cause, cause_of, on_ranks
+from traindiff.core.observation import WITNESS
+from traindiff.core.shards import OPEN
+from traindiff.core.witness import EXPECTED
+
+_SAME_FACTOR = 1e-2
+_MOST_NAMED = 3
+
+
+class _Wrong(NamedTuple):
+    one: Witnessed
+    ranks: tuple[int, ...]
+    given: Vector
+    cause: Cause | None
+
+
+class GradientsFollow(Rule):
+    """The gradient that an optimizer is given does not follow from what its layer was given and returned.
+
+    Needs `observe="witness"`. For random signs a and b, `aᵀ (dL/dW) b` is compared with the sum over rows of
+    `(g·a)(x·b)`: x is what the layer was given, g the gradient of what it returned (Freivalds 1977). The root mean
+    square of the differences is the size of the error of the gradient, whatever made it. It is held against the
+    rounding of this gradient. See docs/witness.md.
+
+    Not findings: a factor that is common to all gradients, or any change of all gradients, if the training itself wrote
+    to them after the backward pass (clipping by hand, noise). A note says so.
+    """
+
+    name = "wrong-gradient"
+    finds = "A gradient is not what the inputs and outputs of its layer give."
+    tells_runs_apart = True
+    limits = {  # noqa: RUF012  as in all rules
+        "roundings": Limit(
+            default=4.0,
+            message="Smallest error that is a finding, in multiples of what rounding explains. Right gradients stay "
+            "below 2.",
+        ),
+    }
+
+    def begin(self) -> None:
+        """Nothing was seen so far."""
+        self._before: dict[str, tuple[int, Before]] = {}
+        self._changed: dict[str, list[int]] = {}  # steps, by a sentence about all gradients
+        self._sizes: dict[str, int] = {}
+        self._checked: set[str] = set()
+        self._reasons: dict[str, str] = {}
+
+    def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
+        """Findings of a step."""
+        self._note_coverage(table)
+        found = witnessed(table)
+        self._checked.update(one.entry.key.path for one in found)
+        limit = self.limit("roundings") / self.strictness
+        wrong = [
+            _Wrong(one, ranks, given, cause_of(one, given, self._known(one, step), limit=limit))
+            for one in found
+            for ranks, given in one.given
+            if rms(given - one.expected) > limit * one.allowed
+        ]
+        for one in found:
+            self._before[one.entry.key.path] = step, Before(one.given[0][1], one.expected)
+        if wrong and (sentence := _of_all(wrong, found)):
+            self._changed.setdefault(sentence, []).append(step)
+            return
+        told = set()
+        for fault in wrong:
+            if (path := fault.one.entry.key.path) not in told:
+                told.add(path)
+                same = [one for one in wrong if one.one.entry.key.path == path]
+                yield self._finding(_not_reduced(same) or fault, step)
+
+    def notes(self) -> Iterator[str]:
+        """How much was checked, and why not everything."""
+        for sentence, steps in self._changed.items():
+            yield sentence.format(steps=f"{len(steps)} step{'s' if len(steps) > 1 else ''}, first {steps[0]}")
+        if not self._checked and not self._reasons:
+            return
+        whole = sum(self._sizes.values())
+        held = sum(size for path, size in self._sizes.items() if path in self._checked)
+        yield f"Witnessed are the gradients of {held / (whole or 1):.1%} of {whole:,} parameters."
+        by_reason: dict[str, list[str]] = {}
+        for path, reason in self._reasons.items():
+            if path not in self._checked:
+                by_reason.setdefault(reason, []).append(path)
+        for reason, paths in by_reason.items():
+            names = ", ".join(paths[:_MOST_NAMED]) + more_text(len(paths) - _MOST_NAMED, "parameter")
+            yield f"Not witnessed: {names}, because {reason}."
+
+    def _note_coverage(self, table: StepTable) -> None:
+        for key, entry in table.items():
+            if key.phase != "grad":
+                continue
+            if key == SiteKey("grad", "", key.path, "grad") and not entry.unobserved:
+                size = 1
+                for length in entry.shape:
+                    size *= 1 if length == OPEN else length
+                self._sizes[key.path] = size
+            elif key.stage == WITNESS and key.slot == EXPECTED and entry.unobserved:
+                self._reasons.setdefault(key.path, entry.unobserved)
+
+    def _known(self, one: Witnessed, step: int) -> Before | None:
+        """The step before, if it was recorded."""
+        seen, before = self._before.get(one.entry.key.path, (-1, None))
+        return before if seen == step - 1 else None
+
+    def _finding(self, wrong: _Wrong, step: int) -> Finding:
+        one, cause = wrong.one, wrong.cause
+        num_ranks = sum(len(ranks) for ranks, _ in one.given)
+        where = on_ranks(wrong.ranks, num_ranks)
+        size = one.size or 1.0
+        error, allowed = rms(wrong.given - one.expected) / size, one.allowed / size
+        message = (
+            f"The gradient is not what the inputs and outputs of its layer give: relative error {error:.2g}; rounding "
+            f"explains {allowed:.1g}."
+            if cause is None
+            else cause.message
+        )
+        if where:
+            message = message.replace("The gradient", f"The gradient{where}", 1)
+        rank = cause.rank if cause is not None else None
+        return finding_at(
+            one.entry, step=step, kind=self.kinds[0], message=message,
+            rank=wrong.ranks[0] if where and len(wrong.ranks) == 1 else rank,
+            micro_step=None if cause is None else cause.micro_step,
+            difference=error, floor=allowed * self.limit("roundings"),
+            evidence={
+                "cause": "unknown" if cause is None else cause.name, "factor": 1.0 if cause is None else cause.factor,
+                "edited": one.edited,
+            },
+        )  # fmt: skip
+
+
+def _not_reduced(wrong: Sequence[_Wrong]) -> _Wrong | None:
+    """One fault for all ranks if each holds what it alone contributed."""
+    causes = [one.cause for one in wrong if one.cause is not None and (one.cause.rank,) == one.ranks]
+    if len(wrong) < 2 or len(causes) < len(wrong) or any(one.name != "alone" for one in causes):
+        return None
+    ranks = tuple(rank for one in wrong for rank in one.ranks)
+    message = "The gradient on each rank is what that rank alone contributed: was it not reduced?"
+    return wrong[0]._replace(ranks=ranks, cause=Cause("alone", message, causes[0].factor))
+
+
+def _of_all(wrong: Sequence[_Wrong], found: Sequence[Witnessed]) -> str:
+    """A sentence about a change of all gradients by the training; empty if it is no such change."""
+    touched = [one for one in found if one.expected.any()]
+    changed = {one.one.entry.key.path for one in wrong if len(one.one.given) == 1}
+    if len(touched) < 2 or not all(one.edited and one.entry.key.path in changed for one in touched):
+        return ""
+    if any(one.cause is not None and one.cause.name != "factor" for one in wrong):
+        return ""
+    factors = [one.cause.factor for one in wrong if one.cause is not None]
+    if len(factors) < len(wrong):
+        return "The training changes gradients after the backward pass ({steps}), so they were not witnessed there."
+    if max(factors) - min(factors) <= _SAME_FACTOR * abs(max(factors)):
+        return "The training multiplies all gradients by one factor after the backward pass ({steps})."
+    return "The training multiplies gradients by factors after the backward pass ({steps})."

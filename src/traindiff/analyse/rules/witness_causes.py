@@ -1,0 +1,154 @@
+"""Why a gradient is not what its inputs give: sums and multiples of what contributed to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from traindiff.analyse.findings import ranks_text
+from traindiff.analyse.merge.witnessed import Term, Vector, Witnessed, rms
+
+_AS_GOOD = 1.5
+"""Of causes that fit within rounding, or within so many times the best of them, the simplest counts."""
+
+_NEARLY = 1e-2
+"""A factor that is as near to 1 is 1 for people."""
+
+
+_MOST_KEPT = 4.0
+"""Clipping makes a gradient smaller before the next one is added, and a loss scale that falls makes it larger."""
+
+
+class Cause(NamedTuple):
+    """What explains a gradient.
+
+    Attributes:
+        name: For programs.
+        message: A sentence.
+        factor: The factor of all of the gradient, or of a part of it; 0 if there is none.
+        micro_step: The micro-step that it is about.
+        rank: The rank that it is about.
+    """
+
+    name: str
+    message: str
+    factor: float = 0.0
+    micro_step: int | None = None
+    rank: int | None = None
+
+
+class Before(NamedTuple):
+    """What is known of the step before: the probes of the gradient, and what was expected of it."""
+
+    given: Vector
+    expected: Vector
+
+
+def cause_of(one: Witnessed, given: Vector, before: Before | None, *, limit: float) -> Cause | None:
+    """What explains a gradient within rounding; None if nothing does.
+
+    Args:
+        one: The gradient.
+        given: Its probes on the ranks that are asked about.
+        before: The same in the step before, if known.
+        limit: Multiple of what rounding explains that the rest may have.
+    """
+    if not given.any():
+        return Cause("zero", "The gradient is zero, and the inputs and outputs of its layer give another one.")
+    fitting = []
+    for cause, whole in _candidates(one, given, before):
+        size = max(rms(whole), rms(one.expected))
+        allowed = one.allowed * max(1.0, size / (rms(one.expected) or 1.0))
+        if rms(given - whole) <= limit * allowed < size:
+            fitting.append((rms(given - whole) / (allowed or 1.0), cause))
+    best = min((ratio for ratio, _ in fitting), default=0.0)
+    return next((cause for ratio, cause in fitting if ratio <= max(1.0, _AS_GOOD * best)), None)
+
+
+class _Part(NamedTuple):
+    """What one micro-step, one rank, or one rank in one micro-step contributed."""
+
+    name: str
+    micro_step: int | None
+    rank: int | None
+    sums: Vector
+
+
+def _candidates(one: Witnessed, given: Vector, before: Before | None) -> Iterator[tuple[Cause, Vector]]:
+    """Causes with the probes that each would give, from simple ones to special ones."""
+    expected, parts = one.expected, _parts(one.terms)
+    for factor in (2.0, 0.5, -1.0):
+        yield _times(factor), factor * expected
+    if before is not None:
+        yield from _late(expected, given, before)
+    for part in parts:
+        yield from _once_more(expected, part)
+    factor = _share(given, expected)
+    yield _times(factor), factor * expected
+    for part in parts:
+        factor = _share(given, part.sums)
+        alone = "were the others lost?" if part.rank is None else "was it not reduced?"
+        message = f"The gradient is {factor:.4g} x what {part.name} alone contributed: {alone}"
+        yield Cause("alone", message, factor, part.micro_step, part.rank), factor * part.sums
+        more = _share(given - expected, part.sums)
+        message = f"The gradient holds {1.0 + more:.4g} x what {part.name} contributed."
+        yield Cause("weighted", message, 1.0 + more, part.micro_step, part.rank), expected + more * part.sums
+    if len({part.rank for part in parts}) > 1 and len({part.micro_step for part in parts}) > 1:
+        for term in one.terms:
+            name = f"rank {term.rank} in micro-step {term.micro_step}"
+            yield from _once_more(expected, _Part(name, term.micro_step, term.rank, term.sums))
+
+
+def _times(factor: float) -> Cause:
+    message = f"The gradient is {factor:.4g} x what the inputs and outputs of its layer give."
+    return Cause("factor", message, factor)
+
+
+def _late(expected: Vector, given: Vector, before: Before) -> Iterator[tuple[Cause, Vector]]:
+    """Gradients of the step before."""
+    message = "The gradient is the one of the step before: what this step computed did not reach it."
+    yield Cause("stale", message), before.given
+    yield Cause("stale", message), before.expected
+    share = _share(given - expected, before.given)
+    if not 0.0 < share <= _MOST_KEPT:
+        return
+    much = "" if abs(share - 1.0) < _NEARLY else f"{share:.4g} x "
+    message = f"The gradient also holds {much}the one of the step before: was zero_grad() left out?"
+    yield Cause("kept", message, share), expected + share * before.given
+
+
+def _once_more(expected: Vector, part: _Part) -> Iterator[tuple[Cause, Vector]]:
+    """Contributions that are missing, or there twice."""
+    message = f"The gradient lacks what {part.name} contributed."
+    yield Cause("lost", message, -1.0, part.micro_step, part.rank), expected - part.sums
+    message = f"The gradient holds twice what {part.name} contributed."
+    yield Cause("twice", message, 1.0, part.micro_step, part.rank), expected + part.sums
+
+
+def _parts(terms: Sequence[Term]) -> list[_Part]:
+    """What each micro-step and each rank contributed, if there are several."""
+    found: list[_Part] = []
+    steps = list(dict.fromkeys(term.micro_step for term in terms))
+    ranks = list(dict.fromkeys(term.rank for term in terms))
+    if len(steps) > 1:
+        for step in steps:
+            sums = np.sum([term.sums for term in terms if term.micro_step == step], axis=0)
+            found.append(_Part(f"micro-step {step} of {len(steps)}", step, None, sums))
+    if len(ranks) > 1:
+        for rank in ranks:
+            sums = np.sum([term.sums for term in terms if term.rank == rank], axis=0)
+            found.append(_Part(f"rank {rank} of {len(ranks)}", None, rank, sums))
+    return found
+
+
+def _share(target: Vector, part: Vector) -> float:
+    """The multiple of a part that is nearest to a target."""
+    power = float(part @ part)
+    return float(part @ target) / power if power else 0.0
+
+
+def on_ranks(ranks: Sequence[int], num_ranks: int) -> str:
+    """` on rank 1`, if not on all ranks."""
+    return "" if len(ranks) == num_ranks else f" on {ranks_text(ranks, capital=False)}"

@@ -1,0 +1,97 @@
+"""Freivalds' check of the gradient of a weight: random signs, and the layout of both sides of the identity.
+
+A layer that is linear in its weight W has `dL/dW = sum over rows of g xᵀ`: x is a row that it was given, g the gradient
+of the row that it returned. For vectors of random signs a and b,
+
+    aᵀ (dL/dW) b  =  sum over rows of (g·a)(x·b)
+
+The left side is *given* by the gradient, the right side is what is *expected* of it. Both are sums over shards, ranks
+and micro-steps. If the gradient is wrong by E, the sides differ by `aᵀ E b`, whose root mean square over random signs
+is the Frobenius norm of E (Freivalds, IFIP Congress 1977; Huang and Abraham, IEEE Transactions on Computers 33, 1984).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from traindiff.core.kernels.reference import BLOCK, splitmix64, summarize_array
+from traindiff.core.observation import WITNESS
+from traindiff.core.shards import Shard
+
+EXPECTED = "expected"
+"""Slot of what inputs and gradients of outputs give: one vector for each micro-step and rank."""
+
+GIVEN = "given"
+"""Slot of what the gradient of the parameter gives, before it is unscaled or clipped: one vector for each shard."""
+
+PROBES = 4
+"""Pairs of random signs. If the gradient is right, a side's error has the root mean square of four normal numbers."""
+
+GROWTH = 4
+"""Place of the root mean square of the probes, times the relative rounding error of a sum over so many rows."""
+
+CONVERTED = 5
+"""Place of the rounding error of operands that are converted to a shorter dtype before the product."""
+
+ROUNDED = 6
+"""Place of the root mean square of the probes, times the unit roundoff of the dtype in which it was computed."""
+
+TERMS = 7
+"""Place of the rounding error of a sum over so many rows whose terms cancel each other."""
+
+EDITED = 4
+"""Place, on the given side, of 1 if the training wrote to the gradient after the backward pass, and else 0."""
+
+SIZE = 8
+"""Numbers of a vector, in float64. The errors are root mean squares, of the same unit as the probes."""
+
+__all__ = [
+    "CONVERTED", "EDITED", "EXPECTED", "GIVEN", "GROWTH", "PROBES", "ROUNDED", "SIZE", "TERMS", "WITNESS", "elements",
+    "signs",
+]  # fmt: skip
+
+
+def signs(path: str, side: str, first: int, count: int) -> NDArray[np.int8]:
+    """Random signs of some rows, or columns, of a parameter. They depend on nothing else, so all ranks have the same.
+
+    Args:
+        path: Canonical path of the parameter.
+        side: `rows` or `columns`. Axis 0 of the parameter has its rows; columns are all other axes, flattened.
+        first: First row or column, from 0.
+        count: Number of rows or columns.
+
+    Returns:
+        1 and -1, shape (count, PROBES).
+    """
+    seed = np.uint64(crc32(f"{side} {path}".encode())) << np.uint64(32)
+    index: NDArray[Any] = np.arange(first, first + count, dtype=np.uint64)[:, None] * np.uint64(PROBES)
+    index = index + np.arange(PROBES, dtype=np.uint64)
+    words, place = np.unique(index // np.uint64(BLOCK), return_inverse=True)
+    bits = splitmix64(splitmix64(seed) ^ words)[place.reshape(index.shape)] >> (index % np.uint64(BLOCK))
+    return np.where(bits & np.uint64(1), -1, 1).astype(np.int8)
+
+
+def elements(summary: Any) -> NDArray[np.float64]:
+    """The elements of the vector that a summary is of; NaN if one of them is not finite.
+
+    Each of its `SIZE` elements is alone in a bucket of the sketch, so the sketch holds them exactly.
+    """
+    if int(summary["nan"]) or int(summary["positive_infinity"]) or int(summary["negative_infinity"]):
+        return np.full(SIZE, np.nan)
+    buckets, sign = _places()
+    return np.asarray(summary["sketch"][buckets] * sign, dtype=np.float64)
+
+
+@cache
+def _places() -> tuple[NDArray[np.intp], NDArray[np.float64]]:
+    """The bucket of each element of a vector, and its sign there."""
+    whole = Shard.whole((SIZE,))
+    bits: NDArray[Any] = np.zeros(SIZE, dtype=np.uint64)
+    sketches = np.array([summarize_array(row, bits, whole, tiny=1.0)["sketch"] for row in np.eye(SIZE)])
+    buckets = np.abs(sketches).argmax(axis=1)
+    return buckets, sketches[np.arange(SIZE), buckets]

@@ -1,0 +1,106 @@
+"""What the gradient of a parameter gives: `aᵀ (dL/dW) b`, from the elements that this rank holds."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from traindiff.core.shards import Piece, Region, Shard
+from traindiff.core.witness import EDITED, PROBES, SIZE
+from traindiff.observe.torch.hooks.context import elements
+from traindiff.observe.torch.hooks.optimizer_step import as_dense
+from traindiff.observe.torch.hooks.witness.probes import Extent, Probes
+from traindiff.observe.torch.sharding.layout import Layout, kept_here
+
+_AT_ONCE = 1 << 24
+"""Elements of a gradient in a short dtype that are converted to float32 at once."""
+
+
+def given_vector(
+    probes: Probes, layout: Layout, gradient: Tensor, piece: Piece, *, edited: bool
+) -> tuple[Tensor, int] | None:
+    """What a piece of a gradient gives.
+
+    Args:
+        probes: The signs.
+        layout: How tensors lie over ranks.
+        gradient: The gradient of the tensor that holds the piece.
+        piece: The piece of a parameter.
+        edited: The training wrote to the gradient after the backward pass.
+
+    Returns:
+        The vector, and the number of its term: that of the first element, so copies on several ranks have the same.
+        None if it is not known which elements of the parameter these are.
+    """
+    if gradient.layout != torch.strided:
+        gradient = as_dense(gradient)
+        if gradient.layout != torch.strided:
+            return None
+    gradient = gradient.detach()
+    lies: Region | Shard | None = piece.shard
+    if piece.shard is None:
+        local, lies = kept_here(gradient)
+        if lies is None:
+            lies = layout.region_of_parameter(local, path=piece.path, phase="grad") or Region.whole(tuple(local.shape))
+    else:
+        local = elements(gradient, piece.first, piece.shard)
+    if isinstance(lies, Shard) and len(lies.offset) == len(lies.global_shape) and len(lies.global_shape) != 1:
+        ranges = tuple(((first, length),) for first, length in zip(lies.offset, lies.shape, strict=True))
+        lies = Region(shape=lies.global_shape, ranges=ranges)
+    assert lies is not None
+    found = _of_region(probes, piece.path, local, lies) if isinstance(lies, Region) else _of_range(
+        probes, piece.path, local, lies
+    )  # fmt: skip
+    if found is None:
+        return None
+    sums, first = found
+    vector = torch.zeros(SIZE, dtype=torch.float64, device=sums.device)
+    vector[:PROBES] = sums
+    vector[EDITED] = float(edited)
+    return vector, first
+
+
+def _of_region(probes: Probes, path: str, local: Tensor, region: Region) -> tuple[Tensor, int] | None:
+    extent = Extent.of(region)
+    if extent is None:
+        return None
+    flat = local.reshape(extent.shape)
+    total = probed(flat, probes.rows(path, extent, local), probes.columns(path, extent, local))
+    columns = prod(region.shape[1:])
+    first = extent.rows[0][0] * columns + extent.columns[0][0]
+    return total, first + (region.term or 0) * prod(region.shape)
+
+
+def _of_range(probes: Probes, path: str, local: Tensor, shard: Shard) -> tuple[Tensor, int]:
+    """Of consecutive elements, in row-major order: filled up with zeros to whole rows."""
+    columns = prod(shard.global_shape[1:])
+    first, size = shard.offset[0], shard.size
+    top, end = first // columns, -(-(first + size) // columns)
+    if (first, size) != (top * columns, (end - top) * columns):
+        filled = local.new_zeros((end - top) * columns)
+        filled[first - top * columns :][:size] = local.reshape(-1)
+        local = filled
+    extent = Extent(((top, end - top),), ((0, columns),))
+    rows, signs = probes.rows(path, extent, local), probes.columns(path, extent, local)
+    return probed(local.reshape(end - top, columns), rows, signs), first
+
+
+def probed(gradient: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """`aᵀ G b` for each probe.
+
+    Args:
+        gradient: G, of any floating dtype, with two axes.
+        rows: a, shape (rows, PROBES).
+        columns: b, shape (columns, PROBES).
+
+    Returns:
+        float64, shape (PROBES,).
+    """
+    at_once = max(1, _AT_ONCE // max(1, gradient.shape[1]))
+    total = torch.zeros(PROBES, dtype=torch.float64, device=gradient.device)
+    for first in range(0, gradient.shape[0], at_once):
+        part = gradient[first : first + at_once].to(columns.dtype)
+        total += ((part @ columns).double() * rows[first : first + at_once].double()).sum(0)
+    return total

@@ -1,0 +1,221 @@
+"""What inputs and gradients of outputs give for the gradient of a weight, layer by layer.
+
+Axis 0 of a weight has its rows, all other axes flattened are its columns. Letters in shapes: R rows of inputs or
+outputs (all axes but the last), I inputs, O outputs, V tokens, D width, N samples, K probes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from traindiff.core.witness import PROBES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Products:
+    """What one call of a layer contributes to `aᵀ (dL/dW) b`.
+
+    Attributes:
+        sums: For each probe, float64, shape (PROBES,).
+        squares: The sum over rows of the mean square of their terms over the probes, float64, without axes.
+        rows: Number of terms that are added up to each element of the gradient.
+    """
+
+    sums: Tensor
+    squares: Tensor
+    rows: int | Tensor
+
+
+def of_rows(left: Tensor, right: Tensor, *, rows: int | Tensor | None = None) -> Products:
+    """Terms `(g·a)(x·b)`, given by their two factors."""
+    terms = left.reshape(-1, PROBES).double() * right.reshape(-1, PROBES).double()
+    return Products(
+        sums=terms.sum(0),
+        squares=terms.square().sum() / PROBES,
+        rows=terms.shape[0] if rows is None else rows,
+    )
+
+
+def of_sums(gradient: Tensor, signs: Tensor) -> Products:
+    """The gradient of a bias: the sum over rows of the gradient of the output."""
+    terms = projected(gradient, signs).double()
+    return Products(sums=terms.sum(0), squares=terms.square().sum() / PROBES, rows=terms.shape[0])
+
+
+def projected(given: Tensor, signs: Tensor) -> Tensor:
+    """Each row times each probe, in float32 at least; shape (R, K)."""
+    flat = given.detach().reshape(-1, given.shape[-1])
+    return flat.to(torch.promote_types(flat.dtype, torch.float32)) @ signs.to(
+        torch.promote_types(flat.dtype, torch.float32)
+    )
+
+
+def convolution(
+    given: Tensor, module: Any, b: Tensor, *, padding: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor, Tensor], Products]:
+    """For a convolution: `x * b`, with one output channel for each group and probe.
+
+    Args:
+        given: The input, with or without a batch axis.
+        module: Has stride, padding, dilation and groups.
+        b: Signs of the columns of the weight; shape (columns, K).
+        padding: Pads the input as the module does, so that the convolution does not.
+
+    Returns:
+        A function of the gradient of the output and the signs of the weight's rows, shape (O, K).
+    """
+    groups, kernel = module.groups, module.kernel_size
+    dims = len(kernel)
+    batched = given.dim() == dims + 2
+    x = padding(_as_float(given if batched else given[None]))
+    weight = b.T.reshape(PROBES, -1, *kernel).repeat(groups, *(1 for _ in range(dims + 1)))
+    projected_input = _CONVOLUTIONS[dims](
+        x, weight.to(x.dtype), None, module.stride, 0, module.dilation, groups
+    ).unflatten(1, (groups, PROBES))
+
+    def products(gradient: Tensor, signs: Tensor) -> Products:
+        g = _as_float(gradient if batched else gradient[None]).unflatten(1, (groups, -1)).flatten(3)
+        q = torch.einsum("ngop,gok->ngpk", g, signs.to(g.dtype).unflatten(0, (groups, -1)))
+        return of_rows(q, projected_input.flatten(3).transpose(2, 3), rows=g.shape[0] * g.shape[3])
+
+    return products
+
+
+def transposed_convolution(given: Tensor, module: Any, signs: Tensor) -> Callable[[Tensor, Tensor], Products]:
+    """For a transposed convolution: the convolution of the gradient with the signs, times the input.
+
+    Args:
+        given: The input, with or without a batch axis.
+        module: Has stride, padding, dilation and groups. Its weight has the shape (I, O / groups, *kernel).
+        signs: Signs of the rows of the weight.
+
+    Returns:
+        A function of the gradient of the output and the signs of the weight's columns.
+    """
+    groups, kernel = module.groups, module.kernel_size
+    dims = len(kernel)
+    batched = given.dim() == dims + 2
+    x = _as_float(given if batched else given[None])
+    places = x.shape[2:]
+    p = torch.einsum(
+        "ngip,gik->ngpk", x.unflatten(1, (groups, -1)).flatten(3), signs.to(x.dtype).unflatten(0, (groups, -1))
+    )
+
+    def products(gradient: Tensor, columns: Tensor) -> Products:
+        g = _as_float(gradient if batched else gradient[None])
+        weight = columns.T.reshape(PROBES, -1, *kernel).repeat(groups, *(1 for _ in range(dims + 1)))
+        found = _CONVOLUTIONS[dims](g, weight.to(g.dtype), None, module.stride, module.padding, module.dilation, groups)
+        for dim, length in enumerate(places, 2):
+            found = found.narrow(dim, 0, length)  # output_padding may give one position more
+        q = found.unflatten(1, (groups, PROBES)).flatten(3).transpose(2, 3)
+        return of_rows(q, p, rows=q.shape[0] * q.shape[2])
+
+    return products
+
+
+_CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {
+    1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d
+}  # fmt: skip
+
+
+def padded(module: Any) -> Callable[[Tensor], Tensor]:
+    """A function that pads an input as a convolution does."""
+    if module.padding == "valid":
+        return lambda x: x
+    if module.padding == "same":
+        sides = [
+            side
+            for stretch, length in zip(reversed(module.dilation), reversed(module.kernel_size), strict=True)
+            for total in [stretch * (length - 1)]
+            for side in (total // 2, total - total // 2)
+        ]
+    else:
+        sides = [side for length in reversed(module.padding) for side in (length, length)]
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    return lambda x: functional.pad(x, sides, mode=mode) if any(sides) else x
+
+
+def embedding(module: nn.Embedding, tokens: Tensor, signs: Tensor) -> Callable[[Tensor, Tensor], Products]:
+    """For an embedding: the signs of the tokens' rows, times the gradient's product with those of the columns."""
+    flat = tokens.detach().reshape(-1)
+    p = signs[flat].double()
+    if module.padding_idx is not None:
+        p = p * (flat != module.padding_idx)[:, None]
+    counts = torch.zeros(module.num_embeddings, dtype=torch.float64, device=flat.device)
+    counts.scatter_add_(0, flat.long(), torch.ones_like(flat, dtype=torch.float64))
+    if module.scale_grad_by_freq:
+        p = p / counts[flat][:, None]
+    most = counts.max()
+
+    def products(gradient: Tensor, columns: Tensor) -> Products:
+        return of_rows(projected(gradient, columns), p, rows=most)
+
+    return products
+
+
+def embedding_bag(
+    module: nn.EmbeddingBag, tokens: Tensor, offsets: Tensor | None, weights: Tensor | None, signs: Tensor
+) -> Callable[[Tensor, Tensor], Products]:
+    """The same for an embedding whose rows are added up, or averaged, in bags."""
+    flat = tokens.detach().reshape(-1).long()
+    if offsets is None:
+        num_bags, length = tokens.shape
+        bag = torch.arange(num_bags, device=flat.device).repeat_interleave(length)
+    else:
+        starts = offsets.detach().long()
+        if module.include_last_offset:
+            starts = starts[:-1]
+        num_bags = starts.numel()
+        marks = torch.zeros(flat.numel() + 1, dtype=torch.long, device=flat.device)
+        marks.scatter_add_(0, starts, torch.ones_like(starts))
+        bag = marks.cumsum(0)[:-1] - 1
+    p = signs[flat].double()
+    kept = torch.ones_like(flat, dtype=torch.float64)
+    if module.padding_idx is not None:
+        kept = kept * (flat != module.padding_idx)
+    if weights is not None:
+        p = p * weights.detach().reshape(-1, 1).double()
+    counts = torch.zeros(module.num_embeddings, dtype=torch.float64, device=flat.device).scatter_add_(0, flat, kept)
+    if module.scale_grad_by_freq:
+        p = p / counts[flat][:, None].clamp_min(1.0)
+    p = p * kept[:, None]
+    sums = torch.zeros(num_bags, PROBES, dtype=torch.float64, device=flat.device).index_add_(0, bag, p)
+    if module.mode == "mean":
+        sizes = torch.zeros(num_bags, dtype=torch.float64, device=flat.device).index_add_(0, bag, kept)
+        sums = sums / sizes.clamp_min(1.0)[:, None]
+    most = counts.max()
+
+    def products(gradient: Tensor, columns: Tensor) -> Products:
+        return of_rows(projected(gradient, columns), sums, rows=most)
+
+    return products
+
+
+def scaled(normalized: Tensor, gradient: Tensor, weight: Tensor, *, axis: int | None) -> tuple[Tensor, Tensor, int]:
+    """The gradient of a weight that scales a normalized tensor, element by element.
+
+    Args:
+        normalized: The normalized tensor, or a tensor of ones for a bias.
+        gradient: Gradient of the output.
+        weight: Its shape is that of the result.
+        axis: Axis of the tensor that the weight lies along; None for its last axes.
+
+    Returns:
+        The gradient in float64; the sum of the squares of its terms; the number of terms of each element.
+    """
+    product = _as_float(gradient) * normalized
+    along = [axis] if axis is not None else list(range(product.dim() - weight.dim(), product.dim()))
+    others = [dim for dim in range(product.dim()) if dim not in along]
+    total = product.double().sum(others) if others else product.double()
+    return total, product.double().square().sum(), max(1, product.numel() // max(1, weight.numel()))
+
+
+def _as_float(tensor: Tensor) -> Tensor:
+    found = tensor.detach()
+    return found.to(torch.promote_types(found.dtype, torch.float32))

@@ -1,0 +1,367 @@
+"""Observe both sides of the identity by which a gradient is checked; see `traindiff.core.witness`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from traindiff.core.kernels.torch_arrays import is_abstract
+from traindiff.core.observation import WITNESS
+from traindiff.core.shards import Piece, Shard
+from traindiff.core.site import path_in_whole
+from traindiff.core.torch_compat.execution import inside_backward, keeps_saved_tensors_elsewhere, version_of
+from traindiff.core.torch_compat.training import ACCUMULATION_HOOKS, GRADIENT_HOOKS, has_communication_hook
+from traindiff.core.witness import EXPECTED, GIVEN, SIZE
+from traindiff.observe.torch.hooks.context import TapContext
+from traindiff.observe.torch.hooks.followed_modules import Following, HeldHooks, takes_hooks
+from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy
+from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap, as_dense
+from traindiff.observe.torch.hooks.witness.attention import AttentionCalls
+from traindiff.observe.torch.hooks.witness.given import given_vector
+from traindiff.observe.torch.hooks.witness.layers import (
+    KEPT_AWAY,
+    Layers,
+    Normalized,
+    NotWitnessedError,
+    Use,
+    is_known,
+    own_term,
+)
+from traindiff.observe.torch.hooks.witness.pending import Expected
+from traindiff.observe.torch.hooks.witness.probes import Probes
+from traindiff.observe.torch.hooks.witness.uses import uses
+
+BESIDE = "it is also used beside calls of its module that were seen ({used} uses in the graph, {seen} seen)"
+
+OTHERWISE = "no call of a layer that can be witnessed has used it"
+
+HOOKED = "it has a hook, which may change its gradient"
+
+COMMUNICATION = "a communication hook of DistributedDataParallel reduces gradients"
+
+APART = "a pipeline's schedule computes gradients of parameters apart from those of activations"
+
+BEFORE = "its gradient was not zero before the first backward pass that was recorded"
+
+OTHER_PART = "which part of it this rank has is not known"
+
+_WHOLE = Shard.whole((SIZE,))
+
+
+def attach(context: TapContext) -> None:
+    """Check each gradient against what its inputs give (phase `grad`, stage `witness`).
+
+    For each layer whose formula is known, two vectors: `expected` is added up from the inputs of the layer and the
+    gradients of its outputs; `given` is read from the gradient of the parameter, before it is unscaled or clipped. The
+    graph tells whether a parameter is used otherwise, too. What cannot be checked is recorded with the reason.
+    """
+    _Witness(context).attach()
+
+
+class _Witness:
+    """Adds up what is expected during backward passes, and writes both sides when gradients are read."""
+
+    def __init__(self, context: TapContext) -> None:
+        self._context = context
+        self._sink = context.sink
+        self._guarded = partial(context.sink.guarded, "witness")
+        self._probes = Probes()
+        self._layers = Layers(context.targets, self._probes)
+        self._attention = AttentionCalls(self._guarded(self._called_in_attention))
+        self._expected: dict[str, Expected] = {}
+        self._leaves: dict[int, dict[str, None]] = {}  # paths of the parameters in a leaf, by its id
+        self._inside: dict[str, list[Normalized]] = {}  # by module, inputs that activation checkpointing will bring
+        self._late: list[Use] = []  # whose inputs had not come when the gradient did
+        self._in_graph: Counter[int] = Counter()
+        self._seen: Counter[int] = Counter()
+        self._inputs: frozenset[int] | None = None
+        self._running = False
+        self._read: set[tuple[str, int]] = set()  # optimizer and id of the tensors that were read in this step
+        self._evaluation = -1, -1
+        self._said: set[str] = set()  # paths of parameters of which it was said why they are not checked
+
+    def attach(self) -> None:
+        guarded, events = self._guarded, self._context.events
+        events.before_backward.append(guarded(self._begin_backward))
+        events.on_inner_backward.append(guarded(self._inner_backward))
+        events.after_backward.append(self._context.containment.guarded("witness", self._end_backward, always=True))
+        events.on_gradients.append(guarded(self._gradients_are_read))
+        modules = self._context.targets.modules
+        taking = [(path, module) for path, module in modules.items() if takes_hooks(module)]
+        how = Following(hook=self._hook, lost=lambda *_: None, grows=True)
+        self._context.undo.enter_context(self._context.followed.follow(taking, how))
+        self._context.undo.enter_context(self._attention.attach())
+
+    def _hook(self, path: str, module: nn.Module, hooks: HeldHooks) -> None:
+        if isinstance(module, nn.MultiheadAttention):
+            self._attention.hook(path_in_whole(path), module, hooks, self._guarded)
+        elif is_known(module):
+            # In front of hooks that change the output, or divide it among ranks.
+            hook = self._guarded(partial(self._called, path))
+            hooks.before_forward(module, self._guarded(partial(self._called_again, path)), with_kwargs=True)
+            hooks.after_forward(module, hook, with_kwargs=True, prepend=True)
+
+    def _called(
+        self, path: str, module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any], output: Any
+    ) -> None:
+        if not self._is_wanted(output):
+            return
+        if inside_backward() and keeps_saved_tensors_elsewhere():
+            return  # the second forward pass of activation checkpointing: gradients come back through the first one
+        self._follow(path, module, output, lambda: self._layers.uses(path, module, args, named, output))
+
+    def _called_again(self, path: str, module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:  # noqa: ARG002
+        """Before a call: of the second forward pass of activation checkpointing, which brings inputs."""
+        waiting = self._inside.get(path)
+        if not waiting or not inside_backward():
+            return
+        given = next((one for one in (*args, *named.values()) if isinstance(one, Tensor)), None)
+        if given is not None and len(waiting) == 1:
+            waiting.pop().take(given)
+        waiting.clear()  # which of several calls this repeats is not known
+
+    def _called_in_attention(
+        self, path: str, module: nn.Module, given: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor
+    ) -> None:
+        if self._is_wanted(output):
+            self._follow(
+                path,
+                module,
+                output,
+                lambda: self._attention.uses(self._layers, path, module, given, weight, bias, output),
+            )
+
+    def _is_wanted(self, output: Any) -> bool:
+        return (
+            self._sink.progress.observing and isinstance(output, Tensor) and output.requires_grad
+            and not is_abstract(output)
+        )  # fmt: skip
+
+    def _follow(self, path: str, module: nn.Module, output: Tensor, uses_of: Callable[[], Iterator[Use]]) -> None:
+        try:
+            found: list[Use] = list(uses_of())
+        except NotWitnessedError as error:
+            for name, _ in module.named_parameters(recurse=False):
+                if own := self._path_of(path, module, name):
+                    self._expect(own).reason = str(error)
+            return
+        if not found:
+            return
+        for use in found:
+            self._leaves.setdefault(use.leaf, {})[use.path] = None
+            if use.normalized is not None and use.normalized.waits:
+                self._inside.setdefault(path, []).append(use.normalized)
+        output.register_hook(self._guarded(partial(self._returned, found, self._sink.progress.micro_step)))
+
+    def _returned(self, found: Sequence[Use], micro_step: int, gradient: Tensor | None) -> None:
+        """The gradient of the output of a call is there."""
+        if gradient is None:
+            return
+        if not self._running:
+            chunk = self._sink.progress.chunk
+            for use in found if chunk is not None and chunk.backward else ():
+                self._expect(use.path).reason = APART
+            return
+        for use in found:
+            if self._inputs is not None and use.leaf not in self._inputs:
+                continue
+            self._seen[use.leaf] += 1
+            if use.normalized is not None and use.normalized.waits:
+                use.normalized.then = partial(self._add, use, micro_step, gradient)
+                self._late.append(use)
+            else:
+                self._add(use, micro_step, gradient)
+
+    def _add(self, use: Use, micro_step: int, gradient: Tensor) -> None:
+        expected = self._expect(use.path)
+        try:
+            expected.add(micro_step, use.vector(gradient), is_own=use.is_own)
+        except NotWitnessedError as error:
+            expected.reason = str(error)
+
+    def _expect(self, path: str) -> Expected:
+        """What is expected of a gradient now: from the beginning, if it was read since the last backward pass."""
+        found = self._expected.get(path)
+        if found is None:
+            found = self._expected[path] = Expected()
+        if found.is_read:
+            found.begin()
+        return found
+
+    def _path_of(self, path: str, module: nn.Module, name: str) -> str:
+        with suppress(NotWitnessedError):
+            held = self._layers.held(path, module, name)
+            return "" if held is None else held.path
+        return self._context.targets.names.get(id(getattr(module, name)), "")
+
+    def _begin_backward(self, roots: Sequence[Tensor], inputs: Sequence[Any] | None) -> None:
+        if not self._sink.progress.observing:
+            self._expected.clear()  # gradients now hold what was not seen
+            return
+        self._inputs = None if inputs is None else frozenset(map(id, inputs))
+        self._drop_cleared()
+        self._in_graph, self._seen = uses(roots), Counter()
+        self._running = True
+
+    def _inner_backward(self, roots: Sequence[Tensor]) -> None:
+        if self._running:
+            self._in_graph += uses(roots)
+
+    def _end_backward(self) -> None:
+        if not self._running:
+            return
+        self._running = False
+        self._inside.clear()
+        for use in self._late:
+            if use.normalized is not None and use.normalized.waits:
+                self._expect(use.path).reason = KEPT_AWAY
+        self._late.clear()
+        for leaf, paths in self._leaves.items():
+            used, seen = self._in_graph[leaf], self._seen[leaf]
+            if used != seen and (self._inputs is None or leaf in self._inputs):
+                for path in paths:
+                    self._expect(path).reason = BESIDE.format(used=used, seen=seen)
+        self._note_hooks()
+        for tap in self._context.optimizers.values():
+            for parameter, pieces in tap.selected():
+                self._note_left(parameter, pieces)
+
+    def _note_left(self, parameter: Tensor, pieces: Iterable[Piece]) -> None:
+        """Note the gradient as the backward pass leaves it."""
+        gradient = parameter.grad
+        for piece in pieces if gradient is not None else ():
+            if (expected := self._expected.get(piece.path)) is not None and gradient is not None:
+                expected.left[id(parameter)] = gradient, version_of(gradient)
+
+    def _drop_cleared(self) -> None:
+        """Forget what belongs to gradients that were cleared since the last backward pass."""
+        for tap in self._context.optimizers.values():
+            for parameter, pieces in tap.selected():
+                for piece in pieces:
+                    expected = self._expected.get(piece.path)
+                    if expected is None:
+                        if _is_nonzero(parameter.grad):
+                            self._expected[piece.path] = Expected(reason=BEFORE)
+                        continue
+                    left = None if expected.is_read else expected.left.get(id(parameter))
+                    if left is not None and _is_cleared(parameter.grad, *left):
+                        expected.begin()
+
+    def _gradients_are_read(
+        self,
+        tap: OptimizerTap,
+        held: Sequence[tuple[Tensor, Sequence[Piece]]],
+        scaled: bool,  # noqa: FBT001
+    ) -> None:
+        """An optimizer reads its gradients, or something changes them before."""
+        evaluation = self._sink.progress.step, self._sink.progress.evaluation
+        if evaluation != self._evaluation:
+            self._evaluation = evaluation
+            self._read.clear()
+        fresh = [
+            (parameter, pieces)
+            for parameter, pieces in held
+            if (tap.name, id(parameter)) not in self._read and tap.gradient_of(parameter) is not None
+        ]
+        if not fresh:
+            return
+        self._read.update((tap.name, id(parameter)) for parameter, _ in fresh)
+        read = self._read_with(tap, fresh)
+        with self._sink.together():
+            for path in read:
+                self._emit_expected(tap, path)
+            for parameter, pieces in fresh:
+                gradient = tap.gradient_of(parameter)
+                if gradient is not None:
+                    self._emit_given(tap, parameter, gradient, pieces, scaled=scaled)
+        for path in read:
+            self._expected[path].is_read = True
+
+    def _read_with(self, tap: OptimizerTap, held: Sequence[tuple[Tensor, Sequence[Piece]]]) -> list[str]:
+        """The parameters whose gradients an optimizer reads, on this rank or on another one, and which are expected."""
+        own = {piece.path for _, pieces in held for piece in pieces}
+        others = {
+            piece.path
+            for other in self._context.optimizers.values()
+            if other is not tap
+            for _, pieces in other.selected()
+            for piece in pieces
+        }
+        return [
+            path
+            for path, expected in self._expected.items()
+            if not expected.is_read and (path in own or path not in others)
+        ]
+
+    def _emit_expected(self, tap: OptimizerTap, path: str) -> None:
+        expected, data = self._expected[path], self._context.targets.layout.data
+        if expected.reason:
+            self._say(tap, path, expected.reason)
+            return
+        for micro_step, is_own, vector in expected.vectors():
+            term = own_term(data.term, data.num_terms) if is_own else data.term
+            self._sink.emit(
+                vector, phase="grad", stage=WITNESS, path=path, slot=EXPECTED, micro_step=micro_step,
+                optimizer=tap.name, shard=_WHOLE, merge="sum", term=term,
+            )  # fmt: skip
+
+    def _emit_given(
+        self, tap: OptimizerTap, parameter: Tensor, gradient: Tensor, pieces: Iterable[Piece], *, scaled: bool
+    ) -> None:
+        for piece in pieces:
+            expected = self._expected.get(piece.path)
+            if expected is None:
+                if piece.path not in self._said:
+                    self._say(tap, piece.path, OTHERWISE)
+                continue
+            if expected.reason or not expected.terms:
+                continue
+            left = expected.left.get(id(parameter))
+            edited = left is not None and (left[0] is not gradient or version_of(gradient) != left[1])
+            found = given_vector(self._probes, self._context.targets.layout, gradient, piece, edited=edited)
+            if found is None:
+                self._say(tap, piece.path, OTHER_PART)
+                continue
+            vector, term = found
+            self._sink.emit(
+                vector, phase="grad", stage=WITNESS, path=piece.path, slot=GIVEN, optimizer=tap.name, shard=_WHOLE,
+                merge="sum", term=term, micro_step=0, scaled=scaled,
+            )  # fmt: skip
+
+    def _say(self, tap: OptimizerTap, path: str, reason: str) -> None:
+        """Record why the gradient of a parameter is not checked."""
+        self._said.add(path)
+        self._sink.unobserved(reason, phase="grad", stage=WITNESS, path=path, slot=EXPECTED, optimizer=tap.name)
+
+    def _note_hooks(self) -> None:
+        """Note the parameters whose gradients other code changes by hooks."""
+        targets = self._context.targets
+        compressed = has_communication_hook(targets.root)
+        hooked = {
+            id(one)
+            for one in targets.leaves
+            if any(not isinstance(hook, InertOnCopy) for hook in (getattr(one, GRADIENT_HOOKS, None) or {}).values())
+            or (not targets.layout.data.engine and getattr(one, ACCUMULATION_HOOKS, None))
+        }
+        for leaf, paths in self._leaves.items():
+            if compressed or leaf in hooked:
+                for path in paths:
+                    self._expect(path).reason = COMMUNICATION if compressed else HOOKED
+
+
+def _is_cleared(gradient: Tensor | None, left: Tensor, version: int) -> bool:
+    """True if a gradient was removed, or set to zero, since a backward pass has left it."""
+    if gradient is None:
+        return True
+    if gradient is left and version_of(gradient) == version:
+        return False
+    return not _is_nonzero(gradient)
+
+
+def _is_nonzero(gradient: Tensor | None) -> bool:
+    return gradient is not None and bool(as_dense(gradient.detach()).any())

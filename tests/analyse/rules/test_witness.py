@@ -1,0 +1,233 @@
+"""Gradients that do not follow from inputs and outputs of their layers are found, with the cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import traindiff
+from tests.analyse.rules.small_trainings import points
+from traindiff.analyse.findings import Finding
+
+Change = Callable[[Any, int], None]
+SHORT = ("float32", "bfloat16", "autocast")
+TARGET = "2.weight"
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def train(
+    path: Path, *, change: Change = lambda model, step: None, precision: str = "float32", micro_batches: int = 2,
+    zero: Callable[[int], bool] = lambda step: True, after: Change = lambda model, micro_step: None, clip: float = 0.0,
+    steps: int = 5,
+) -> Path:  # fmt: skip
+    """Train with micro-batches; `change` changes gradients before the optimizer reads them, in each step."""
+    trained = model()
+    if precision == "bfloat16":
+        trained.bfloat16()
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.05)
+    with traindiff.record(path, trained, optimizer, observe=("loss", "witness"), strict=True):
+        for step in range(steps):
+            if zero(step):
+                optimizer.zero_grad()
+            for number in range(micro_batches):
+                inputs, labels = points(step * micro_batches + number)
+                with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
+                    output = trained(inputs.bfloat16() if precision == "bfloat16" else inputs)
+                (nn.functional.cross_entropy(output.float(), labels) / micro_batches).backward()
+                after(trained, step * micro_batches + number)
+            change(trained, step)
+            if clip:
+                nn.utils.clip_grad_norm_(trained.parameters(), clip)
+            optimizer.step()
+    return path
+
+
+def found(path: Path) -> tuple[Finding, ...]:
+    return traindiff.check(str(path), rules="wrong-gradient").findings
+
+
+def gradient(trained: Any) -> Tensor:
+    grad: Tensor = trained[2].weight.grad
+    return grad
+
+
+class Kept:
+    """Keeps gradients of one moment for another one."""
+
+    def __init__(self) -> None:
+        self.kept: Tensor | None = None
+
+    def stale(self, trained: Any, step: int) -> None:
+        before, self.kept = self.kept, gradient(trained).clone()
+        if step == 2 and before is not None:
+            gradient(trained).copy_(before)
+
+    def lost(self, trained: Any, micro_step: int) -> None:
+        """Takes what micro-step 1 of step 2 contributes out again."""
+        if micro_step == 4:
+            self.kept = gradient(trained).clone()
+        elif micro_step == 5 and self.kept is not None:
+            gradient(trained).copy_(self.kept)
+
+    def twice(self, trained: Any, micro_step: int) -> None:
+        if micro_step == 4:
+            self.kept = gradient(trained).clone()
+        elif micro_step == 5 and self.kept is not None:
+            gradient(trained).add_(gradient(trained) - self.kept)
+
+
+def at_two(change: Callable[[Tensor], Any]) -> Change:
+    def changing(trained: Any, step: int) -> None:
+        if step == 2:
+            change(gradient(trained))
+
+    return changing
+
+
+def one_row(grad: Tensor) -> None:
+    row = int(grad.norm(dim=1).argmax())
+    grad[row].zero_()
+
+
+def one_element(grad: Tensor) -> None:
+    flat = grad.view(-1)
+    flat[int(flat.abs().argmax())] *= -1.0
+
+
+FAULTS: dict[str, tuple[Change, str, str]] = {
+    "zero": (at_two(Tensor.zero_), "zero", "is zero"),
+    "doubled": (at_two(lambda grad: grad.mul_(2.0)), "factor", "2 x"),
+    "sign": (at_two(Tensor.neg_), "factor", "-1 x"),
+    "one row zero": (at_two(one_row), "unknown", "relative error"),
+    "one element": (at_two(one_element), "unknown", "relative error"),
+    "transposed": (at_two(lambda grad: grad.copy_(grad.t().clone())), "unknown", "relative error"),
+}
+
+
+@pytest.mark.parametrize("precision", SHORT)
+@pytest.mark.parametrize("clip", [0.0, 0.01])
+def test_right_gradients_are_no_findings(tmp_path: Path, precision: str, clip: float) -> None:
+    verdict = traindiff.check(str(train(tmp_path / "run", precision=precision, clip=clip)), rules="wrong-gradient")
+
+    assert verdict.verdict == "healthy", str(verdict)
+    assert "Witnessed are the gradients of 100.0% of 676 parameters." in verdict.notes
+
+
+@pytest.mark.parametrize("precision", SHORT)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_wrong_gradient_is_found_in_its_step_at_its_parameter(tmp_path: Path, precision: str, name: str) -> None:
+    change, cause, words = FAULTS[name]
+    (finding,) = found(train(tmp_path / "run", change=change, precision=precision))
+
+    assert (finding.step, finding.path, finding.kind) == (2, TARGET, "wrong-gradient")
+    assert finding.evidence["cause"] == cause
+    assert words in finding.message
+
+
+def test_one_percent_is_found_in_float32(tmp_path: Path) -> None:
+    (finding,) = found(train(tmp_path / "run", change=at_two(lambda grad: grad.mul_(1.01))))
+
+    assert finding.message == "The gradient is 1.01 x what the inputs and outputs of its layer give."
+    assert finding.difference == pytest.approx(0.01, rel=0.7)
+    assert finding.floor < 1e-5
+
+
+@pytest.mark.parametrize("precision", SHORT)
+def test_a_stale_gradient_is_the_one_of_the_step_before(tmp_path: Path, precision: str) -> None:
+    (finding,) = found(train(tmp_path / "run", change=Kept().stale, precision=precision))
+
+    assert (finding.step, finding.path, finding.evidence["cause"]) == (2, TARGET, "stale")
+
+
+@pytest.mark.parametrize("precision", SHORT)
+@pytest.mark.parametrize("what", ["lost", "twice"])
+def test_a_micro_step_is_named(tmp_path: Path, precision: str, what: str) -> None:
+    (finding,) = found(train(tmp_path / "run", after=getattr(Kept(), what), precision=precision))
+
+    assert (finding.step, finding.path, finding.micro_step) == (2, TARGET, 1)
+    assert finding.evidence["cause"] == what
+    assert "micro-step 1 of 2" in finding.message
+
+
+@pytest.mark.parametrize("precision", SHORT)
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_a_zero_grad_that_is_left_out_is_named_for_all_parameters(tmp_path: Path, precision: str, clip: float) -> None:
+    findings = found(train(tmp_path / "run", zero=lambda step: step != 3, precision=precision, clip=clip))
+
+    assert {finding.path for finding in findings} == {name for name, _ in model().named_parameters()}
+    assert {finding.step for finding in findings} == {3}
+    assert all("was zero_grad() left out?" in finding.message for finding in findings)
+
+
+def test_a_factor_of_all_gradients_by_the_training_is_a_note(tmp_path: Path) -> None:
+    def change(trained: Any, step: int) -> None:  # noqa: ARG001
+        norm = torch.stack([one.grad.norm() for one in trained.parameters()]).norm()
+        for one in trained.parameters():
+            one.grad.mul_(0.01 / norm)
+
+    verdict = traindiff.check(str(train(tmp_path / "run", change=change)), rules="wrong-gradient")
+
+    assert verdict.verdict == "healthy"
+    assert "The training multiplies all gradients by one factor" in str(verdict)
+
+
+def test_noise_on_all_gradients_is_a_note(tmp_path: Path) -> None:
+    def change(trained: Any, step: int) -> None:
+        generator = torch.Generator().manual_seed(step)
+        for one in trained.parameters():
+            one.grad += 0.1 * torch.randn(one.shape, generator=generator)
+
+    verdict = traindiff.check(str(train(tmp_path / "run", change=change)), rules="wrong-gradient")
+
+    assert verdict.verdict == "healthy"
+    assert "The training changes gradients after the backward pass" in str(verdict)
+
+
+def test_what_was_not_witnessed_is_listed_with_the_reason(tmp_path: Path) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.scale = model(), nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scale * self.inner(x)
+
+    trained = Scaled()
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.05)
+    with traindiff.record(tmp_path / "run", trained, optimizer, observe="witness", strict=True):
+        trained(points(0)[0]).square().mean().backward()
+        optimizer.step()
+
+    notes = traindiff.check(str(tmp_path / "run")).notes
+    assert "Witnessed are the gradients of 99.4% of 680 parameters." in notes
+    assert "Not witnessed: scale, because no call of a layer that can be witnessed has used it." in notes
+
+
+def test_without_witnesses_nothing_is_said(tmp_path: Path) -> None:
+    trained = model()
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.05)
+    with traindiff.record(tmp_path / "run", trained, optimizer, observe="grad", strict=True):
+        trained(points(0)[0]).square().mean().backward()
+        gradient(trained).mul_(2.0)
+        optimizer.step()
+
+    assert not any("itnessed" in note for note in traindiff.check(str(tmp_path / "run")).notes)
+
+
+def test_compare_explains_a_difference_by_it(tmp_path: Path) -> None:
+    baseline = train(tmp_path / "baseline")
+    candidate = train(tmp_path / "candidate", after=Kept().lost)
+
+    result = traindiff.compare(str(baseline), str(candidate))
+    assert result.verdict == "diverged"
+    assert "In the candidate, the gradient lacks what micro-step 1 of 2 contributed." in str(result)
+    assert traindiff.compare(str(baseline), str(train(tmp_path / "again"))).verdict == "identical"

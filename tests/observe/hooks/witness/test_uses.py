@@ -1,0 +1,307 @@
+"""What else a training does with its parameters and gradients: witnessed, or not, and never called wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+import traindiff
+from tests.observe.hooks.witness.residuals import OBSERVED, RIGHT, ratios, reasons, record
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 8, bias=False), nn.Linear(8, 2))
+
+
+def _batches(count: int) -> list[Tensor]:
+    return [torch.randn(16, 6, generator=torch.Generator().manual_seed(number)) for number in range(count)]
+
+
+def _loss(model: nn.Module, batch: Tensor) -> Tensor:
+    found: Tensor = model(batch).square().mean()
+    return found
+
+
+def _healthy(path: Path) -> None:
+    verdict = traindiff.check(str(path), rules="wrong-gradient")
+    assert verdict.verdict == "healthy", str(verdict)
+
+
+def test_a_penalty_on_weights_is_a_use_beside_the_module(tmp_path: Path) -> None:
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        return _loss(model, batch) + 0.1 * model[0].weight.square().sum()
+
+    path = record(tmp_path / "run", _model(), _batches(3), loss)
+
+    assert list(reasons(path)) == ["0.weight"]
+    assert "also used beside calls" in reasons(path)["0.weight"]
+    assert ratios(path).keys() == {"0.bias", "1.weight", "1.bias", "3.weight", "4.weight", "4.bias"}
+    _healthy(path)
+
+
+def test_tied_weights_add_up_their_uses(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = nn.Embedding(20, 8)
+            self.head = nn.Linear(8, 20, bias=False)
+            self.head.weight = self.tokens.weight
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            found: Tensor = self.head(self.tokens(tokens).tanh())
+            return found
+
+    torch.manual_seed(0)
+    tokens = torch.randint(20, (4, 9))
+    path = record(tmp_path / "run", Tied(), [tokens] * 2, _loss)
+
+    assert list(ratios(path)) == ["tokens.weight"]
+    assert max(ratios(path).values()) < RIGHT
+
+
+def test_a_module_that_is_called_twice_adds_up_its_calls(tmp_path: Path) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.layer(self.layer(x).relu_())
+            return found
+
+    torch.manual_seed(0)
+    path = record(tmp_path / "run", Twice(), _batches(3), _loss)
+
+    assert max(ratios(path).values()) < RIGHT
+    assert len(ratios(path)) == 2
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda layer, x: F.linear(x, layer.weight, layer.bias),
+        lambda layer, x: x @ layer.weight.t() + layer.bias,
+        lambda layer, x: layer(x) + F.linear(x, layer.weight) + layer.bias,
+    ],
+    ids=["functional", "matmul", "both"],
+)
+def test_functional_uses_are_not_witnessed(tmp_path: Path, call: Callable[..., Tensor]) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.layer = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return call(self.layer, self.first(x))
+
+    torch.manual_seed(0)
+    path = record(tmp_path / "run", Model(), _batches(2), _loss)
+
+    assert reasons(path).keys() == {"layer.weight", "layer.bias"}
+    assert ratios(path).keys() == {"first.weight", "first.bias"}
+    _healthy(path)
+
+
+def test_subclasses_that_compute_otherwise_are_not_witnessed(tmp_path: Path) -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight * 0.5, self.bias)
+
+    class Named(nn.Linear):
+        pass
+
+    torch.manual_seed(0)
+    path = record(tmp_path / "run", nn.Sequential(Scaled(6, 6), Named(6, 2)), _batches(2), _loss)
+
+    assert ratios(path).keys() == {"1.weight", "1.bias"}
+    assert reasons(path).keys() == {"0.weight", "0.bias"}
+    _healthy(path)
+
+
+def test_parametrizations_are_not_witnessed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 6)), nn.Linear(6, 2))
+    path = record(tmp_path / "run", model, _batches(2), _loss)
+
+    assert ratios(path).keys() == {"0.bias", "1.weight", "1.bias"}
+    assert all("parametrizations" in name for name in reasons(path))
+    _healthy(path)
+
+
+def _doubled(parameter: Any) -> None:
+    parameter.grad.mul_(2.0)
+
+
+def test_a_hook_on_a_parameter_may_change_its_gradient(tmp_path: Path) -> None:
+    model: Any = _model()
+    model[0].weight.register_hook(lambda gradient: gradient * 0.5)
+    model[3].weight.register_post_accumulate_grad_hook(_doubled)
+    path = record(tmp_path / "run", model, _batches(2), _loss)
+
+    assert reasons(path).keys() == {"0.weight", "3.weight"}
+    assert "hook" in reasons(path)["0.weight"]
+    _healthy(path)
+
+
+def test_contributions_of_micro_steps_are_no_hooks(tmp_path: Path) -> None:
+    path = record(tmp_path / "run", _model(), _batches(4), _loss, per_step=2, observe=(*OBSERVED, "grad.micro"))
+
+    assert reasons(path) == {}
+    assert max(ratios(path).values()) < RIGHT
+
+
+def test_gradients_that_are_cleared_between_backward_passes_count_from_there(tmp_path: Path) -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer, observe=OBSERVED, strict=True):
+        for number, batch in enumerate(_batches(8)):
+            _loss(model, batch).backward()
+            optimizer.zero_grad(set_to_none=number % 2 == 0)
+            (3.0 * _loss(model, batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert reasons(tmp_path / "run") == {}
+    assert max(ratios(tmp_path / "run").values()) < RIGHT
+    _healthy(tmp_path / "run")
+
+
+def test_gradients_of_inputs_are_no_contributions(tmp_path: Path) -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer, observe=OBSERVED, strict=True):
+        for batch in _batches(3):
+            given = batch.requires_grad_()
+            torch.autograd.grad(model(given).sum(), given)
+            _loss(model, given).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert max(ratios(tmp_path / "run").values()) < RIGHT
+    _healthy(tmp_path / "run")
+
+
+def test_a_penalty_on_gradients_is_not_witnessed(tmp_path: Path) -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        given = batch.detach().requires_grad_()
+        output = model(given)
+        (slope,) = torch.autograd.grad(output.sum(), given, create_graph=True)
+        return output.square().mean() + slope.square().mean()
+
+    path = record(tmp_path / "run", _model(), _batches(3), loss)
+
+    assert "0.weight" in reasons(path)
+    _healthy(path)
+
+
+def test_a_backward_pass_for_some_leaves_contributes_to_these(tmp_path: Path) -> None:
+    model: Any = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer, observe=OBSERVED, strict=True):
+        for batch in _batches(3):
+            _loss(model, batch).backward(inputs=(one for one in model[3:].parameters()))
+            _loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert reasons(tmp_path / "run") == {}
+    assert max(ratios(tmp_path / "run").values()) < RIGHT
+
+
+def test_two_optimizers_read_their_own_gradients(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"made": nn.Linear(6, 6), "judge": nn.Linear(6, 1)})
+    optimizers = {name: torch.optim.SGD(part.parameters(), lr=0.01) for name, part in model.items()}
+    with traindiff.record(tmp_path / "run", model, optimizers, observe=OBSERVED, strict=True):
+        for batch in _batches(4):
+            optimizers["judge"].zero_grad()
+            model["judge"](model["made"](batch).detach()).square().mean().backward()
+            optimizers["judge"].step()
+            optimizers["made"].zero_grad()
+            (1.0 - model["judge"](model["made"](batch))).square().mean().backward()  # also into the judge
+            optimizers["made"].step()
+
+    assert len(ratios(tmp_path / "run")) == 4
+    assert max(ratios(tmp_path / "run").values()) < RIGHT
+    _healthy(tmp_path / "run")
+
+
+def test_closures_are_witnessed_at_each_evaluation(tmp_path: Path) -> None:
+    model = _model()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    with traindiff.record(tmp_path / "run", model, optimizer, observe=OBSERVED, strict=True):
+        for batch in _batches(2):
+
+            def closure(batch: Tensor = batch) -> Tensor:
+                optimizer.zero_grad()
+                loss = _loss(model, batch)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+    assert max(ratios(tmp_path / "run").values()) < RIGHT
+    _healthy(tmp_path / "run")
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_steps_that_are_not_recorded_count_for_nothing(tmp_path: Path, every: int) -> None:
+    path = record(tmp_path / "run", _model(), _batches(8), _loss, every=every)
+
+    assert max(ratios(path).values()) < RIGHT
+    assert reasons(path) == {}
+    _healthy(path)
+
+
+def test_a_gradient_that_held_something_before_the_first_recorded_step_is_not_judged(tmp_path: Path) -> None:
+    path = record(tmp_path / "run", _model(), _batches(4), _loss, every=2, zero=False)
+
+    assert "before the first backward pass" in reasons(path)["0.weight"]
+    _healthy(path)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_loss_scale_and_clipping_are_divided_out(tmp_path: Path, *, scaled: bool) -> None:
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, enabled=scaled)
+    with traindiff.record(tmp_path / "run", model, optimizer, observe=OBSERVED, strict=True):
+        for batch in _batches(3):
+            scaler.scale(_loss(model, batch)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    assert max(ratios(tmp_path / "run").values()) < RIGHT
+    assert len(ratios(tmp_path / "run")) == 7
+    _healthy(tmp_path / "run")
+
+
+def test_the_training_is_not_changed(tmp_path: Path) -> None:
+    def trained(path: Path | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+        optimizer = torch.optim.Adam(model.parameters())
+        recorder = traindiff.record(path, model, optimizer, observe="witness", strict=True) if path else None
+        for batch in _batches(3):
+            _loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if recorder:
+            recorder.close()
+        return [*model.parameters(), torch.random.get_rng_state()]
+
+    plain, recorded = trained(None), trained(tmp_path / "run")
+    assert all(torch.equal(one, other) for one, other in zip(plain, recorded, strict=True))
+    assert F.linear.__module__.startswith("torch")
+    assert F.linear is torch._C._nn.linear

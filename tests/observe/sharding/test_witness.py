@@ -1,0 +1,221 @@
+"""Gradients of trainings on several ranks follow from what all ranks computed; a rank that is wrong is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import traindiff
+from tests.observe.hooks.witness.residuals import RIGHT, ratios, reasons
+from tests.observe.sharding.deepspeed_training import NEEDS_DEEPSPEED, PARTITION_ALL, trained
+from tests.observe.sharding.pipelined import train_pipelined
+from tests.observe.sharding.prepared import in_ddp, in_fsdp2, in_tensor_parallel
+from tests.observe.sharding.tensor_parallel import with_sequence_parallelism
+from tests.observe.sharding.test_fsdp1 import sharded
+from tests.observe.sharding.training import Model, train
+from tests.observe.sharding.transformer import train as train_transformer
+from tests.on_ranks import run_on_ranks
+from traindiff.analyse.findings import Finding
+
+OBSERVED = ("loss", "grad", "witness")
+
+
+def clipped(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def checkpointed(model: Model) -> nn.Module:
+    for block in model.blocks:
+        block.forward = partial(checkpoint, type(block).forward.__get__(block), use_reentrant=False)
+    return in_ddp(model)
+
+
+def tied(model: Model) -> nn.Module:
+    model.head.weight = model.embed.weight
+    return in_ddp(model)
+
+
+def in_bf16_fsdp2(model: Model) -> nn.Module:
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+RIGHT_TRAININGS: dict[str, tuple[Callable[[Model], nn.Module], dict[str, Any]]] = {
+    "ddp": (in_ddp, {}),
+    "ddp with micro-batches": (in_ddp, {"micro_batches": 2, "no_sync": True, "before_step": clipped}),
+    "ddp with checkpointing": (checkpointed, {}),
+    "ddp with tied weights": (tied, {}),
+    "ddp under autocast": (in_ddp, {"autocast": True, "loss_scale": 8.0}),
+    "fsdp1": (sharded, {}),
+    "fsdp1, flat": (partial(sharded, use_orig_params=False), {"micro_batches": 2}),
+    "fsdp2": (in_fsdp2, {"micro_batches": 2, "before_step": clipped}),
+    "fsdp2 in bfloat16": (in_bf16_fsdp2, {}),
+    "by hand": (lambda model: model, {"before_step": "averaged"}),
+    "tensor parallel": (in_tensor_parallel, {"shares": False}),
+}
+
+
+def averaged(model: nn.Module, *, forgotten: str = "", only: int | None = None) -> None:
+    """Average gradients over ranks, as trainings do by hand."""
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        if name == forgotten and only in (None, distributed.get_rank()):
+            distributed.all_reduce(parameter.grad.clone())
+            continue
+        distributed.all_reduce(parameter.grad)
+        parameter.grad /= distributed.get_world_size()
+
+
+def train_several(directory: str) -> None:
+    for name, (prepare, about) in RIGHT_TRAININGS.items():
+        settings = {**about, **({"before_step": averaged} if about.get("before_step") == "averaged" else {})}
+        train(f"{directory}/{name}", prepare, observe=OBSERVED, **settings)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("witness")
+    run_on_ranks(train_several, 2, str(directory))
+    return directory
+
+
+@pytest.mark.parametrize("name", RIGHT_TRAININGS)
+def test_right_gradients_are_within_rounding(recorded: Path, name: str) -> None:
+    found = ratios(recorded / name)
+
+    verdict = traindiff.check(str(recorded / name), rules="wrong-gradient")
+    assert verdict.verdict == "healthy", str(verdict)
+    assert max(found.values()) < RIGHT
+    if name != "tensor parallel":
+        assert len(found) == 16 - ("tied" in name)
+        assert reasons(recorded / name) == {}
+
+
+def train_transformers(directory: str) -> None:
+    train_transformer(f"{directory}/sequence parallel", with_sequence_parallelism, observe=OBSERVED)
+    train_pipelined(f"{directory}/1f1b", schedule="1f1b", observe=OBSERVED)
+    train_pipelined(f"{directory}/zero bubble", schedule="zero bubble", observe=OBSERVED)
+    train_pipelined(f"{directory}/unscaled", scale_grads=False, observe=OBSERVED)
+
+
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("divided")
+    run_on_ranks(train_transformers, 2, str(directory))
+    return directory
+
+
+@pytest.mark.parametrize("name", ["sequence parallel", "1f1b", "unscaled"])
+def test_right_gradients_of_divided_models_are_within_rounding(divided: Path, name: str) -> None:
+    verdict = traindiff.check(str(divided / name), rules="wrong-gradient")
+
+    assert verdict.verdict == "healthy", str(verdict)
+    assert max(ratios(divided / name).values()) < RIGHT
+    assert any("layers.0" in path or "blocks.0" in path for path in ratios(divided / name)), str(verdict)
+
+
+def test_backward_passes_in_two_halves_are_not_witnessed(divided: Path) -> None:
+    verdict = traindiff.check(str(divided / "zero bubble"), rules="wrong-gradient")
+
+    assert verdict.verdict == "healthy", str(verdict)
+    assert any("apart from those of activations" in reason for reason in reasons(divided / "zero bubble").values())
+
+
+def not_reduced(model: nn.Module) -> None:
+    averaged(model, forgotten="norm.weight")
+
+
+def lost(model: nn.Module) -> None:
+    if distributed.get_rank() == 1:
+        dict(model.named_parameters())["blocks.0.up.weight"].grad.zero_()
+    averaged(model)
+
+
+def doubled_on_one(model: nn.Module) -> None:
+    averaged(model)
+    if distributed.get_rank() == 1:
+        dict(model.named_parameters())["blocks.0.up.weight"].grad.mul_(2.0)
+
+
+def compressing(model: Model) -> nn.Module:
+    wrapped: Any = in_ddp(model)
+    wrapped.register_comm_hook(None, fp16_compress_hook)
+    return wrapped
+
+
+WRONG: dict[str, tuple[Callable[[nn.Module], None], str]] = {
+    "not reduced": (not_reduced, "norm.weight"),
+    "lost": (lost, "blocks.0.up.weight"),
+    "doubled on one": (doubled_on_one, "blocks.0.up.weight"),
+}
+
+
+def train_wrong(directory: str) -> None:
+    for name, (before_step, _) in WRONG.items():
+        train(f"{directory}/{name}", before_step=before_step, observe=OBSERVED, steps=1)
+    train(f"{directory}/compressed", compressing, observe=OBSERVED)
+
+
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("wrong")
+    run_on_ranks(train_wrong, 2, str(directory))
+    return directory
+
+
+def found(run: Path) -> tuple[Finding, ...]:
+    return traindiff.check(str(run), rules="wrong-gradient").findings
+
+
+def test_gradients_that_were_not_reduced_are_each_ranks_own(wrong: Path) -> None:
+    (finding,) = found(wrong / "not reduced")
+
+    assert (finding.path, finding.rank) == ("norm.weight", None)
+    assert finding.message == "The gradient on each rank is what that rank alone contributed: was it not reduced?"
+
+
+def test_a_rank_whose_contribution_is_lost_is_named(wrong: Path) -> None:
+    (finding,) = found(wrong / "lost")
+
+    assert (finding.path, finding.rank) == ("blocks.0.up.weight", 1)
+    assert finding.message == "The gradient lacks what rank 1 of 2 contributed."
+
+
+def test_a_gradient_that_is_wrong_on_one_rank_is_named_there(wrong: Path) -> None:
+    (finding,) = found(wrong / "doubled on one")
+
+    assert (finding.path, finding.rank) == ("blocks.0.up.weight", 1)
+    assert finding.message == "The gradient on rank 1 is 2 x what the inputs and outputs of its layer give."
+
+
+def test_compressed_gradients_are_not_witnessed(wrong: Path) -> None:
+    assert found(wrong / "compressed") == ()
+    assert all("communication hook" in reason for reason in reasons(wrong / "compressed").values())
+
+
+@NEEDS_DEEPSPEED
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_of_zero_are_within_rounding(stage: int, tmp_path: Path) -> None:
+    settings = {
+        "micro_batches": 2, "zero": PARTITION_ALL if stage == 3 else {}, "observe": OBSERVED,
+        "config": {"gradient_clipping": 0.1},
+    }  # fmt: skip
+    run_on_ranks(trained, 2, str(tmp_path / "run"), stage, settings)
+
+    verdict = traindiff.check(str(tmp_path / "run"), rules="wrong-gradient")
+    assert verdict.verdict == "healthy", str(verdict)
+    assert len(ratios(tmp_path / "run")) == 16
+    assert max(ratios(tmp_path / "run").values()) < RIGHT
