@@ -162,6 +162,11 @@ def take_dispatch_modes() -> list[Any]:
     return [_pop_mode() for _ in range(count)][::-1]
 
 
+def has_dispatch_modes() -> bool:
+    """True if a dispatch mode is on this thread's stack. There is no public way to ask."""
+    return int(torch._C._len_torch_dispatch_stack()) > 0
+
+
 def put_dispatch_modes(modes: Iterable[Any]) -> None:
     """Put dispatch modes on this thread's stack, above those that are there."""
     for mode in modes:
