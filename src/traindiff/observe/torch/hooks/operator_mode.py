@@ -69,8 +69,8 @@ class OperatorTap(Protocol):
     stages: tuple[str, str]
     """Stages of what it records: of operators, and of those that activation checkpointing runs a second time."""
 
-    inside_subclasses: bool
-    """True if it is shown what subclasses of tensors compute with, in place of what they are given."""
+    looks_inside: bool
+    """True if it is shown the operators that subclasses of tensors, and compiled code, call themselves."""
 
     def wants(self, schema: Schema) -> bool:
         """True if it looks at operators like this one."""
@@ -106,7 +106,7 @@ class ShownOperators:
         self._sink = context.sink
         self._tap = tap
         self._guarded: Callable[..., Any] = partial(context.sink.guarded, tap.name)
-        self._mode = _Mode(self, inside_subclasses=tap.inside_subclasses)
+        self._mode = _Mode(self, looks_inside=tap.looks_inside)
         self._is_on = False
         self._in_backward = False
         self._calls: list[tuple[nn.Module, ModuleCall]] = []
@@ -244,7 +244,7 @@ class ShownOperators:
         if any(is_abstract(tensor) for _, tensor in inputs_of(schema, args, kwargs)):
             return None
         path = f"{inside.path or ROOT}/{schema.name}[{inside.next_number(phase, schema.name)}]"
-        source = called_from(in_backward=node is not None)
+        source = called_from(in_backward=node is not None, through_compiled=self._tap.looks_inside)
         if made is None:
             self._nodes.note(Made(inside=inside, operator=path, source=source))
         if not self._tap.wants(schema):
@@ -271,15 +271,15 @@ class _Mode(TorchDispatchMode):
         """Let compiled code run; else torch runs the function without it, or refuses to."""
         return True
 
-    def __init__(self, shown: ShownOperators, *, inside_subclasses: bool) -> None:
+    def __init__(self, shown: ShownOperators, *, looks_inside: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._shown = shown
-        self._inside_subclasses = inside_subclasses
+        self._looks_inside = looks_inside
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if types and self._inside_subclasses and not has_dispatch_modes():
+        if self._looks_inside and types and any(map(_dispatches, types)) and not has_dispatch_modes():
             return NotImplemented  # the subclass computes with plain tensors, and these come here
         kwargs = kwargs or {}
         running = self._shown.begin(func, args, kwargs) if self._shown.is_at_work() else None
@@ -287,6 +287,11 @@ class _Mode(TorchDispatchMode):
         if running is not None:
             self._shown.end(running, args, kwargs, output)
         return output
+
+
+def _dispatches(kind: type) -> bool:
+    """True if tensors of this class compute by a function of their own; torch names plain tensors here, too."""
+    return getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
 
 
 _COMPUTE_OTHERWISE = ("ProdBackward", "MaskedFillBackward1")

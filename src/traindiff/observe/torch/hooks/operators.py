@@ -27,7 +27,7 @@ class _Operators:
 
     name = "operators"
     stages = (OPERATOR, RECOMPUTED_OPERATOR)
-    inside_subclasses = False
+    looks_inside = False
 
     def __init__(self, context: TapContext) -> None:
         self._sink = context.sink

@@ -116,7 +116,7 @@ def _matrices(first: str, second: str, plus: str = "") -> Kind:
             residual=matrices.check(
                 Factor(values=left), Factor(values=right), found, alpha=float(given.get("alpha", 1)),
                 plus=read_before, form=form,
-            ),
+            ).in_shape(output.shape[:-1] if given[first].dim() > 1 and given[second].dim() > 1 else output.shape),
         )  # fmt: skip
 
     return Kind(before=before, check=check)
@@ -149,7 +149,7 @@ def _scaled(given: Arguments, _: Added | None, output: Tensor) -> Iterator[Check
         residual=matrices.check(
             Factor(values=left.unsqueeze(0), scale=first), Factor(values=right.unsqueeze(0), scale=second),
             output.unsqueeze(0), plus=plus, form=form,
-        ),
+        ).in_shape(output.shape[:-1]),
     )  # fmt: skip
 
 
@@ -176,8 +176,10 @@ def _grouped(given: Arguments, _: Added | None, output: Tensor) -> Iterator[Chec
             continue
         whole = (one, other, found) if one.dim() == 3 else (one.unsqueeze(0), other.unsqueeze(0), found.unsqueeze(0))
         yield Checked(
-            slot="output[0]" if ends is None else f"output[0], group {group}", form=form, num_terms=one.shape[-1],
-            residual=matrices.check(Factor(values=whole[0]), Factor(values=whole[1]), whole[2], form=form),
+            slot="output[0]" if ends is None else f"output[0][{group}]", form=form, num_terms=one.shape[-1],
+            residual=matrices.check(Factor(values=whole[0]), Factor(values=whole[1]), whole[2], form=form).in_shape(
+                found.shape[:-1]
+            ),
         )  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ MOST_ELEMENTS = 2**23
 """Number of elements that are converted to float64 at a time: 64 MiB."""
 
 _SEED = 0x7261696E
+
+_MOST = 1e300
+"""Largest error of a row that is told apart from others, in units of what its format allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +35,10 @@ class Residual:
     error: Tensor
     allowed: Tensor
 
+    def in_shape(self, shape: Sequence[int]) -> Residual:
+        """The same, with its rows in another shape."""
+        return replace(self, rows=self.rows.reshape(tuple(shape)))
+
     @property
     def worst(self) -> Tensor:
         """Index of the row that is furthest off, of all rows counted in row-major order: scalar, float64."""
@@ -38,8 +46,9 @@ class Residual:
 
     @property
     def median(self) -> Tensor:
-        """Median of `rows`: scalar, float64; NaN if no row is judged."""
-        return self.rows.reshape(-1).nanmedian()
+        """Median of `rows` without those that are exact, e.g. of zeros: scalar, float64; 0 if all are exact."""
+        flat = self.rows.reshape(-1)
+        return torch.where(flat > 0, flat, torch.nan).nanmedian().nan_to_num(nan=0.0)
 
 
 def residual(errors: Tensor, bounds: Tensor, sizes: Tensor) -> Residual:
@@ -53,7 +62,9 @@ def residual(errors: Tensor, bounds: Tensor, sizes: Tensor) -> Residual:
     known = errors.isfinite() & bounds.isfinite() & sizes.isfinite()
     error, bound, size = (torch.where(known, one, 0.0).norm() for one in (errors, bounds, sizes))
     return Residual(
-        rows=torch.where(known, errors / bounds, torch.nan), error=_ratio(error, size), allowed=_ratio(bound, size)
+        rows=torch.where(known, (errors / bounds).clamp_max(_MOST), torch.nan),
+        error=_ratio(error, size),
+        allowed=_ratio(bound, size),
     )
 
 
