@@ -132,6 +132,12 @@ def row_text(row: tuple[int, ...] | None) -> str:
     return f"row {row[0]}" if len(row) == 1 else f"row ({', '.join(map(str, row))})"
 
 
+PRODUCT_COLUMNS = (
+    "phase", "operator", "called from", "format", "terms", "products", "error", "allowed", "x allowed", "worst row",
+)  # fmt: skip
+"""Columns of the table of products for people."""
+
+
 class _Key(NamedTuple):
     phase: str
     operator: str
@@ -185,6 +191,16 @@ class ProductRow:
             self.error, self.allowed, self.ratio = check.error, check.allowed, check.ratio
         if first or check.residual > self.residual:
             self.residual, self.path, self.row, self.step = check.residual, check.seen.path, check.row, check.seen.step
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The row for people, by `PRODUCT_COLUMNS`."""
+        operator = self.operator if self.output == "output[0]" else f"{self.operator} {self.output}"
+        where = f"{self.residual:.2g} x in {row_text(self.row) or 'a row'} of {self.path}, step {self.step}"
+        return (
+            self.phase, operator, self.line, self.format, str(self.terms), str(self.num_products),
+            f"{self.error:.2g}", f"{self.allowed:.2g}", f"{self.ratio:.2g}", where,
+        )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
         """The row in the schema of `--json`."""
@@ -249,6 +265,14 @@ class ProductTable:
         return [
             UncheckedProducts(operator=what, reason=reason.removeprefix("not checked: "), path=path, count=count)
             for (what, reason), (path, count) in self._unchecked.items()
+        ]
+
+    def notes(self) -> list[str]:
+        """Sentences about what was checked, and what was not."""
+        count = sum(row.num_products for row in self)
+        return [
+            f"{count} matrix products and convolutions were checked: traindiff check --products lists their errors.",
+            *(f"Not checked: {one}." for one in self.unchecked),
         ]
 
     def to_json(self) -> dict[str, Any]:

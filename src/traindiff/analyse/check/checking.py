@@ -19,7 +19,7 @@ from traindiff.analyse.rules.rule import RunJudge
 from traindiff.core.observation import Observation
 from traindiff.core.site import label
 from traindiff.core.steps import ALL_STEPS, StepSelection, parse_steps
-from traindiff.errors import ConfigError, Problem
+from traindiff.errors import ConfigError
 from traindiff.storage import Run, open_recording
 
 Word = Literal["healthy", "unhealthy", "incomplete"]
@@ -53,7 +53,8 @@ class Verdict:
         ranks: Ranks that were recorded.
         notes: What limits the verdict, one sentence each.
         history: The size of every site in every step; None unless requested. Not part of the JSON.
-        products: How exact matrix products and convolutions are, by operator and line; None unless requested.
+        products: How exact matrix products and convolutions are, by operator and line; None if the run did not record
+            that.
     """
 
     recording: str
@@ -111,7 +112,6 @@ def check(
     rules: str | Iterable[str] | None = None,
     skip: str | Iterable[str] | None = None,
     config: str | os.PathLike[str] | Mapping[str, Mapping[str, float]] | None = None,
-    products: bool = False,
     history: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Verdict:
@@ -130,8 +130,6 @@ def check(
         skip: Names of rules to leave out.
         config: Limits in place of the rules' own: a TOML file with a table `[RULE]` of `LIMIT = NUMBER` for each, or
             such a mapping.
-        products: Put together how exact matrix products and convolutions are, by operator and line. The run must have
-            recorded them: `record(observe="products")`.
         history: Keep the size of every site in every step, in bounded memory, for a report that shows them.
         progress: Called with the number of each step after it was checked.
 
@@ -139,8 +137,7 @@ def check(
         The verdict; `print` it, or see `verdict`, `findings` and `warnings`.
 
     Raises:
-        ConfigError: `steps` or `config` cannot be read, or names a rule or a limit that there is not; or no products
-            were recorded.
+        ConfigError: `steps` or `config` cannot be read, or names a rule or a limit that there is not.
         RecordingError: The recording cannot be used.
     """
     selection = parse_steps(steps, where="check(steps=...)")
@@ -148,8 +145,6 @@ def check(
         raise ConfigError("check(...)", [selection], consequence=CONSEQUENCE)
     chosen = chosen_rules(rules, skip, config)
     run = open_recording(os.fspath(recording))
-    if products and "products" not in run.run["settings"].get("observe", ()):
-        raise ConfigError("check(...)", [_no_products(run)], consequence=CONSEQUENCE)
     judge = RunJudge(chosen.rules, run_facts(run), limits=chosen.limits)
     found = _Found()
     updates = Updates()
@@ -158,7 +153,7 @@ def check(
     failed = FailedTaps()
     kept = RunHistory() if history else None
     described = {rank: run.rank_content(rank).get("products", {}) for rank in run.ranks}
-    made = ProductTable()
+    products = ProductTable() if "products" in run.run["settings"].get("observe", ()) else None
     endings = Endings(run, selection)
     several = False
     for step in run_steps(run):
@@ -179,7 +174,8 @@ def check(
         table |= {entry.key: entry for entry in updates.derive(table, step=step.step)[0]}
         judge.note_unknown(table)
         checks = product_checks(step.products, described)
-        made.add(checks)
+        if products is not None:
+            products.add(checks)
         found.add(judge.step(table, step=step.step, products=checks))
         if progress:
             progress(step.step)
@@ -205,18 +201,10 @@ def check(
             *(f"Not recorded, so not checked: {sentence}" for sentence in unrecorded_of(run)),
             *(f"{reason}, so it is not checked." for reason in judge.unknown),
             *judge.notes(),
-            *(f"Not checked: {one}." for one in made.unchecked),
+            *(() if products is None else products.notes()),
         ),
         history=kept,
-        products=made if products else None,
-    )
-
-
-def _no_products(run: Run) -> Problem:
-    return Problem(
-        where="products",
-        what=f"were not recorded in {run.path}.",
-        fix='Record some steps with record(observe=[..., "products"], steps="0-1"), or leave products out.',
+        products=products,
     )
 
 

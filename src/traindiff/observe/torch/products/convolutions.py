@@ -89,11 +89,13 @@ def check(images: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, h
         exact = how.apply(part, filters, output.shape[2:]).movedim(1, -1)
         terms = _terms(part, squares, how, output.shape[2:]).squeeze(1)
         found = output[some].to(torch.float64).movedim(1, -1)
+        own = found.norm(dim=-1)
         size = torch.maximum(norms(exact), terms)
-        # Some algorithms compute a tile or an image at once, e.g. by Fourier transforms, and round all of it alike.
-        most = _everywhere(torch.maximum(size, found.norm(dim=-1)))
+        # Some algorithms compute a tile or an image at once, e.g. by Fourier transforms: their sums are as large as its
+        # largest ones everywhere.
+        most = _everywhere(torch.maximum(size, own))
         measured = RowSizes(
-            result=most, added=torch.zeros_like(most) + shift_norm,
+            result=own, added=torch.zeros_like(own) + shift_norm,
             terms=_everywhere(terms), partial=most, num_columns=num_channels,
             num_terms=num_terms(weight, how.groups, transposed=how.transposed),
         )  # fmt: skip
