@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from traindiff.analyse.findings import finite
 from traindiff.analyse.merge.site import Part
@@ -138,14 +138,6 @@ PRODUCT_COLUMNS = (
 """Columns of the table of products for people."""
 
 
-class _Key(NamedTuple):
-    phase: str
-    operator: str
-    output: str
-    line: str
-    format: str
-
-
 @dataclass(slots=True, kw_only=True)
 class ProductRow:
     """The products of one operator that one line calls, in one format.
@@ -242,7 +234,7 @@ class UncheckedProducts:
 class ProductTable:
     """The products of a run by operator and line, in the order in which each was first seen."""
 
-    _rows: dict[_Key, ProductRow] = field(default_factory=dict)
+    _rows: dict[tuple[str, str, str, str, str], ProductRow] = field(default_factory=dict)
     _unchecked: dict[tuple[str, str], tuple[str, int]] = field(default_factory=dict)
 
     def add(self, checks: Iterable[ProductCheck]) -> None:
@@ -253,8 +245,14 @@ class ProductTable:
                 path, count = self._unchecked.get(key, (check.seen.path, 0))
                 self._unchecked[key] = path, count + 1
                 continue
-            which = _Key(check.seen.phase, check.operator, check.output, check.line, check.format)
-            self._rows.setdefault(which, ProductRow(**which._asdict())).add(check)
+            which = check.seen.phase, check.operator, check.output, check.line, check.format
+            row = self._rows.get(which)
+            if row is None:
+                phase, operator, output, line, form = which
+                row = self._rows[which] = ProductRow(
+                    phase=phase, operator=operator, output=output, line=line, format=form
+                )
+            row.add(check)
 
     def __iter__(self) -> Iterator[ProductRow]:
         return iter(self._rows.values())

@@ -144,8 +144,8 @@ def inputs_may_be_rounded_to(device: str, *, convolution: bool) -> str:
     """
     backends: Any = torch.backends
     backend = {"cuda": backends.cudnn if convolution else backends.cuda, "cpu": backends.mkldnn}.get(device)
-    kind = getattr(backend, "conv" if convolution else "matmul", None)
-    for settings in (kind, backend, backends):
+    own = getattr(backend, "conv" if convolution else "matmul", None)
+    for settings in (own, backend, backends):
         found = getattr(settings, "fp32_precision", None)
         if found not in (None, "none"):
             return str(found) if found in ("tf32", "bf16") else ""

@@ -83,26 +83,26 @@ def check(images: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, h
     shift, shift_norm = torch.zeros(NUM_VECTORS, **wide), torch.zeros((), **wide)
     if bias is not None:
         shift, shift_norm = bias.to(torch.float64) @ vectors, bias.to(torch.float64).norm()
-    errors, bounds, sizes = (torch.zeros((output.shape[0], *output.shape[2:]), **wide) for _ in range(3))
+    errors, bounds, sizes, scales = (torch.zeros((output.shape[0], *output.shape[2:]), **wide) for _ in range(4))
     for some in _images(images, math.prod(weight.shape[2:]) * images[0].numel() + output[0].numel()):
         part = images[some].to(torch.float64)
         exact = how.apply(part, filters, output.shape[2:]).movedim(1, -1)
         terms = _terms(part, squares, how, output.shape[2:]).squeeze(1)
         found = output[some].to(torch.float64).movedim(1, -1)
         own = found.norm(dim=-1)
-        size = torch.maximum(norms(exact), terms)
         # Some algorithms compute a tile or an image at once, e.g. by Fourier transforms: their sums are as large as its
         # largest ones everywhere.
-        most = _everywhere(torch.maximum(size, own))
+        most = _everywhere(torch.maximum(torch.maximum(norms(exact), terms), own))
         measured = RowSizes(
             result=own, added=torch.zeros_like(own) + shift_norm,
             terms=_everywhere(terms), partial=most, num_columns=num_channels,
             num_terms=num_terms(weight, how.groups, transposed=how.transposed),
+            rounded=torch.maximum(terms, own) * math.sqrt(math.prod(weight.shape[2:])) if how.transposed else 0.0,
         )  # fmt: skip
         errors[some] = norms(found @ vectors - shift - exact)
         bounds[some] = allowed(form, measured, squares.sum().sqrt() + part.abs().amax())
-        sizes[some] = size + shift_norm
-    return residual(errors, bounds, sizes)
+        sizes[some], scales[some] = norms(exact + shift), terms
+    return residual(errors, bounds, sizes, scales)
 
 
 def check_weight_gradient(
@@ -146,7 +146,7 @@ def check_weight_gradient(
         num_columns=flat.shape[1], num_terms=max(1, gradient.numel() // max(1, gradient.shape[1])),
     )  # fmt: skip
     bound = allowed(form, measured, gradient.abs().amax().to(torch.float64) + images.abs().amax().to(torch.float64))
-    return residual(norms(found @ vectors - exact), bound, torch.maximum(norms(exact), terms))
+    return residual(norms(found @ vectors - exact), bound, norms(exact), terms)
 
 
 def _projected(weight: Tensor, vectors: Tensor, how: Geometry) -> tuple[Tensor, Tensor]:

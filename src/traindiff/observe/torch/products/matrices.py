@@ -88,7 +88,7 @@ def check(
     num_columns = output.shape[-1]
     vectors = signs(num_columns, output.device)
     wide = {"dtype": torch.float64, "device": output.device}
-    errors, bounds, sizes = (torch.zeros((num_matrices, num_rows), **wide) for _ in range(3))
+    errors, bounds, sizes, scales = (torch.zeros((num_matrices, num_rows), **wide) for _ in range(4))
     each = max(1, MOST_ELEMENTS // max(1, num_rows * (num_terms + num_columns), num_terms * num_columns))
     for first in range(0, num_matrices, each):
         some = slice(first, min(first + each, num_matrices))
@@ -109,8 +109,8 @@ def check(
             )  # fmt: skip
             errors[some, rows] = norms(found @ vectors - exact)
             bounds[some, rows] = allowed(form, measured, largest)
-            sizes[some, rows] = torch.maximum(norms(exact), terms)
-    return residual(errors, bounds, sizes)
+            sizes[some, rows], scales[some, rows] = norms(exact), terms
+    return residual(errors, bounds, sizes, scales)
 
 
 def _project(right: Factor, some: slice, vectors: Tensor, alpha: float) -> tuple[Tensor, Tensor]:

@@ -193,7 +193,6 @@ def _geometry(given: Arguments) -> Geometry:
 def _convolution(given: Arguments, _: Added | None, output: Tensor) -> Iterator[Checked]:
     images, weight, bias = given["input"], given["weight"], given.get("bias")
     refuse(images, weight, bias, output)
-    _demand_batch(images, weight)
     if not output.numel() or not weight.numel():
         return
     how = _geometry(given)
@@ -208,7 +207,6 @@ def _convolution(given: Arguments, _: Added | None, output: Tensor) -> Iterator[
 def _convolution_backward(given: Arguments, _: Added | None, output: Any) -> Iterator[Checked]:
     gradient, images, weight = given["grad_output"], given["input"], given["weight"]
     refuse(gradient, images, weight)
-    _demand_batch(images, weight)
     if not gradient.numel() or not weight.numel() or not images.numel():
         return
     how = _geometry(given)
@@ -230,11 +228,6 @@ def _form(first: Tensor, second: Tensor, output: Tensor) -> Format:
     return Format(
         inputs=(first.dtype, second.dtype), output=output.dtype, device=output.device.type, is_convolution=True
     )
-
-
-def _demand_batch(images: Tensor, weight: Tensor) -> None:
-    if images.dim() != weight.dim():
-        raise NotJudgedError("its input has no batch axis")
 
 
 _KINDS: Mapping[str, Kind] = {

@@ -51,16 +51,18 @@ class Residual:
         return torch.where(flat > 0, flat, torch.nan).nanmedian().nan_to_num(nan=0.0)
 
 
-def residual(errors: Tensor, bounds: Tensor, sizes: Tensor) -> Residual:
-    """The result of a check, from the norms of errors, of what rounding allows, and of the exact rows.
+def residual(errors: Tensor, bounds: Tensor, sizes: Tensor, terms: Tensor) -> Residual:
+    """The result of a check, from norms of rows, float64, one element per row.
 
     Args:
-        errors: Float64, one element per row.
-        bounds: The same.
-        sizes: The same; the size of a row is that of its terms, if these cancel.
+        errors: The errors.
+        bounds: The largest errors that rounding explains.
+        sizes: The exact product.
+        terms: The root of the sum of the squares of the terms: the size of a product whose terms cancel.
     """
     known = errors.isfinite() & bounds.isfinite() & sizes.isfinite()
-    error, bound, size = (torch.where(known, one, 0.0).norm() for one in (errors, bounds, sizes))
+    error, bound, *wholes = (torch.where(known, one, 0.0).norm() for one in (errors, bounds, sizes, terms))
+    size = torch.maximum(*wholes)
     return Residual(
         rows=torch.where(known, (errors / bounds).clamp_max(_MOST), torch.nan),
         error=_ratio(error, size),

@@ -4,7 +4,10 @@ A product `Y = A B` with K terms per element is computed exactly as its inputs a
 bounds are for the norm of a row, and u is the unit roundoff (half the distance of 1 to the next number):
 
 * The result is rounded to the dtype of the output: `u(output) ||Y||`. If a matrix C is added to the product, the
-  product may be rounded before: `u(output) (||Y|| + ||C||)` more.
+  product may be rounded before: `u(output) (||Y|| + ||C||)` more. A transposed convolution, or the gradient of a
+  convolution's input, may first make the product of each position of the kernel, and round it to the dtype of the
+  output: `u(output) sqrt(positions) max(T, ||Y||)` more, with the T of
+  the next point.
 * Terms are added up in the accumulator, usually float32. K roundings of partial sums of size `S` add up to
   `u sqrt(K) S` if they are random (Higham and Mary, "A new approach to probabilistic rounding error analysis", SIAM J.
   Sci. Comput. 41, 2019), and to `u K S` at most. They are random where the terms have random signs, so that partial
@@ -91,6 +94,7 @@ class RowSizes:
         added: Norm of what is added to the product; 0 if nothing is.
         terms: Root of the sum of the squares of all terms.
         partial: Norm of the largest partial sum; at least `terms`.
+        rounded: Norm of what is rounded to the dtype of the output beside the result.
         num_columns: Number of elements of a row.
         num_terms: Number of terms of an element.
     """
@@ -99,6 +103,7 @@ class RowSizes:
     added: Tensor
     terms: Tensor
     partial: Tensor
+    rounded: Tensor | float = 0.0
     num_columns: int
     num_terms: int
 
@@ -120,7 +125,7 @@ def allowed(form: Format, sizes: RowSizes, largest_input: Tensor) -> Tensor:
     if form.device == "cuda" and short.issuperset(form.inputs):
         u_sums = _SHORT_SUMS
     coherence = (sizes.partial / sizes.terms.clamp_min(sums.tiny)).clamp(1.0, math.sqrt(sizes.num_terms))
-    bound = u_output * (sizes.result + torch.where(sizes.added > 0, sizes.result + sizes.added, 0.0))
+    bound = u_output * (sizes.result + sizes.rounded + torch.where(sizes.added > 0, sizes.result + sizes.added, 0.0))
     bound = bound + u_sums * (math.sqrt(sizes.num_terms) * coherence * sizes.partial + 2.0 * sizes.added)
     if form.shortened:
         u_inputs = 2.0**-11 if form.shortened == "tf32" else 2.0**-8
