@@ -105,17 +105,17 @@ def is_wrong(check: ProductCheck, limit: float) -> bool:
 
 
 def _wrong(check: ProductCheck) -> str:
-    where = row_text(check.row)
-    far = f"{check.residual:.3g} x as far from it as rounding explains ({check.format})"
+    where, form = row_text(check.row), f" ({check.format})" if check.format else ""
+    far = f"{check.residual:.3g} x as far from it as rounding explains"
     if check.median <= _FITS:
         rows = math.prod(check.seen.shard.shape)
         return (
-            f"{product_name(check)} is not the product of its inputs in {where or 'some rows'}: it is {far} there. "
+            f"{product_name(check)} is not the product of its inputs in {where or 'some rows'}, where it is {far}{form}. "
             f"Most of its {rows} rows are right.{_called(check)}"
         )
     return (
         f"{product_name(check)} is not the product of its inputs: its relative error is {check.error:.3g}, and "
-        f"rounding explains {check.allowed:.3g} ({check.format}). {where.capitalize()} is {far}.{_called(check)}"
+        f"rounding explains {check.allowed:.3g}{form}. {where.capitalize()} is {far}.{_called(check)}"
     )
 
 
