@@ -110,7 +110,7 @@ def _wrong(check: ProductCheck) -> str:
     if check.median <= _FITS:
         rows = math.prod(check.seen.shard.shape)
         return (
-            f"{product_name(check)} is not the product of its inputs in {where or 'some rows'}, where it is {far}{form}. "
+            f"{product_name(check)} is not the product of its inputs in {where or 'a row'}, where it is {far}{form}. "
             f"Most of its {rows} rows are right.{_called(check)}"
         )
     return (

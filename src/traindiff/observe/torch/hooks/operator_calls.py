@@ -45,7 +45,7 @@ _OF_THE_DEMO = f"{_OURS / 'run' / 'demo'}{os.sep}"
 
 
 def called_from(*, in_backward: bool, through_compiled: bool = False) -> SourceLine | None:
-    """The innermost line on this thread's stack that is neither torch's nor traindiff's.
+    """The innermost line on this thread's stack that is neither torch's, nor torchao's, nor traindiff's.
 
     Args:
         in_backward: Look no further than the start of the backward pass: Python code runs in it only in the
@@ -79,7 +79,13 @@ def called_from(*, in_backward: bool, through_compiled: bool = False) -> SourceL
 def _is_inner(path: str) -> bool:
     if path.startswith(_OF_OURS):
         return not path.startswith(_OF_THE_DEMO)
-    return path.startswith((_OF_TORCH, "<"))
+    return path.startswith((_OF_TORCH, "<")) or _is_of_torchao(path)
+
+
+def _is_of_torchao(path: str) -> bool:
+    """True for files of torchao, whose layers and tensors stand in place of torch's. It is not imported here."""
+    file = getattr(sys.modules.get("torchao"), "__file__", None)
+    return file is not None and path.startswith(f"{Path(file).parent}{os.sep}")
 
 
 @cache
