@@ -22,6 +22,7 @@ from traindiff.observe.torch.products.residuals import (
     norms,
     residual,
     signs,
+    zeros,
 )
 from traindiff.observe.torch.products.rounding import Format, RowSizes, allowed
 
@@ -42,7 +43,9 @@ class Geometry:
         found: Tensor = torch.ops.aten.convolution.default(
             images, weight, None, self.stride, self.padding, self.dilation, self.transposed, self.output_padding, groups
         )
-        return found[(..., *(slice(size) for size in shape))]
+        for axis, size in enumerate(shape, start=2):
+            found = found.narrow(axis, 0, size)
+        return found
 
     def adjoint(self, weight: Tensor, output: Sequence[int], images: Sequence[int]) -> Geometry:
         """The settings of the convolution that makes the gradient of the input from that of the output.
@@ -79,11 +82,10 @@ def check(images: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, h
     num_channels = output.shape[1]
     vectors = signs(num_channels, output.device)
     filters, squares = _projected(weight, vectors, how)
-    wide = {"dtype": torch.float64, "device": output.device}
-    shift, shift_norm = torch.zeros(NUM_VECTORS, **wide), torch.zeros((), **wide)
+    shift, shift_norm = zeros((NUM_VECTORS,), output.device), zeros((), output.device)
     if bias is not None:
         shift, shift_norm = bias.to(torch.float64) @ vectors, bias.to(torch.float64).norm()
-    errors, bounds, sizes, scales = (torch.zeros((output.shape[0], *output.shape[2:]), **wide) for _ in range(4))
+    errors, bounds, sizes, scales = (zeros((output.shape[0], *output.shape[2:]), output.device) for _ in range(4))
     for some in _images(images, math.prod(weight.shape[2:]) * images[0].numel() + output[0].numel()):
         part = images[some].to(torch.float64)
         exact = how.apply(part, filters, output.shape[2:]).movedim(1, -1)
@@ -128,9 +130,8 @@ def check_weight_gradient(
     flat = weight_gradient.reshape(shape[0], -1)
     vectors = signs(flat.shape[1], flat.device)
     filters = vectors.T.reshape(NUM_VECTORS, *shape[1:]).repeat(groups, *[1] * (len(shape) - 1))
-    wide = {"dtype": torch.float64, "device": flat.device}
-    ones = torch.ones((groups, *shape[1:]), **wide)
-    exact, squares = torch.zeros((shape[0], NUM_VECTORS), **wide), torch.zeros(shape[0], **wide)
+    ones = zeros((groups, *shape[1:]), flat.device) + 1.0
+    exact, squares = zeros((shape[0], NUM_VECTORS), flat.device), zeros((shape[0],), flat.device)
     partial = torch.zeros_like(squares)
     for some in _images(images, math.prod(shape[2:]) * images[0].numel() + gradient[0].numel()):
         part, back = images[some].to(torch.float64), gradient[some].to(torch.float64)

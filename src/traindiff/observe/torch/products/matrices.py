@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from traindiff.observe.torch.products.residuals import MOST_ELEMENTS, Residual, norms, residual, signs
+from traindiff.observe.torch.products.residuals import MOST_ELEMENTS, Residual, norms, residual, signs, zeros
 from traindiff.observe.torch.products.rounding import Format, RowSizes, allowed
 
 NUM_PARTS = 8
@@ -59,8 +59,7 @@ def added(values: Tensor, shape: Sequence[int], beta: float) -> Added:
     """What `beta * values` adds to the rows of a product of this shape; to be called before it may be overwritten."""
     whole = values.expand(shape)
     vectors = signs(shape[-1], values.device)
-    projected = torch.zeros((*shape[:-1], vectors.shape[1]), dtype=torch.float64, device=values.device)
-    sizes = torch.zeros(shape[:-1], dtype=torch.float64, device=values.device)
+    projected, sizes = zeros((*shape[:-1], vectors.shape[1]), values.device), zeros(shape[:-1], values.device)
     for matrices, rows in _blocks(shape[0], shape[1], shape[2]):
         part = whole[matrices, rows].to(torch.float64) * beta
         projected[matrices, rows] = part @ vectors
@@ -87,13 +86,12 @@ def check(
     num_matrices, num_rows, num_terms = left.values.shape
     num_columns = output.shape[-1]
     vectors = signs(num_columns, output.device)
-    wide = {"dtype": torch.float64, "device": output.device}
-    errors, bounds, sizes, scales = (torch.zeros((num_matrices, num_rows), **wide) for _ in range(4))
+    errors, bounds, sizes, scales = (zeros((num_matrices, num_rows), output.device) for _ in range(4))
     each = max(1, MOST_ELEMENTS // max(1, num_rows * (num_terms + num_columns), num_terms * num_columns))
     for first in range(0, num_matrices, each):
         some = slice(first, min(first + each, num_matrices))
         projected, squares = _project(right, some, vectors, alpha)
-        largest = squares.sum((-1, -2)).sqrt().amax() if num_terms else torch.zeros((), **wide)
+        largest = squares.sum((-1, -2)).sqrt().amax()
         for _, rows in _blocks(1, num_rows, (some.stop - some.start) * (num_terms + num_columns)):
             factor = left.part(some, rows)
             exact, partial = _sums(factor, projected)
@@ -128,8 +126,8 @@ def _sums(factor: Tensor, projected: Tensor) -> tuple[Tensor, Tensor]:
     """The product with the projected matrix, and the norm of the largest partial sums of each row."""
     num_terms = factor.shape[-1]
     width = max(1, -(-num_terms // NUM_PARTS))
-    total = torch.zeros((*factor.shape[:-1], projected.shape[-1]), dtype=torch.float64, device=factor.device)
-    largest = torch.zeros(factor.shape[:-1], dtype=torch.float64, device=factor.device)
+    total = zeros((*factor.shape[:-1], projected.shape[-1]), factor.device)
+    largest = zeros(factor.shape[:-1], factor.device)
     for first in range(0, num_terms, width):
         total = total + factor[..., first : first + width] @ projected[:, first : first + width]
         largest = torch.maximum(largest, norms(total))

@@ -75,6 +75,11 @@ def _ratio(part: Tensor, whole: Tensor) -> Tensor:
     return torch.where(part > 0, part / whole, 0.0)
 
 
+def zeros(shape: Sequence[int], device: torch.device) -> Tensor:
+    """Zeros, float64."""
+    return torch.zeros(tuple(shape), dtype=torch.float64, device=device)
+
+
 def signs(count: int, device: torch.device) -> Tensor:
     """Random signs, float64, shape (count, NUM_VECTORS): always the same ones, from a generator of their own."""
     generator = torch.Generator(device=device)
