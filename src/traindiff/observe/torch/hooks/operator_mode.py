@@ -69,6 +69,9 @@ class OperatorTap(Protocol):
     stages: tuple[str, str]
     """Stages of what it records: of operators, and of those that activation checkpointing runs a second time."""
 
+    slot: str
+    """Slot at which it says that a whole module was not seen."""
+
     looks_inside: bool
     """True if it is shown the operators that subclasses of tensors, and compiled code, call themselves."""
 
@@ -139,7 +142,7 @@ class ShownOperators:
         undo.enter_context(self._context.followed.follow(taking, Following(hook=self._hook, lost=self._lost)))
 
     def _unobserved(self, why: str, path: str) -> None:
-        self._sink.unobserved(why, phase="forward", path=path, slot="output[0]", stage=self._tap.stages[0])
+        self._sink.unobserved(why, phase="forward", path=path, slot=self._tap.slot, stage=self._tap.stages[0])
 
     def _hook(self, path: str, module: nn.Module, hooks: HeldHooks) -> None:
         hooks.before_forward(module, self._guarded(partial(self._enter, path_in_whole(path))))

@@ -27,6 +27,7 @@ class _Operators:
 
     name = "operators"
     stages = (OPERATOR, RECOMPUTED_OPERATOR)
+    slot = "output[0]"
     looks_inside = False
 
     def __init__(self, context: TapContext) -> None:
@@ -39,7 +40,7 @@ class _Operators:
 
     def hidden(self, path: str, inside: ModuleCall) -> None:
         """Record that an operator was not seen."""
-        self._sink.unobserved(WITHOUT_MODE, phase="backward", path=path, slot="output[0]", stage=inside.stage)
+        self._sink.unobserved(WITHOUT_MODE, phase="backward", path=path, slot=self.slot, stage=inside.stage)
 
     def begin(self, call: OperatorCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OperatorCall:
         """Record the inputs of an operator."""

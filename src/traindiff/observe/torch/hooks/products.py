@@ -63,6 +63,7 @@ class _Products:
 
     name = "products"
     stages = (PRODUCT, RECOMPUTED_PRODUCT)
+    slot = RESIDUAL
     looks_inside = True
 
     def __init__(self, context: TapContext) -> None:
@@ -113,5 +114,5 @@ class _Products:
 
     def _unobserved(self, call: OperatorCall, why: str) -> None:
         self._sink.unobserved(
-            f"not checked: {why}", phase=call.phase, path=call.path, slot=RESIDUAL, stage=call.inside.stage
+            f"not checked: {why}", phase=call.phase, path=call.path, slot=self.slot, stage=call.inside.stage
         )

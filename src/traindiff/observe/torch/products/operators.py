@@ -15,7 +15,7 @@ from traindiff.observe.torch.products import convolutions, matrices
 from traindiff.observe.torch.products.convolutions import Geometry
 from traindiff.observe.torch.products.matrices import Added, Factor
 from traindiff.observe.torch.products.residuals import Residual
-from traindiff.observe.torch.products.rounding import Format
+from traindiff.observe.torch.products.rounding import Format, name_of
 
 Arguments = Mapping[str, Any]
 """Arguments of an operator by the names in its schema."""
@@ -64,6 +64,15 @@ def kind_of(name: str) -> Kind | str | None:
     return _KINDS.get(name) or _INSIDE.get(name)
 
 
+_KNOWN = frozenset(
+    {
+        torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
+        torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+    }
+)  # fmt: skip
+"""Dtypes of products that can be checked. Others hold two numbers in an element, or scales alone."""
+
+
 def refuse(*tensors: Tensor | None) -> None:
     """Raise unless the products of such tensors can be checked.
 
@@ -73,8 +82,8 @@ def refuse(*tensors: Tensor | None) -> None:
     for tensor in tensors:
         if tensor is None:
             continue
-        if not tensor.is_floating_point():
-            raise NotJudgedError(f"it is a product of {str(tensor.dtype).removeprefix('torch.')}")
+        if tensor.dtype not in _KNOWN:
+            raise NotJudgedError(f"it is a product of {name_of(tensor.dtype)}")
         if tensor.layout != torch.strided:
             raise NotJudgedError(f"a factor is {str(tensor.layout).removeprefix('torch.')}")
         if tensor.device.type in ("mps", "meta"):
@@ -130,6 +139,8 @@ def _scaled(given: Arguments, _: Added | None, output: Tensor) -> Iterator[Check
     """`_scaled_mm`: a product of FP8 matrices, with a scale for each, or for each row and each column."""
     left, right, bias = given["self"], given["mat2"], given.get("bias")
     refuse(left, right, output, bias)
+    if torch.finfo(output.dtype).bits == 8:
+        raise NotJudgedError(f"its result is {name_of(output.dtype)}, which may be cut off at the largest number")
     if given.get("scale_result") is not None:
         raise NotJudgedError("its result is scaled")
     scales = given["scale_a"], given["scale_b"]

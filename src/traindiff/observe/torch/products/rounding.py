@@ -29,8 +29,6 @@ from torch import Tensor
 
 from traindiff.core.torch_compat.execution import inputs_may_be_rounded_to, partial_sums_may_be_short
 
-_NAMES = {"float8_e4m3fn": "FP8 (e4m3)", "float8_e5m2": "FP8 (e5m2)"}
-
 _SHORT_SUMS = 2.0**-13
 """Unit roundoff with which GPUs add up products of FP8: they keep about 14 bits (DeepSeek-V3 technical report, arXiv
 2412.19437, section 3.5.2). It was not measured here."""
@@ -121,8 +119,7 @@ def allowed(form: Format, sizes: RowSizes, largest_input: Tensor) -> Tensor:
     """
     output, sums = torch.finfo(form.output), torch.finfo(form.sums)
     u_output, u_sums = output.eps / 2.0, sums.eps / 2.0
-    short = {torch.float8_e4m3fn, torch.float8_e5m2}
-    if form.device == "cuda" and short.issuperset(form.inputs):
+    if form.device == "cuda" and all(torch.finfo(dtype).bits == 8 for dtype in form.inputs):
         u_sums = _SHORT_SUMS
     coherence = (sizes.partial / sizes.terms.clamp_min(sums.tiny)).clamp(1.0, math.sqrt(sizes.num_terms))
     bound = u_output * (sizes.result + sizes.rounded + torch.where(sizes.added > 0, sizes.result + sizes.added, 0.0))
