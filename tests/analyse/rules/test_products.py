@@ -243,6 +243,15 @@ def test_a_finding_on_one_of_several_ranks_names_the_rank() -> None:
     assert found.rank == 3
 
 
+def test_a_fault_on_all_ranks_is_one_finding() -> None:
+    wrong = {"median": 0.4, "error": 1e-3, "allowed": 1e-3}
+    checks = [made(residual=50.0, **wrong), made(rank=3, residual=80.0, **wrong)]
+
+    (found,) = ProductsAreRight(RunFacts()).products(checks, step=4)
+
+    assert (found.rank, found.evidence["worst_row"]) == (None, 80.0)
+
+
 def test_a_product_that_nothing_describes_is_judged_all_the_same() -> None:
     """A writer stops describing operators at 40 MB."""
     seen = made().seen

@@ -47,11 +47,18 @@ class ProductsAreRight(Rule):
     }
 
     def products(self, checks: Sequence[ProductCheck], *, step: int) -> Iterator[Finding]:
-        """Findings of a step."""
+        """Findings of a step: one for each operator of a module, however many ranks and micro-steps share the fault."""
         limit = self.limit("row") / self.strictness
+        wrong: dict[tuple[str, ...], list[ProductCheck]] = {}
         for one in checks:
             if is_wrong(one, limit):
-                yield _finding(one, checks, step=step, kind="product-wrong", message=_wrong(one))
+                seen = one.seen
+                wrong.setdefault((seen.phase, seen.stage, seen.path, one.output), []).append(one)
+        several = len({one.rank for one in checks}) > 1
+        for found in wrong.values():
+            worst = max(found, key=lambda one: one.residual)
+            alone = several and len({one.rank for one in found}) == 1
+            yield _finding(worst, step=step, kind="product-wrong", message=_wrong(worst), only_rank=alone)
 
 
 class ProductsAreExact(Rule):
@@ -91,9 +98,8 @@ class ProductsAreExact(Rule):
             more = len(found) - 1
             also = f" The same holds for {more} more product{'s' if more > 1 else ''} of this step." if more else ""
             yield _finding(
-                worst, checks, step=step, kind="product-inaccurate", message=_inaccurate(worst) + also,
-                num_products=len(found),
-            )  # fmt: skip
+                worst, step=step, kind="product-inaccurate", message=_inaccurate(worst) + also, num_products=len(found)
+            )
 
 
 def is_wrong(check: ProductCheck, limit: float) -> bool:
@@ -131,12 +137,11 @@ def _called(check: ProductCheck) -> str:
 
 
 def _finding(
-    check: ProductCheck, checks: Sequence[ProductCheck], *, step: int, kind: str, message: str, **evidence: Any
+    check: ProductCheck, *, step: int, kind: str, message: str, only_rank: bool = False, **evidence: Any
 ) -> Finding:
     seen = check.seen
-    several = len({one.rank for one in checks}) > 1
     return Finding(
-        step=step, micro_step=seen.micro_step, rank=check.rank if several else None, phase=seen.phase,
+        step=step, micro_step=seen.micro_step, rank=check.rank if only_rank else None, phase=seen.phase,
         stage=seen.stage, path=seen.path, slot=check.output, call=seen.call, order=seen.order, kind=kind,
         message=message,
         evidence={
