@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from benchmarks.products import exactness
 from benchmarks.zoo.faults import faults
 from benchmarks.zoo.legal import variations
 from benchmarks.zoo.measure import ZOO, Bench, outcome
@@ -54,6 +55,16 @@ def test_faults_are_found_where_they_are_and_named(training: str, precision: str
             assert (judged.right, judged.located, judged.explained) == (True, True, True), (
                 f"{judged.line()}\n{judged.text}"
             )
+
+
+@pytest.mark.parametrize("training", ["moe", "resnet", "gru", "lbfgs"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
+def test_the_products_of_right_trainings_are_as_exact_as_their_formats_allow(training: str, precision: str) -> None:
+    found = exactness(ZOO[training].but(precision=precision))
+
+    assert found.num_products > 50
+    assert (found.findings, found.same_bits) == ((), True)
+    assert (found.whole < 1.5, found.row < 2.0) == (True, True)
 
 
 def test_forced_steps_of_several_optimizers_include_all_of_them(tmp_path: Path) -> None:

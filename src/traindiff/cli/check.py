@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_result, results, says_what_is_wrong
 from traindiff.cli.report import HtmlOption, check_writable, write_page
+
+if TYPE_CHECKING:
+    from traindiff.analyse.check import Verdict
+    from traindiff.analyse.products import ProductTable
 
 
 def _list_rules(wanted: bool) -> None:  # noqa: FBT001  the shape of typer's callbacks
@@ -31,6 +35,9 @@ def check(
         Path | None, typer.Option(metavar="FILE.toml", help="Limits: a table [RULE] of LIMIT = NUMBER for each rule.")
     ] = None,
     top: Annotated[int, typer.Option(min=0, help="Rows of the table of further findings.")] = 12,
+    products: Annotated[
+        bool, typer.Option("--products", help="Also list how exact matrix products are (docs/products.md).")
+    ] = False,
     html: HtmlOption = None,
     form: FormatOption = "text",
     as_json: JsonOption = False,
@@ -44,7 +51,7 @@ def check(
     part of the run was not recorded: it was killed or aborted, no optimizer has stepped, or a rank is missing.
     """
     from traindiff.analyse.check import check as check_recording
-    from traindiff.present.text.results import print_report
+    from traindiff.present.text.results import print_products, print_report
 
     if html is not None:
         check_writable(html)
@@ -53,7 +60,33 @@ def check(
             recording, steps=steps, rules=rules, skip=skip, config=config, history=html is not None,
             progress=lambda step: status.update(f"checking step {step}"),
         )  # fmt: skip
+    table = checked_products(result) if products else None
+
+    def text() -> None:
+        print_report(results, result, top=top)
+        if table is not None:
+            print_products(results, table)
+
     if html is not None:
         write_page(result, html)
-    print_result(result, "json" if as_json else form, text=lambda: print_report(results, result, top=top))
+    form = "json" if as_json else form
+    print_result(table if form == "csv" and table is not None else result, form, text=text)
     raise typer.Exit(result.exit_code)
+
+
+def checked_products(verdict: Verdict) -> ProductTable:
+    """The table of products of a verdict.
+
+    Raises:
+        ConfigError: The run has recorded none.
+    """
+    from traindiff.errors import ConfigError, Problem
+
+    if verdict.products is None:
+        problem = Problem(
+            where="--products",
+            what=f"asks for matrix products, and {verdict.recording} has none.",
+            fix='Record some steps with record(observe=["products"], steps="0-1"), or leave it out.',
+        )
+        raise ConfigError("check", [problem], consequence="nothing was printed")
+    return verdict.products

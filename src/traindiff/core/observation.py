@@ -74,6 +74,17 @@ OPERATOR_STAGES = frozenset({OPERATOR, RECOMPUTED_OPERATOR})
 WITNESS = "witness"
 """Stage of both sides of the identity that a gradient is checked by; see `traindiff.core.witness`."""
 
+PRODUCT = "product"
+"""Stage of the check of one matrix product or convolution; its path is that of the operator."""
+
+RECOMPUTED_PRODUCT = "product recomputed"
+"""The same for a product that activation checkpointing computes a second time."""
+
+PRODUCT_STAGES = frozenset({PRODUCT, RECOMPUTED_PRODUCT})
+
+RESIDUAL, ERROR, ALLOWED, WORST_ROW, MEDIAN = "residual", "error", "allowed", "row", "median"
+"""Ends of the slots of a product's check: see FORMAT.md."""
+
 BOUNDARY = "boundary"
 """Stage of tensors that one pipeline stage sends to the next; the whole model has no such site."""
 
@@ -102,7 +113,7 @@ class Observation:
             `recomputed` (forward pass repeated by activation checkpointing), `sample` (one sample of a
             batch), `evaluation` (forward pass without gradients), `boundary` (handed from one stage of a
             pipeline to the next), `witness`, `after`, `operator` and `operator recomputed` (one operator inside a
-            module), or empty.
+            module), `product` and `product recomputed` (the check of a matrix product), or empty.
         path: Canonical dotted path of the module or parameter.
         slot: Which tensor of it: `output[0]`, `grad`, `exp_avg`.
         call: Number of earlier calls of this module in this micro-step.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from traindiff.core.observation import OPERATOR, RECOMPUTED_OPERATOR, SAMPLE, WITNESS
+from traindiff.core.observation import OPERATOR, PRODUCT, RECOMPUTED_OPERATOR, RECOMPUTED_PRODUCT, SAMPLE, WITNESS
 from traindiff.core.site import PHASES
 
 Losses = tuple[tuple[str, str | None], ...]
@@ -19,6 +19,9 @@ _PARAMETERS: Losses = (("param", None), ("update", None))
 _STEP: Losses = (("grad", ""), ("optimizer", None), *_PARAMETERS)
 _OPERATORS: Losses = tuple(
     (phase, stage) for stage in (OPERATOR, RECOMPUTED_OPERATOR) for phase in ("forward", "backward")
+)
+_PRODUCTS: Losses = tuple(
+    (phase, stage) for stage in (PRODUCT, RECOMPUTED_PRODUCT) for phase in ("forward", "backward")
 )
 _STAGES: Losses = (("grad", "reduced"), ("grad", "unscaled"), ("grad", "clipped"))
 
@@ -70,6 +73,7 @@ TAPS: tuple[Tap, ...] = (
     Tap(name="dataloader", observe=("dataloader",), loses=(("batch", "loaded"),)),
     # Innermost, so that what a module computes is seen and what other taps do with its output is not.
     Tap(name="operators", observe=("operators",), loses=_OPERATORS),
+    Tap(name="products", observe=("products",), loses=_PRODUCTS),
     Tap(name="model_state", observe=("param", "update"), loses=_PARAMETERS),
     Tap(name="parameter_gradients", observe=("grad.micro",), loses=(("grad", "micro"),)),
     Tap(name="gradient_stages", observe=("grad", "grad.stages"), loses=_STAGES),

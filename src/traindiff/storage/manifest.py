@@ -129,6 +129,7 @@ _CALLED = shaped(
         "settings": mapped(TEXT),
         "node": nullable(TEXT),
         "of": nullable(TEXT),
+        "products": mapped(shaped({"format": TEXT, "terms": _COUNT})),
     },
 )
 
@@ -156,6 +157,7 @@ RANK: Demand = shaped(
             }
         ),
         "operators": mapped(mapped(_CALLED)),
+        "products": mapped(mapped(_CALLED)),
         "not_forced": mapped(TEXT),
         "not_followed": listed(TEXT),
     },

@@ -146,7 +146,7 @@ def test_an_operator_comes_with_the_line_that_called_it_and_its_settings(tmp_pat
 def test_more_operators_than_a_reader_takes_are_recorded_without_their_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("traindiff.observe.torch.hooks.operators.MOST_DESCRIBED_BYTES", 1000)
+    monkeypatch.setattr("traindiff.observe.torch.hooks.operator_mode.MOST_DESCRIBED_BYTES", 1000)
     train(tmp_path / "run", model(), operators="*")
 
     described_there = open_recording(str(tmp_path / "run")).rank_content(0)["operators"]

@@ -13,6 +13,7 @@ from traindiff.analyse.merge.history import RunHistory
 from traindiff.analyse.merge.parameters import Updates
 from traindiff.analyse.merge.run_steps import RunStep, run_steps
 from traindiff.analyse.merge.unobserved import FailedTaps, unrecorded_of, without_lost
+from traindiff.analyse.products import ProductTable, product_checks
 from traindiff.analyse.rules import run_facts
 from traindiff.analyse.rules.rule import RunJudge
 from traindiff.core.observation import Observation
@@ -52,6 +53,8 @@ class Verdict:
         ranks: Ranks that were recorded.
         notes: What limits the verdict, one sentence each.
         history: The size of every site in every step; None unless requested. Not part of the JSON.
+        products: How exact matrix products and convolutions are, by operator and line; None if the run did not record
+            that.
     """
 
     recording: str
@@ -62,6 +65,7 @@ class Verdict:
     ranks: tuple[int, ...]
     notes: tuple[str, ...]
     history: RunHistory | None = field(default=None, compare=False, repr=False)
+    products: ProductTable | None = None
 
     @property
     def exit_code(self) -> int:
@@ -79,6 +83,7 @@ class Verdict:
             "steps": list(self.steps),
             "ranks": list(self.ranks),
             "notes": list(self.notes),
+            "products": None if self.products is None else self.products.to_json(),
         }
 
     def sentence(self) -> str:
@@ -147,6 +152,8 @@ def check(
     missing: dict[int, int] = {}  # by rank: the first step that it did not record
     failed = FailedTaps()
     kept = RunHistory() if history else None
+    described = {rank: run.rank_content(rank).get("products", {}) for rank in run.ranks}
+    products = ProductTable() if "products" in run.run["settings"].get("observe", ()) else None
     endings = Endings(run, selection)
     several = False
     for step in run_steps(run):
@@ -166,7 +173,10 @@ def check(
             kept.note(table, step.step)
         table |= {entry.key: entry for entry in updates.derive(table, step=step.step)[0]}
         judge.note_unknown(table)
-        found.add(judge.step(table, step=step.step))
+        checks = product_checks(step.products, described)
+        if products is not None:
+            products.add(checks)
+        found.add(judge.step(table, step=step.step, products=checks))
         if progress:
             progress(step.step)
         table.clear()
@@ -191,8 +201,10 @@ def check(
             *(f"Not recorded, so not checked: {sentence}" for sentence in unrecorded_of(run)),
             *(f"{reason}, so it is not checked." for reason in judge.unknown),
             *judge.notes(),
+            *(() if products is None else products.notes()),
         ),
         history=kept,
+        products=products,
     )
 
 

@@ -178,10 +178,12 @@ def _not_recorded(runs: TwoRuns) -> tuple[list[str], bool]:
             notes.append(f"Not recorded in the {name}, so not compared: {', '.join(missing)}.")
             # Evaluation and micro-batches are extras; without a whole phase the comparison is partial.
             partly |= bool(missing.keys() - {"evaluation", *NOT_BY_DEFAULT})
-    if all("operators" in side.recorded <= {"operators", "evaluation"} for side in runs.sides):
+    inside = {"operators", "products"}
+    if all(side.recorded & inside and side.recorded <= inside | {"evaluation"} for side in runs.sides):
+        names = " and ".join(sorted(inside & {*runs.sides[0].recorded, *runs.sides[1].recorded}))
         notes.append(
-            "Both runs have recorded operators alone, which have no verdict, so nothing was compared. Record what "
-            "modules return, too: leave out observe, and choose modules by operators=."
+            f"Both runs have recorded {names} alone, which have no verdict, so nothing was compared. Record what "
+            "modules return, too: add the phases to observe, or choose modules by operators=."
         )
         partly = True
     return notes, partly

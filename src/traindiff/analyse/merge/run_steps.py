@@ -13,6 +13,7 @@ from traindiff.core.observation import (
     ITSELF,
     MAYBE_UNSEEN,
     OPERATOR_STAGES,
+    PRODUCT_STAGES,
     UNSEEN,
     Observation,
     is_of_evaluation,
@@ -45,6 +46,7 @@ class RunStep:
         finished: Whether the optimizer was called. The run may have ended, or been closed, before that.
         missing: Ranks of the run that have not recorded it.
         operators: Observations of operators, which are compared inside a module only.
+        products: Checks of matrix products, which are judged by themselves, rank by rank.
         last: The last observation of each rank.
     """
 
@@ -55,6 +57,7 @@ class RunStep:
     finished: bool = True
     missing: tuple[int, ...] = ()
     operators: list[Part] = field(default_factory=list)
+    products: list[Part] = field(default_factory=list)
     last: Mapping[int, Observation] = field(default_factory=dict)
 
     def release(self) -> None:
@@ -62,6 +65,7 @@ class RunStep:
         self.table.clear()
         self.earlier.clear()
         self.operators.clear()
+        self.products.clear()
 
 
 class StepMerger:
@@ -89,9 +93,11 @@ class StepMerger:
         """One step, from what each rank has recorded of it; at least one has."""
         optimizer, step = of_ranks[0].optimizer, of_ranks[0].step
         operators: list[Part] = []
+        products: list[Part] = []
         sites: list[Part] = []
         for part in _parts(of_ranks, self._names):
-            (operators if part[0].stage in OPERATOR_STAGES else sites).append(part)
+            stage = part[0].stage
+            (operators if stage in OPERATOR_STAGES else products if stage in PRODUCT_STAGES else sites).append(part)
         earlier, table = _by_evaluation(sites)
         shown = any(key.phase in ("grad", "optimizer", "param") and key.stage == "" for key in table)
         if shown:
@@ -102,6 +108,7 @@ class StepMerger:
             finished = shown or not (self._called or optimizer in self._shows_calls)
         return RunStep(
             optimizer=optimizer, step=step, table=table, earlier=earlier, finished=finished, operators=operators,
+            products=products,
             missing=self._without(tuple(one.rank for one in of_ranks)),
             last={one.rank: one.observations[-1] for one in of_ranks if one.observations},
         )  # fmt: skip

@@ -5,6 +5,7 @@ from traindiff.analyse.rules.edits import OptimizersAloneChangeParameters
 from traindiff.analyse.rules.layers import EvaluationIsCertain, UnitsAreSensitive, UnitsLive
 from traindiff.analyse.rules.losses import LossDecreases, LossDoesNotDiverge, NothingSpikes
 from traindiff.analyse.rules.optimizers import EpsIsSmall, LearningRateIsSet, ScheduleIsFollowed, SecondMomentsHold
+from traindiff.analyse.rules.products import ProductsAreExact, ProductsAreRight
 from traindiff.analyse.rules.ranges import FarFromOverflow, FarFromUnderflow, FiniteThroughout, LossScaleSettles
 from traindiff.analyse.rules.ranks import BoundariesHold, CopiesAgree
 from traindiff.analyse.rules.replay import UpdatesFollowSettings
@@ -22,6 +23,7 @@ from traindiff.analyse.rules.witness import GradientsFollow
 
 RULES: tuple[type[Rule], ...] = (
     FiniteThroughout,
+    ProductsAreRight,
     CopiesAgree,
     OptimizersAloneChangeParameters,
     BoundariesHold,
@@ -47,6 +49,7 @@ RULES: tuple[type[Rule], ...] = (
     EpsIsSmall,
     FarFromOverflow,
     FarFromUnderflow,
+    ProductsAreExact,
     BatchesChange,
     SamplesDiffer,
     SamplesVary,

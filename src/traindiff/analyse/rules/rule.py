@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -11,6 +11,7 @@ from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.parameters import Groups, parameter_groups
 from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.site import MergedSite, StepTable, finding_at
+from traindiff.analyse.products import ProductCheck
 from traindiff.storage import Run
 
 
@@ -137,6 +138,10 @@ class Rule:
         """
         return None
 
+    def products(self, checks: Sequence[ProductCheck], *, step: int) -> Iterable[Finding]:  # noqa: ARG002
+        """Findings at the matrix products of a step."""
+        return ()
+
     def unknown(self, table: StepTable) -> Iterable[str]:  # noqa: ARG002
         """Why the rule cannot judge a part of a step: sentences that hold for the whole run."""
         return ()
@@ -242,10 +247,13 @@ class RunJudge:
         self._found: set[tuple[str, str]] = set()
         self.unknown: dict[str, None] = {}
 
-    def step(self, table: StepTable, *, step: int, finished: bool = True) -> list[Finding]:
+    def step(
+        self, table: StepTable, *, step: int, finished: bool = True, products: Sequence[ProductCheck] = ()
+    ) -> list[Finding]:
         """Findings of a step, in the order of execution; fewer rules judge one without a call of the optimizer."""
         rules = [rule for rule in self._rules if finished or rule.judges_unfinished]
         found = [finding for rule in rules for finding in rule.step(table, step=step) or ()]
+        found += [finding for rule in rules for finding in rule.products(products, step=step)]
         self._found.update((finding.kind, finding.path) for finding in found)
         return sorted(found, key=lambda finding: finding.order)
 

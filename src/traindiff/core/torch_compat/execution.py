@@ -141,6 +141,39 @@ def schemas_of(name: str) -> list[Any]:
     return list(torch._C._jit_get_schemas_for_operator(name))
 
 
+def inputs_may_be_rounded_to(device: str, *, convolution: bool) -> str:
+    """The format to which products of float32 may round their inputs: `tf32`, `bf16`, or empty.
+
+    The settings have public names on each backend since torch 2.9. `fp32_precision` is that of one kind of operators
+    there, and `none` asks the backend's, and then the one of all.
+
+    Args:
+        device: Type of the device.
+        convolution: True for convolutions, False for matrix products.
+    """
+    backends: Any = torch.backends
+    backend = {"cuda": backends.cudnn if convolution else backends.cuda, "cpu": backends.mkldnn}.get(device)
+    own = getattr(backend, "conv" if convolution else "matmul", None)
+    for settings in (own, backend, backends):
+        found = getattr(settings, "fp32_precision", None)
+        if found not in (None, "none"):
+            return str(found) if found in ("tf32", "bf16") else ""
+    return ""
+
+
+def partial_sums_may_be_short(device: str, dtype: torch.dtype) -> bool:
+    """True if a library may add up parts of a sum in this dtype, the one of the output."""
+    settings: Any = torch.backends.cuda.matmul
+    if device == "cuda" and dtype == torch.bfloat16:
+        return bool(settings.allow_bf16_reduced_precision_reduction)
+    if device == "cuda" and dtype == torch.float16:
+        names = ("allow_fp16_reduced_precision_reduction", "allow_fp16_accumulation")
+        return any(bool(getattr(settings, name, False)) for name in names)
+    if device == "cpu" and dtype == torch.float16:
+        return bool(getattr(torch._C, "_get_cpu_allow_fp16_reduced_precision_reduction", lambda: False)())
+    return False
+
+
 @contextmanager
 def without_onednn() -> Iterator[None]:
     """Inside it, layers are made of operators that exist in every dtype.
@@ -169,6 +202,11 @@ def take_dispatch_modes() -> list[Any]:
     from torch.utils._python_dispatch import _pop_mode
 
     return [_pop_mode() for _ in range(count)][::-1]
+
+
+def has_dispatch_modes() -> bool:
+    """True if a dispatch mode is on this thread's stack. There is no public way to ask."""
+    return int(torch._C._len_torch_dispatch_stack()) > 0
 
 
 def put_dispatch_modes(modes: Iterable[Any]) -> None:

@@ -18,6 +18,7 @@ from traindiff.analyse.check import Verdict
 from traindiff.analyse.compare import Comparison, SiteDifference, Verification
 from traindiff.analyse.compare.investigation import Matrix
 from traindiff.analyse.findings import Finding, finite
+from traindiff.analyse.products import ProductTable, row_text
 from traindiff.core.site import ROOT
 
 COLUMNS = (
@@ -31,7 +32,14 @@ MATRIX_COLUMNS = ("name", "verdict", "message", "seconds", "output", "exit_code"
 """Columns of the table of a matrix, in order."""
 
 
-def write(result: Comparison | Verification | Verdict | Matrix, file: IO[str]) -> None:
+PRODUCT_COLUMNS = (
+    "phase", "operator", "output", "line", "format", "terms", "num_products", "error", "allowed", "ratio", "worst_row",
+    "path", "step", "row",
+)  # fmt: skip
+"""Columns of the table of products, in order."""
+
+
+def write(result: Comparison | Verification | Verdict | Matrix | ProductTable, file: IO[str]) -> None:
     """Write a header, then one row for each site, finding or combination.
 
     A comparison has a row for each site, in execution order. The row has the difference that weighs most, with its
@@ -40,9 +48,14 @@ def write(result: Comparison | Verification | Verdict | Matrix, file: IO[str]) -
     `kind` and `message` are those of the first finding at the site, if
     there is one. Rows for further findings, and for findings at sites that only one run has, follow at the end. A
     verification has the rows of the comparison of its free runs. A check has a row for each finding, then for each
-    warning; `num_steps` counts the steps in which it was found. A matrix has a row for each combination, with other
-    columns.
+    warning; `num_steps` counts the steps in which it was found. A matrix has a row for each combination, and
+    a table of products one for each operator and line; both have other columns.
     """
+    if isinstance(result, ProductTable):
+        table = CsvRows(file, PRODUCT_COLUMNS)
+        for product in result:
+            table.write(product.to_json() | {"row": row_text(product.row)})
+        return
     if isinstance(result, Matrix):
         table = CsvRows(file, MATRIX_COLUMNS)
         for row in result.rows:

@@ -12,6 +12,7 @@ from traindiff.analyse.check import Verdict
 from traindiff.analyse.compare import Comparison, Verification
 from traindiff.analyse.compare.investigation import Matrix
 from traindiff.analyse.findings import Finding, Group, grouped, moment_text, phase_text
+from traindiff.analyse.products import PRODUCT_COLUMNS, ProductTable
 from traindiff.analyse.story import Chapter, Story, count_text, story_of
 
 MOST = 10
@@ -29,7 +30,9 @@ def write(result: Comparison | Verification | Verdict | Matrix, file: IO[str]) -
     Names from a recording are text: they make no markup, no link and no mention. Of a matrix, each combination is a
     row.
     """
-    lines = _of_matrix(result) if isinstance(result, Matrix) else _of_story(story_of(result))
+    lines = list(_of_matrix(result) if isinstance(result, Matrix) else _of_story(story_of(result)))
+    if isinstance(result, Verdict) and result.products is not None:
+        lines += _of_products(result.products)
     file.write("\n".join(lines) + "\n")
 
 
@@ -106,6 +109,21 @@ def _of_matrix(matrix: Matrix) -> Iterator[str]:
     yield "| --- | --- | --- |"
     for row in matrix.rows:
         yield f"| {_code_in_cell(row.name)} | {escaped(row.verdict)} | {escaped(row.message)} |"
+
+
+def _of_products(products: ProductTable) -> Iterator[str]:
+    rows = sorted(products, key=lambda row: row.ratio, reverse=True)
+    if not rows:
+        return
+    shown = "" if len(rows) <= MOST else f", the {MOST} that are furthest from what their formats allow"
+    yield ""
+    yield f"<details><summary>Matrix products and convolutions, by operator and line: {len(rows)}{shown}</summary>"
+    yield ""
+    yield f"| {' | '.join(PRODUCT_COLUMNS)} |"
+    yield "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- |"
+    yield from (f"| {' | '.join(map(escaped, row.cells))} |" for row in rows[:MOST])
+    yield ""
+    yield "</details>"
 
 
 def _code_in_cell(text: str) -> str:

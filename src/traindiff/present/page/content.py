@@ -15,6 +15,7 @@ from traindiff.analyse.check import Verdict
 from traindiff.analyse.compare import Comparison
 from traindiff.analyse.findings import SITE_WORDS, Finding, Group, SiteWord, grouped, phase_text
 from traindiff.analyse.merge.history import DifferenceHistory, RunHistory
+from traindiff.analyse.products import ProductTable
 from traindiff.analyse.story import Story, is_same_place, story_of
 from traindiff.core.site import label
 from traindiff.errors import ConfigError, Problem, RecordingError
@@ -88,6 +89,7 @@ class Page:
         representation: Differences in how things are represented.
         bits: The first difference in bits, where it is not the headline.
         alone: For each site that only one run has: which run, its phase, its name, the steps, and why.
+        products: How exact matrix products are; None if that was not recorded.
         settings: What the runs say of themselves.
         order: By row, which site of the history it is.
         data: For the script: rows, columns, numbers, curves.
@@ -102,6 +104,7 @@ class Page:
     representation: tuple[Found, ...] = ()
     bits: Found | None = None
     alone: tuple[tuple[str, ...], ...] = ()
+    products: ProductTable | None = None
     settings: Sequence[Setting]
     order: Sequence[int]
     data: Mapping[str, Any]
@@ -160,6 +163,7 @@ def _of_check(verdict: Verdict, history: RunHistory) -> Page:
             (sum(math.isinf(one.size) for one in history.extremes.values()), "with NaN or infinity"),
         ),
         findings=findings,
+        products=verdict.products,
         settings=run_settings(recordings),
         order=sites.order,
         data={

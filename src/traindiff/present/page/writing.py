@@ -124,6 +124,7 @@ def environment(package: str) -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     from traindiff.analyse.findings import phase_text
+    from traindiff.analyse.products import PRODUCT_COLUMNS
     from traindiff.present.page.dataflow import message
 
     environment = Environment(
@@ -134,5 +135,5 @@ def environment(package: str) -> Environment:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
-    environment.globals.update(phase_text=phase_text, in_words=message)
+    environment.globals.update(phase_text=phase_text, in_words=message, product_columns=PRODUCT_COLUMNS)
     return environment

@@ -15,6 +15,7 @@ from traindiff.analyse.compare import Comparison, SiteDifference, Verification
 from traindiff.analyse.compare.investigation import Investigation, Matrix
 from traindiff.analyse.compare.operator_localization import OperatorLocalization, OperatorRow, place_text
 from traindiff.analyse.findings import SiteWord, more_text, phase_text
+from traindiff.analyse.products import PRODUCT_COLUMNS, ProductTable
 from traindiff.analyse.story import (
     Chapter,
     Emphasis,
@@ -214,6 +215,17 @@ def _print_walk(console: Console, zoom: OperatorLocalization) -> None:
 
 def _size_in(row: OperatorRow, size: float) -> str:
     return "" if row.baseline is None or row.candidate is None else _digits(size)
+
+
+def print_products(console: Console, products: ProductTable) -> None:
+    """Print how exact matrix products and convolutions are, by operator and line."""
+    console.print(Text("\nMatrix products and convolutions", style="bold"), soft_wrap=True)
+    left, numeric, last = PRODUCT_COLUMNS[:4], PRODUCT_COLUMNS[4:-1], PRODUCT_COLUMNS[-1]
+    table = columns(left=left, right=numeric)
+    table.add_column(last, overflow="fold")
+    for row in products:
+        table.add_row(*map(Text, row.cells))
+    console.print(table)
 
 
 def print_investigation(console: Console, investigation: Investigation, *, top: int) -> None:

@@ -44,15 +44,17 @@ _OF_TORCH, _OF_OURS = f"{TORCH_FILES}{os.sep}", f"{_OURS}{os.sep}"
 _OF_THE_DEMO = f"{_OURS / 'run' / 'demo'}{os.sep}"
 
 
-def called_from(*, in_backward: bool) -> SourceLine | None:
-    """The innermost line on this thread's stack that is neither torch's nor traindiff's.
+def called_from(*, in_backward: bool, through_compiled: bool = False) -> SourceLine | None:
+    """The innermost line on this thread's stack that is neither torch's, nor torchao's, nor traindiff's.
 
     Args:
         in_backward: Look no further than the start of the backward pass: Python code runs in it only in the
             `backward` of a `torch.autograd.Function`, and the like.
+        through_compiled: Look for the line that calls what is compiled, if there is such a function on the way.
 
     Raises:
-        RuntimeError: There is a function that `torch.compile` made on the way to the call of the module.
+        RuntimeError: There is a function that `torch.compile` made on the way to the call of the module, and
+            `through_compiled` is False.
     """
     found: SourceLine | None = None
     frame: FrameType | None = sys._getframe(1)
@@ -61,6 +63,9 @@ def called_from(*, in_backward: bool) -> SourceLine | None:
         if (in_backward and path == BACKWARD_FILE) or (found is not None and (path, name) == MODULE_CALL):
             return found
         if path.startswith(COMPILER_FILES) and name == "compile_wrapper":
+            if through_compiled:
+                found, frame = None, frame.f_back
+                continue
             raise RuntimeError(
                 "a function that is compiled was called where operators are recorded, and compiled code runs no "
                 "operators one by one. Record the same training without torch.compile"
@@ -74,7 +79,13 @@ def called_from(*, in_backward: bool) -> SourceLine | None:
 def _is_inner(path: str) -> bool:
     if path.startswith(_OF_OURS):
         return not path.startswith(_OF_THE_DEMO)
-    return path.startswith((_OF_TORCH, "<"))
+    return path.startswith((_OF_TORCH, "<")) or _is_of_torchao(path)
+
+
+def _is_of_torchao(path: str) -> bool:
+    """True for files of torchao, whose layers and tensors stand in place of torch's. It is not imported here."""
+    file = getattr(sys.modules.get("torchao"), "__file__", None)
+    return file is not None and path.startswith(f"{Path(file).parent}{os.sep}")
 
 
 @cache

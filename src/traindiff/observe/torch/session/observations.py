@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 
 from traindiff.core.kernels.store import SummaryStore
 from traindiff.core.kernels.torch_arrays import detail_of, dtype_name, shape_of, sparse_parts
-from traindiff.core.observation import LOSS_SCALE, OPERATOR_STAGES, SAMPLE, Merge, Observation
+from traindiff.core.observation import LOSS_SCALE, OPERATOR_STAGES, PRODUCT_STAGES, SAMPLE, Merge, Observation
 from traindiff.core.settings import RecordSettings
 from traindiff.core.shards import Region, Shard
 from traindiff.core.torch_compat.execution import exclude_from_compilation, is_tracing
@@ -90,7 +90,7 @@ OVERWRITTEN = "it was written to before anybody waited for the collective that c
 _SPARSE_PHASES = frozenset({"batch", "forward", "backward"})
 """Phases in which a sparse tensor is observed by its parts; the gradient of a parameter is made dense before."""
 
-_SUMMARY_ALONE = OPERATOR_STAGES | {SAMPLE}
+_SUMMARY_ALONE = OPERATOR_STAGES | PRODUCT_STAGES | {SAMPLE}
 """Stages of which only the summary is kept, whatever `detail` says."""
 
 
