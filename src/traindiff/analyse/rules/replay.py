@@ -28,6 +28,9 @@ SHORT = UNIT_ROUNDOFF["float16"]
 """Unit roundoff from which a dtype loses updates that matter. Longer dtypes only lose gradients that are
 mathematically zero: those of a bias before batch normalization."""
 
+COMPILED = "compiled"
+"""What stands behind an optimizer whose step ran in compiled code."""
+
 PATIENCE = 2.0**-10
 """Lost updates matter if a thousand of them would move a parameter by one rounding."""
 
@@ -86,12 +89,20 @@ class Replayed:
     def optimizer(self) -> str:
         """The optimizer, as the subject of a sentence."""
         name, _, rule = self.key.slot.removesuffix(")").partition("(")
+        if rule == COMPILED:
+            return f"{name} (compiled)"
         return f"{name} (a subclass of {rule} with a step of its own)" if rule else name
 
     @property
-    def is_of_its_own(self) -> bool:
-        """True if the optimizer is a subclass, with a step of its own, of the one that was replayed."""
+    def may_mean_it(self) -> bool:
+        """True if an update that no known mistake explains may be right: that of a subclass with a step of its own, or
+        of a compiled step, whose parameters other code may have changed before they were read."""
         return "(" in self.key.slot
+
+    @property
+    def is_read_late(self) -> bool:
+        """True if other code may have put parameters back before they were read."""
+        return self.key.slot.endswith(f"({COMPILED})")
 
     @property
     def lost_share(self) -> float:
@@ -183,7 +194,7 @@ def _wrong(one: Replayed, votes: Counter[str], *, step: int, limit: float) -> Fi
     evidence: dict[str, Any] = {"residual": one.worst, "replayed_norm": size}
     kind = "update-rule"
     off = f"What its settings ask for is up to {one.worst:.3g} roundings away"
-    if one.never_moved or one.lost_share > LOST_SHARE:
+    if (one.never_moved or one.lost_share > LOST_SHARE) and not one.is_read_late:
         what = f"never moves {path}" if one.never_moved else f"leaves {one.lost_share:.0%} of {path} as it was"
         message = (
             f"{one.optimizer} {what}: its settings ask for an update of norm {size:.3g}, and the largest "
@@ -198,8 +209,8 @@ def _wrong(one: Replayed, votes: Counter[str], *, step: int, limit: float) -> Fi
     elif (factor := _factor(one, limit)) is not None:
         message = f"{one.optimizer} moves {path} as if the learning rate were {factor:.4g} x what it is. {off}."
         evidence |= {"variant": "lr", "factor": factor}
-    elif one.is_of_its_own:
-        return None  # a subclass may do something else on purpose
+    elif one.may_mean_it:
+        return None
     else:
         other = f"something else than its settings ask for, {apart:.2g} of its size off"
         message = f"{one.optimizer} moves {path} by {other}. {off}."

@@ -23,6 +23,10 @@ from traindiff.observe.torch.replay.mistakes import mistakes
 FIRST = 3
 """The number of recorded steps that are replayed at the beginning of a run."""
 
+COMPILED = "compiled"
+"""What stands behind the optimizer if its step ran in compiled code: its results are read later, and other code may
+have changed them."""
+
 EVERY = 100
 """After these, one step in this many is replayed."""
 
@@ -169,6 +173,12 @@ class OptimizerReplayTap:
             self._is_compiled = False
 
     @property
+    def _label(self) -> str:
+        """The optimizer, as the recording calls it."""
+        label = type(self._optimizer).__name__ if self._known is None else self._known.label
+        return f"{label}({COMPILED})" if self._is_compiled and "(" not in label else label
+
+    @property
     def _step(self) -> int:
         return self._sink.progress.steps.get(self._name, 0)
 
@@ -187,7 +197,7 @@ class OptimizerReplayTap:
             if full or size > room or (work and work + its_work > WORK):
                 if not full:
                     self._turn, full = place, True
-                self._come_later(held, known)
+                self._come_later(held)
                 continue
             room, work = room - size, work + its_work
             self._reached[key] = (part.stop - held.pieces[0].first) % held.shards()[0][1].size
@@ -198,11 +208,11 @@ class OptimizerReplayTap:
                 )
             )  # fmt: skip
 
-    def _come_later(self, held: Held, known: Known) -> None:
+    def _come_later(self, held: Held) -> None:
         for piece in held.pieces:
             self._sink.unobserved(
                 "not replayed in this step: it comes in a later one", phase="update", path=piece.path,
-                slot=known.label, stage="replayed", optimizer=self._name,
+                slot=self._label, stage="replayed", optimizer=self._name,
             )  # fmt: skip
 
     def _parameters(self, known: Known, *, has_closure: bool) -> Iterator[Held]:
@@ -276,13 +286,12 @@ class OptimizerReplayTap:
                 helpful.add(mistake.name)
 
     def _emit(self, copied: CopiedRange, tensor: Tensor, stage: str) -> None:
-        assert self._known is not None
         is_complex = copied.parameter.is_complex()
         for placed in copied.placed:
             part = slice(placed.part.start * 2, placed.part.stop * 2) if is_complex else placed.part
             shard = of_real_numbers(placed.shard) if is_complex else placed.shard
             self._sink.emit(
-                tensor[part].reshape(shard.shape), phase="update", path=placed.path, slot=self._known.label,
+                tensor[part].reshape(shard.shape), phase="update", path=placed.path, slot=self._label,
                 stage=stage, optimizer=self._name, shard=shard,
             )  # fmt: skip
 
@@ -290,10 +299,9 @@ class OptimizerReplayTap:
         """Record once why something is not replayed: the whole optimizer, or a parameter."""
         if (path, reason) not in self._said:
             self._said.add((path, reason))
-            slot = type(self._optimizer).__name__ if self._known is None else self._known.label
             self._sink.unobserved(
-                f"not replayed: {reason}", phase="update", path=path or self._name, slot=slot, stage="replayed",
-                optimizer=self._name,
+                f"not replayed: {reason}", phase="update", path=path or self._name, slot=self._label,
+                stage="replayed", optimizer=self._name,
             )  # fmt: skip
 
 

@@ -137,7 +137,8 @@ class CopiedRange:
         }
         if self.touched is not None:
             state["touched"] = self.touched.to(torch.float64).reshape(self.shape)
-        numbers = as_numbers(self.numbers, read, short=self.short)
+        counted = {"step": 0.0, **self.numbers} if self.short else self.numbers
+        numbers = as_numbers(counted, read, short=self.short)
         settings = as_numbers(self.settings, read, short=self.short)
         return Start(
             parameter=argument(self.elements, units[0], is_stored=True),
