@@ -44,6 +44,10 @@ BETTER = 0.5
 """A mistake is recorded if its residual (RMS) is less than this share of the right formula's."""
 
 
+ROUNDINGS = 8.0
+"""Relative rounding error of a mistaken update, in unit roundoffs, beside that of the right one."""
+
+
 class OptimizerReplayTap:
     """Compares the updates of an optimizer with its own formula and settings, in some steps.
 
@@ -280,7 +284,8 @@ class OptimizerReplayTap:
                 value = copied.varied(start, mistake.after, read)
             except (ArithmeticError, ValueError):
                 continue  # e.g. a power of a negative number
-            residual = _in_roundings(taken - value, right.rounding)
+            rounding = right.rounding + ROUNDINGS * copied.unit * value.abs()
+            residual = _in_roundings(taken - value, rounding)
             if float(residual.square().mean().sqrt()) < limit:
                 self._emit(copied, residual, f"variant[{mistake.name}]")
                 helpful.add(mistake.name)

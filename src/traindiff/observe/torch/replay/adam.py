@@ -74,7 +74,7 @@ def sparse_adam(parameter: Any, gradient: Any, state: Any, settings: Any, wrong:
 
 ADAMAX_MISTAKES = (
     *CORRECTIONS[:1], "state-late", "state-one-step-late", *MOMENTS[:2], "swapped-betas", "eps-in-divisor",
-    "norm-corrected", "norm-late", "no-maximum", "euclidean-norm", "decay-after-step",
+    "norm-corrected", "norm-late", "no-maximum", "euclidean-norm",
 )  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def adamax(parameter: Any, gradient: Any, state: Any, settings: Any, wrong: str 
     Source: Kingma and Ba, Adam, ICLR 2015, algorithm 2; torch.optim.Adamax.
     """
     lr, eps, (_, beta2) = settings["lr"], settings["eps"], _betas(settings, wrong)
-    g, parameter, decayed = _decayed(parameter, gradient, settings, after=wrong == "decay-after-step")
+    g, parameter, decayed = _decayed(parameter, gradient, settings)
     m, _, t = _moments(g, state, settings, wrong)
     held = state.get("exp_inf", 0.0)
     size = abs(g) + (0.0 if wrong == "eps-in-divisor" else eps)
@@ -149,7 +149,7 @@ def nadam(parameter: Any, gradient: Any, state: Any, settings: Any, wrong: str =
 
 RADAM_MISTAKES = (
     *CORRECTIONS, "no-rectification", "always-rectified", "rectification-squared", "unrectified-lr-missing",
-    "threshold-4", "eps-inside-root", "eps-after-correction", *LATE, *MOMENTS, "decay-after-step",
+    "eps-inside-root", "eps-after-correction", *LATE, *MOMENTS, "decay-after-step",
 )  # fmt: skip
 
 
@@ -183,8 +183,7 @@ def radam(parameter: Any, gradient: Any, state: Any, settings: Any, wrong: str =
     if wrong in ("always-rectified", "no-rectification"):
         factor = rectification * scale
     else:
-        threshold = 4.0 if wrong == "threshold-4" else 5.0
-        factor = by_sign(length - threshold, positive=rectification * scale, zero=plain, negative=plain)
+        factor = by_sign(length - 5.0, positive=rectification * scale, zero=plain, negative=plain)
     return decayed(parameter - m / first * lr * factor)
 
 

@@ -109,6 +109,11 @@ class CopiedRange:
         now = self.parameter.grad
         return None if now is None or now.layout != torch.strided else local_part(now, self.part)
 
+    @property
+    def unit(self) -> float:
+        """The largest unit roundoff of its numbers."""
+        return max(torch.finfo(one.dtype).eps for one in (self.elements, *self.state.values())) / 2.0
+
     def start(self, gradient: Tensor, read: Callable[[Tensor], float], *, rounded: bool) -> Start:
         """The arguments of the formula: `Rounded`, or plain tensors in float64.
 

@@ -24,8 +24,7 @@ MUON_MISTAKES = (
     "other-nesterov", "no-momentum", "summed-momentum", "state-late", "not-orthogonalized", "exactly-orthogonalized",
     "cubic-iteration", "quintic-taylor-iteration", "one-iteration-less", "one-iteration-more", "half-the-iterations",
     "orthogonalized-before-momentum", "no-lr-adjustment", "lr-adjusted-as-original", "lr-adjusted-to-adamw",
-    "lr-adjusted-for-transpose", "scaled-by-own-size", "row-normalized", "gradient-orthogonalized",
-    "sign-of-momentum",
+    "lr-adjusted-for-transpose", "scaled-by-own-size", "row-normalized", "sign-of-momentum",
 )  # fmt: skip
 
 
@@ -48,7 +47,7 @@ def muon(parameter: Any, gradient: Any, state: Any, settings: Any, wrong: str = 
         buffer = held
     if bool(settings.get("nesterov")) != (wrong == "other-nesterov"):
         buffer = momentum * buffer + (1.0 if wrong == "summed-momentum" else 1.0 - momentum) * gradient
-    if wrong in ("no-momentum", "gradient-orthogonalized"):
+    if wrong == "no-momentum":
         buffer = gradient
     direction = buffer if wrong == "orthogonalized-before-momentum" else _orthogonalized(buffer, settings, wrong)
     lr, decay = settings["lr"], settings.get("weight_decay", 0.0)

@@ -84,8 +84,8 @@ def asgd(parameter: Any, gradient: Any, state: Any, settings: Any, wrong: str = 
 
 
 RPROP_MISTAKES = (
-    "no-backtracking", "no-growth", "no-shrinking", "no-limits", "factors-swapped", "shrinks-at-zero", "state-late",
-    "gradient-not-dropped", "lr-as-step", "magnitude-kept", "limits-before-factor",
+    "no-backtracking", "no-growth", "no-upper-limit", "factors-swapped", "shrinks-at-zero",
+    "gradient-not-dropped", "previous-gradient", "lr-as-step", "magnitude-kept",
 )  # fmt: skip
 
 
@@ -107,17 +107,14 @@ def rprop(parameter: Any, gradient: Any, state: Any, settings: Any, wrong: str =
     if wrong == "factors-swapped":
         shrink, grow = grow, shrink
     grow = 1.0 if wrong == "no-growth" else grow
-    shrink = 1.0 if wrong == "no-shrinking" else shrink
     size = state.get("step_size", settings["lr"])
-    if wrong == "limits-before-factor":
-        size = (size + 0.0 * g).clamp(least, most)
-    factor = by_sign(change, positive=grow, zero=shrink if wrong == "shrinks-at-zero" else 1.0, negative=shrink)
-    size = factor * size if wrong != "state-late" else size + 0.0 * g
-    if wrong not in ("no-limits", "limits-before-factor"):
-        size = size.clamp(least, most)
+    size = by_sign(change, positive=grow, zero=shrink if wrong == "shrinks-at-zero" else 1.0, negative=shrink) * size
+    size = size.clamp(least, None if wrong == "no-upper-limit" else most)
     if wrong == "lr-as-step":
         size = settings["lr"]
-    used = by_sign(change, positive=g, zero=g, negative=g if wrong == "gradient-not-dropped" else 0.0 * g)
-    if wrong == "no-backtracking":
-        used = by_sign(change, positive=g, zero=g, negative=-1.0 * g)
+    dropped = g if wrong == "gradient-not-dropped" else 0.0 * g
+    dropped = -1.0 * g if wrong == "no-backtracking" else dropped
+    used = by_sign(change, positive=g, zero=g, negative=dropped)
+    if wrong == "previous-gradient":
+        used = state.get("prev", 0.0 * g)
     return parameter - (used if wrong == "magnitude-kept" else used.sign()) * size
