@@ -155,7 +155,7 @@ class CopiedRange:
     def replay(self, gradient: Tensor, read: Callable[[Tensor], float]) -> Update:
         """The update by the formula, with the bound of its rounding."""
         start = self.start(gradient, read, rounded=True)
-        new = self.formula.after(start.parameter, start.gradient, start.state, start.settings)
+        new = self.formula.call(start.parameter, start.gradient, start.state, start.settings)
         if not isinstance(new, Rounded) or new.shape != start.parameter.shape:
             raise TypeError(f"it returned {_kind(new)} instead of the parameter after the step")
         tiny, value = start.parameter.tiny, torch.as_tensor(new.value)

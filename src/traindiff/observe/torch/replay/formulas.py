@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
+from traindiff.core.torch_compat.execution import with_torch_function
 from traindiff.observe.common.user_formulas import FORMULAS as OF_USERS
 from traindiff.observe.torch.replay import adafactor, adagrad, adam, muon, sgd
 from traindiff.observe.torch.replay.rounded import SHORT, Rounded
@@ -33,6 +35,7 @@ class Formula:
         after: The function.
         mistakes: Names that the function takes as `wrong`.
         needs_whole: True if an element depends on others, so that the formula needs all of the parameter.
+        is_users: True if a user declared it.
         settings: Gives the settings of a group, if they are not all in the group.
     """
 
@@ -40,7 +43,13 @@ class Formula:
     after: Callable[..., Any]
     mistakes: tuple[str, ...] = ()
     needs_whole: bool = False
+    is_users: bool = False
     settings: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]] = lambda _, group: group
+
+    def call(self, *arguments: Any, **wrong: str) -> Any:
+        """The parameter after the step; a user's formula may use functions of torch, which hooks switch off."""
+        with with_torch_function() if self.is_users else nullcontext():
+            return self.after(*arguments, **wrong)
 
 
 def _settings_of_adam(optimizer: Any, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,7 +114,7 @@ def formula_of(optimizer: Optimizer) -> Known | None:
     """The formula of an optimizer: the user's, or the known one of the first of its base classes that has one."""
     for kind in type(optimizer).__mro__:
         if (given := OF_USERS.get(kind)) is not None:
-            found = Formula(name=kind.__name__, after=given.after, needs_whole=given.needs_whole)
+            found = Formula(name=kind.__name__, after=given.after, needs_whole=given.needs_whole, is_users=True)
         elif kind in OF_TORCH:
             found = OF_TORCH[kind]
         elif kind.__module__.startswith("deepspeed.") and kind.__name__ in OF_DEEPSPEED:
@@ -119,15 +128,22 @@ def formula_of(optimizer: Optimizer) -> Known | None:
 
 
 def copied_settings(known: Known, optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    """The current settings of a group; tensors are copied, not read: nothing synchronizes."""
+    """The current settings of a group; tensors are copied, not read: nothing synchronizes.
+
+    Tensors of several elements are left out: they are memory that the optimizer keeps there, and no settings.
+    """
     settings = known.formula.settings(optimizer, group)
-    return {name: _copied(value) for name, value in settings.items() if name != "params"}
+    return {
+        name: _copied(value)
+        for name, value in settings.items()
+        if name != "params" and not (isinstance(value, Tensor) and value.numel() != 1)
+    }
 
 
 def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
-    return tuple(_copied(one) for one in value) if isinstance(value, (tuple, list)) else value
+    return tuple(_copied(one) for one in value) if type(value) in (tuple, list) else value
 
 
 def as_numbers(values: Mapping[str, Any], read: Callable[[Tensor], float], *, short: bool) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def mistakes(formula: Formula, start: Start, others: Mapping[str, Mapping[str, A
 
 
 def _after(formula: Formula, start: Start, **wrong: str) -> Any:
-    return formula.after(start.parameter, start.gradient, start.state, start.settings, **wrong)
+    return formula.call(start.parameter, start.gradient, start.state, start.settings, **wrong)
 
 
 def _of_gradient(formula: Formula, change: Callable[[Any], Any]) -> Callable[[Start], Any]:

@@ -111,14 +111,14 @@ def newton_schulz(
     rounding. Along rows and columns, an element may be off by six standard deviations of this.
 
     Args:
-        matrix: [..., rows, columns], `Rounded` or a tensor of floats.
+        matrix: [..., rows, columns], what a formula is given, or a tensor of floats. It is not changed.
         coefficients: (a, b, c) of each iteration.
         eps: The least norm by which is divided.
         dtype: The dtype in which the training computes it.
         scale: A margin by which the matrix is divided in addition.
 
     Returns:
-        The matrix; `Rounded` if the argument is.
+        The matrix, float64, of the same shape; `Rounded` if the argument is. NaN if an element is not finite.
     """
     values = torch.as_tensor(matrix.value if isinstance(matrix, Rounded) else matrix)
     found = _iterate(values, coefficients, eps, scale, None, 0.0)

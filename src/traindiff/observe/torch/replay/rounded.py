@@ -64,47 +64,47 @@ class Rounded:
         return self.shape.numel()
 
     def __add__(self, other: Any) -> Rounded:
-        other = self._with(other)
+        other = self.operand(other)
         value = self.value + other.value
         unit = self._unit_with(other)
         # The terms may cancel, and `lerp` rounds their difference.
-        return self._result(
+        return self.result(
             other, value, self.error + other.error + unit * (_magnitude(self.value) + _magnitude(other.value))
         )
 
     def __radd__(self, other: Any) -> Rounded:
-        return self._with(other) + self
+        return self.operand(other) + self
 
     def __sub__(self, other: Any) -> Rounded:
-        return self + -self._with(other)
+        return self + -self.operand(other)
 
     def __rsub__(self, other: Any) -> Rounded:
-        return self._with(other) + -self
+        return self.operand(other) + -self
 
     def __neg__(self) -> Rounded:
         return self._like(-self.value, self.error)
 
     def __mul__(self, other: Any) -> Rounded:
-        other = self._with(other)
+        other = self.operand(other)
         value = self.value * other.value
         error = _times(_magnitude(self.value), other.error) + _times(self.error, _magnitude(other.value) + other.error)
-        return self._result(other, value, error + self._unit_with(other) * _magnitude(value) + self._lost(other, value))
+        return self.result(other, value, error + self._unit_with(other) * _magnitude(value) + self._lost(other, value))
 
     def __rmul__(self, other: Any) -> Rounded:
-        return self._with(other) * self
+        return self.operand(other) * self
 
     def __truediv__(self, other: Any) -> Rounded:
-        other = self._with(other)
+        other = self.operand(other)
         value = _quotient(self.value, other.value)
         divisor = _magnitude(other.value)
         # A divisor that is all error bounds nothing: the quotient may then be anything.
         least = divisor - other.error
         least = maximum(least, 1e-3 * divisor) if isinstance(least, Tensor) else max(least, 1e-3 * divisor)
         error = _quotient(_magnitude(self.value) + self.error, least) - _magnitude(value)
-        return self._result(other, value, error + self._unit_with(other) * _magnitude(value) + self._lost(other, value))
+        return self.result(other, value, error + self._unit_with(other) * _magnitude(value) + self._lost(other, value))
 
     def __rtruediv__(self, other: Any) -> Rounded:
-        return self._with(other) / self
+        return self.operand(other) / self
 
     def __pow__(self, exponent: Any) -> Rounded:
         if isinstance(exponent, (int, float)):
@@ -114,17 +114,18 @@ class Rounded:
                 return self.sqrt()
             if exponent == -0.5:
                 return self.rsqrt()
-        return self._with(exponent)._as_exponent_of(self)
+        return self.operand(exponent).as_exponent_of(self)
 
     def __rpow__(self, base: Any) -> Rounded:
-        return self._as_exponent_of(self._with(base))
+        return self.as_exponent_of(self.operand(base))
 
-    def _as_exponent_of(self, base: Rounded) -> Rounded:
+    def as_exponent_of(self, base: Rounded) -> Rounded:
+        """A power of `base`."""
         value = base.value**self.value
         relative = _quotient(base.error, _magnitude(base.value)) * _magnitude(self.value) + self.error * _magnitude(
             _log(base.value)
         )
-        return base._result(self, value, _magnitude(value) * (relative + 2.0 * base._unit_with(self)))
+        return base.result(self, value, _magnitude(value) * (relative + 2.0 * base._unit_with(self)))
 
     def __abs__(self) -> Rounded:
         return self._like(_magnitude(self.value), self.error)
@@ -152,12 +153,15 @@ class Rounded:
 
     def sign(self) -> Rounded:
         """-1, 0 or 1; where the sign is uncertain, the error says so."""
-        return by_sign(self, positive=1.0, zero=0.0, negative=-1.0)
+        found: Rounded = by_sign(self, positive=1.0, zero=0.0, negative=-1.0)
+        return found
 
     def clamp(self, min: Any = None, max: Any = None) -> Rounded:  # noqa: A002 - the names that torch has
         """The nearest number between `min` and `max`."""
         found: Rounded = self if min is None else maximum(self, min)
-        bounded: Rounded = found if max is None else minimum(found, max)
+        if max is None:
+            return found
+        bounded: Rounded = minimum(found, max)
         return bounded
 
     def mean(self, dim: int | tuple[int, ...] | None = None, *, keepdim: bool = False) -> Rounded:
@@ -182,10 +186,10 @@ class Rounded:
         return self._like(self._tensor.mT, error)
 
     def __lt__(self, other: Any) -> bool:
-        return bool(self.value < self._with(other).value)
+        return bool(self.value < self.operand(other).value)
 
     def __gt__(self, other: Any) -> bool:
-        return bool(self.value > self._with(other).value)
+        return bool(self.value > self.operand(other).value)
 
     def __bool__(self) -> bool:
         return bool(self.value)
@@ -207,7 +211,7 @@ class Rounded:
             )
         first, *rest = args
         if not isinstance(first, Rounded):
-            first = rest[0]._with(first)
+            first = rest[0].operand(first)
         return method(first, *rest, **(kwargs or {}))
 
     @property
@@ -221,7 +225,7 @@ class Rounded:
             return self.error.expand(self.shape)
         return torch.full_like(self._tensor, self.error)
 
-    def _with(self, other: Any) -> Rounded:
+    def operand(self, other: Any) -> Rounded:
         """The other operand; a constant is rounded to the dtype of this one, at most to float32."""
         if isinstance(other, Rounded):
             if other.unit or not self.unit:
@@ -243,7 +247,8 @@ class Rounded:
             return (value != 0).to(value.dtype).mul_(tiny)
         return tiny if value else 0.0
 
-    def _result(self, other: Rounded, value: Value, error: Value) -> Rounded:
+    def result(self, other: Rounded, value: Value, error: Value) -> Rounded:
+        """The result of an operation that begins with this operand."""
         return Rounded(
             value, error, unit=self._unit_with(other), tiny=max(self.tiny, other.tiny), is_stored=self.is_stored
         )
@@ -271,7 +276,7 @@ def by_sign(selector: Number, *, positive: Any, zero: Any, negative: Any) -> Any
         zeros = torch.zeros_like(selector)
         rest = torch.where(selector < 0, zeros + negative, zeros + zero)
         return torch.where(selector > 0, zeros + positive, torch.where(selector.isnan(), selector, rest))
-    choices = [selector._with(one) for one in (positive, zero, negative)]
+    choices = [selector.operand(one) for one in (positive, zero, negative)]
     values = [one.value for one in choices]
     # Constants may be stored among the selector's own numbers, so they are rounded like these.
     errors = [
@@ -309,12 +314,12 @@ def sqrt(number: Any) -> Any:
 
 def _larger(one: Any, other: Any, of_tensors: Callable[..., Tensor], of_numbers: Callable[..., float]) -> Any:
     if isinstance(one, Rounded) or isinstance(other, Rounded):
-        first: Rounded = one if isinstance(one, Rounded) else other._with(one)
-        second = first._with(other)
+        first: Rounded = one if isinstance(one, Rounded) else other.operand(one)
+        second = first.operand(other)
         if not isinstance(one, Rounded):
-            first = second._with(one)
+            first = second.operand(one)
         value = _larger(first.value, second.value, of_tensors, of_numbers)
-        return first._result(second, value, _larger(first.error, second.error, torch.maximum, max))
+        return first.result(second, value, _larger(first.error, second.error, torch.maximum, max))
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         like: Tensor = one if isinstance(one, Tensor) else other
         return of_tensors(*(x if isinstance(x, Tensor) else torch.as_tensor(x).to(like) for x in (one, other)))
