@@ -66,7 +66,7 @@ class Rounded:
     def __add__(self, other: Any) -> Rounded:
         other = self.operand(other)
         value = self.value + other.value
-        unit = self._unit_with(other)
+        unit = self.unit_with(other)
         # The terms may cancel, and `lerp` rounds their difference.
         return self.result(
             other, value, self.error + other.error + unit * (_magnitude(self.value) + _magnitude(other.value))
@@ -88,7 +88,7 @@ class Rounded:
         other = self.operand(other)
         value = self.value * other.value
         error = _times(_magnitude(self.value), other.error) + _times(self.error, _magnitude(other.value) + other.error)
-        return self.result(other, value, error + self._unit_with(other) * _magnitude(value) + self._lost(other, value))
+        return self.result(other, value, error + self.unit_with(other) * _magnitude(value) + self._lost(other, value))
 
     def __rmul__(self, other: Any) -> Rounded:
         return self.operand(other) * self
@@ -101,7 +101,7 @@ class Rounded:
         least = divisor - other.error
         least = maximum(least, 1e-3 * divisor) if isinstance(least, Tensor) else max(least, 1e-3 * divisor)
         error = _quotient(_magnitude(self.value) + self.error, least) - _magnitude(value)
-        return self.result(other, value, error + self._unit_with(other) * _magnitude(value) + self._lost(other, value))
+        return self.result(other, value, error + self.unit_with(other) * _magnitude(value) + self._lost(other, value))
 
     def __rtruediv__(self, other: Any) -> Rounded:
         return self.operand(other) / self
@@ -125,7 +125,7 @@ class Rounded:
         relative = _quotient(base.error, _magnitude(base.value)) * _magnitude(self.value) + self.error * _magnitude(
             _log(base.value)
         )
-        return base.result(self, value, _magnitude(value) * (relative + 2.0 * base._unit_with(self)))
+        return base.result(self, value, _magnitude(value) * (relative + 2.0 * base.unit_with(self)))
 
     def __abs__(self) -> Rounded:
         return self._like(_magnitude(self.value), self.error)
@@ -236,7 +236,7 @@ class Rounded:
         number = float(other)
         return Rounded(number, _cast(number, self.unit), tiny=self.tiny)
 
-    def _unit_with(self, other: Rounded) -> float:
+    def unit_with(self, other: Rounded) -> float:
         """The unit roundoff of the result of an operation that begins with this operand."""
         return self.unit if self.is_stored else max(self.unit, other.unit)
 
@@ -250,7 +250,7 @@ class Rounded:
     def result(self, other: Rounded, value: Value, error: Value) -> Rounded:
         """The result of an operation that begins with this operand."""
         return Rounded(
-            value, error, unit=self._unit_with(other), tiny=max(self.tiny, other.tiny), is_stored=self.is_stored
+            value, error, unit=self.unit_with(other), tiny=max(self.tiny, other.tiny), is_stored=self.is_stored
         )
 
     def _like(self, value: Value, error: Value) -> Rounded:
