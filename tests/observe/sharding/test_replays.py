@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import traindiff
+from tests.observe.sharding.prepared import in_tensor_parallel
 from tests.observe.sharding.test_data_parallel import fully_sharded
 from tests.observe.sharding.test_fsdp1 import sharded
 from tests.observe.sharding.training import Model, adamw, train
@@ -21,6 +22,7 @@ from traindiff.storage import open_recording
 
 ENGINES: dict[str, Callable[[Model], nn.Module]] = {
     "fsdp2": fully_sharded,
+    "tensor-parallel": in_tensor_parallel,
     "fsdp1": sharded,
     "fsdp1-flat": partial(sharded, use_orig_params=False),
 }
@@ -38,10 +40,24 @@ def growing(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return optimizer
 
 
+def rmsprop(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(parameters, lr=1e-2, momentum=0.9, centered=True)
+
+
+def muon(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Muon([one for one in parameters if one.dim() == 2])
+
+
+OPTIMIZERS = {"rmsprop": rmsprop, "muon": muon}
+
+
 def train_all(directory: str) -> None:
+    for name, make_optimizer in OPTIMIZERS.items():
+        train(f"{directory}/{name}", fully_sharded, make_optimizer=make_optimizer)
     for name, engine in ENGINES.items():
-        train(f"{directory}/{name}", engine)
-        train(f"{directory}/{name}-growing", engine, make_optimizer=growing)
+        shares = engine is not in_tensor_parallel
+        train(f"{directory}/{name}", engine, shares=shares)
+        train(f"{directory}/{name}-growing", engine, make_optimizer=growing, shares=shares)
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +75,26 @@ def test_all_of_every_parameter_is_replayed(engine: str, runs: Path) -> None:
     assert {one.key.path for one in replays} == {name for name, _ in Model().named_parameters()}
     for one in replays:
         assert one.worst < 1.0
-        assert sum(part.shard.size for part in one.residual.parts) == int(one.residual.summary["count"])
+        held = {part.shard for part in one.residual.parts}  # ranks may hold copies
+        assert sum(shard.size for shard in held) == int(one.residual.summary["count"])
         assert int(one.residual.summary["count"]) == dict(Model().named_parameters())[one.key.path].numel()
+
+
+def test_other_formulas_of_elements_are_replayed_on_shards(runs: Path) -> None:
+    step = [*run_steps(open_recording(str(runs / "rmsprop")))][2]
+
+    replays = list(replayed(step.table))
+    assert {one.key.path for one in replays} == {name for name, _ in Model().named_parameters()}
+    assert {one.optimizer for one in replays} == {"RMSprop"}
+    assert max(one.worst for one in replays) < 1.0
+
+
+def test_a_formula_of_whole_parameters_is_not_replayed_on_shards_and_a_note_says_so_once(runs: Path) -> None:
+    verdict = traindiff.check(runs / "muon")
+
+    assert verdict.verdict == "healthy", str(verdict)
+    reason = "Muon needs the whole parameter, and each rank holds a part"
+    assert sum(reason in note for note in verdict.notes) == 1, verdict.notes
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import best_fit
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
+from traindiff.analyse.rules.replayed_mistakes import meaning
 from traindiff.analyse.rules.rule import Limit, Rule
 from traindiff.core.summary import UNIT_ROUNDOFF, finite_count, largest, norm
 
@@ -28,29 +29,17 @@ SHORT = UNIT_ROUNDOFF["float16"]
 """Unit roundoff from which a dtype loses updates that matter. Longer dtypes only lose gradients that are
 mathematically zero: those of a bias before batch normalization."""
 
+MOST_OTHERS = 3
+"""Further mistakes that a message mentions, if they would do the same in this step."""
+
+COMPILED = "compiled"
+"""What stands behind an optimizer whose step ran in compiled code."""
+
 PATIENCE = 2.0**-10
 """Lost updates matter if a thousand of them would move a parameter by one rounding."""
 
 FEW = 16
 """Elements below which a share says little."""
-
-MEANINGS = {
-    "no-bias-correction": "without bias correction",
-    "eps-inside-root": "as if eps were inside the square root",
-    "eps-before-correction": "as if eps were added before the bias of the second moment is corrected",
-    "coupled-decay": "as if weight decay were added to the gradient (Adam's L2 penalty, not AdamW's decay)",
-    "decoupled-decay": "as if weight decay were decoupled (AdamW's decay, not Adam's L2 penalty)",
-    "no-decay": "without its weight decay",
-    "decay-without-lr": "as if weight decay were not multiplied by the learning rate",
-    "state-one-step-late": "from moments that are one step old, without this step's gradient",
-    "state-late": "from moments that are one step old, without this step's gradient",
-    "step-one-behind": "as if it had counted one step less than it has",
-    "step-one-ahead": "as if it had counted one step more than it has",
-    "other-sign": "in the opposite direction of what maximize asks for",
-    "no-amsgrad": "without amsgrad",
-    "other-nesterov": "as if nesterov were set the other way round",
-}
-"""Meanings of the mistakes in the recording's stages `variant[NAME]`; `NAME=VALUE` speaks for itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,12 +75,23 @@ class Replayed:
     def optimizer(self) -> str:
         """The optimizer, as the subject of a sentence."""
         name, _, rule = self.key.slot.removesuffix(")").partition("(")
+        if rule == COMPILED:
+            return f"{name} (compiled)"
         return f"{name} (a subclass of {rule} with a step of its own)" if rule else name
 
     @property
-    def is_of_its_own(self) -> bool:
-        """True if the optimizer is a subclass, with a step of its own, of the one that was replayed."""
+    def may_mean_it(self) -> bool:
+        """True if an update that no known mistake explains may be right.
+
+        That is so for a subclass with a step of its own, and for a compiled step, whose parameters other code may have
+        changed before they were read.
+        """
         return "(" in self.key.slot
+
+    @property
+    def is_read_late(self) -> bool:
+        """True if other code may have put parameters back before they were read."""
+        return self.key.slot.endswith(f"({COMPILED})")
 
     @property
     def lost_share(self) -> float:
@@ -183,23 +183,26 @@ def _wrong(one: Replayed, votes: Counter[str], *, step: int, limit: float) -> Fi
     evidence: dict[str, Any] = {"residual": one.worst, "replayed_norm": size}
     kind = "update-rule"
     off = f"What its settings ask for is up to {one.worst:.3g} roundings away"
-    if one.never_moved or one.lost_share > LOST_SHARE:
+    if (one.never_moved or one.lost_share > LOST_SHARE) and not one.is_read_late:
         what = f"never moves {path}" if one.never_moved else f"leaves {one.lost_share:.0%} of {path} as it was"
         message = (
             f"{one.optimizer} {what}: its settings ask for an update of norm {size:.3g}, and the largest "
             f"element of it is {one.worst:.3g} x what rounding to {one.dtype or 'the parameter'} could lose."
         )
         kind, evidence["share"] = "never-updated", 1.0 if one.never_moved else one.lost_share
-    elif fitting := one.fitting(limit):
-        name = max(fitting, key=lambda name: votes[name])  # the first one that most parameters share
+    elif fitting := _likely(one, limit):
+        name, *others = _closest(one, fitting, votes)
         left = float(largest(one.variants[name].summary))
         message = f"{one.optimizer} moves {path} {meaning(name)}. {off}, this {left:.2g}."
         evidence |= {"variant": name, "residual_of_variant": left}
+        if others:
+            message += f" This step does not tell it from: {'; '.join(map(meaning, others[:MOST_OTHERS]))}."
+            evidence["or_variants"] = others
     elif (factor := _factor(one, limit)) is not None:
         message = f"{one.optimizer} moves {path} as if the learning rate were {factor:.4g} x what it is. {off}."
         evidence |= {"variant": "lr", "factor": factor}
-    elif one.is_of_its_own:
-        return None  # a subclass may do something else on purpose
+    elif one.may_mean_it:
+        return None
     else:
         other = f"something else than its settings ask for, {apart:.2g} of its size off"
         message = f"{one.optimizer} moves {path} by {other}. {off}."
@@ -208,6 +211,20 @@ def _wrong(one: Replayed, votes: Counter[str], *, step: int, limit: float) -> Fi
         difference=apart, floor=apart * limit / one.worst if math.isfinite(apart) else 0.0,
         message=message, evidence=evidence,
     )  # fmt: skip
+
+
+def _likely(one: Replayed, limit: float) -> list[str]:
+    """Known mistakes that explain an update; another gradient only if another learning rate does not."""
+    fitting = one.fitting(limit)
+    others = [name for name in fitting if not name.startswith("gradient x ")]
+    return others if others or _factor(one, limit) is not None else fitting
+
+
+def _closest(one: Replayed, fitting: list[str], votes: Counter[str]) -> list[str]:
+    """The mistakes that most parameters share, if they leave at most twice the least residual; likelier ones first."""
+    shared = [name for name in fitting if votes[name] == max(votes[name] for name in fitting)]
+    left = {name: float(norm(one.variants[name].summary)) for name in shared}
+    return [name for name in shared if left[name] <= 2.0 * min(left.values())]
 
 
 def _is_lost(one: Replayed, share: float) -> bool:
@@ -229,12 +246,6 @@ def _lost(one: Replayed, *, step: int) -> Finding:
         kind="lost-update", difference=share, floor=LOST_SHARE, message=message,
         evidence={"share": share, "dtype": one.dtype},
     )  # fmt: skip
-
-
-def meaning(variant: str) -> str:
-    """The effect of a known mistake, in words that follow "moves it"."""
-    name, _, value = variant.partition("=")
-    return f"as if {name} were {value}" if value else MEANINGS.get(variant, f"as if by {variant}")
 
 
 def _factor(one: Replayed, limit: float) -> float | None:

@@ -67,6 +67,7 @@ class FollowedOptimizers:
         self._paths: dict[str, set[str]] = {}  # by name: the model's parameters in its optimizers
         self._stepped_after: dict[str, int] = {}  # by name: number of backward passes at the latest step
         self._following: dict[str, ExitStack] = {}
+        self._replays: dict[str, list[OptimizerReplayTap]] = {}
         self._known: WeakSet[Optimizer] = WeakSet()
         self._names: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
         self._elsewhere: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
@@ -209,7 +210,9 @@ class FollowedOptimizers:
 
     def settle(self) -> None:
         """End the steps that optimizers made in compiled code, which has returned by now."""
-        for tap in self.taps.values():
+        for name, tap in self.taps.items():
+            for replay in self._replays[name]:
+                replay.settle()
             tap.settle()
 
     def describe(self) -> list[dict[str, Any]]:
@@ -234,7 +237,8 @@ class FollowedOptimizers:
             )  # fmt: skip
             self.taps[name], replays = tap, [replay]
         attach = self.taps[name].attach
-        for one in replays if "replay" in context.observe else ():
+        self._replays[name] = replays if "replay" in context.observe else []
+        for one in self._replays[name]:
             attach = partial(one.attach, around=attach)
         return attach()
 

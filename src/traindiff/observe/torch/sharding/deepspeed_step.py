@@ -106,7 +106,7 @@ class EngineOptimizerTap(OptimizerTap):
         return [
             OptimizerReplayTap(
                 inner, name=self.name, held=partial(self._present, inner, held), selects=self._selects,
-                sink=self._sink, capacity_bytes=capacity_bytes,
+                sink=self._sink, state_of=self.state_of, capacity_bytes=capacity_bytes,
             )
             for inner in self._engine.inner
             for held in self._engine.held

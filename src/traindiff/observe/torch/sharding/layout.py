@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 from torch import Tensor, distributed, nn
 
 from traindiff.core.kernels.torch_arrays import shape_of
 from traindiff.core.observation import WITNESS, Merge
-from traindiff.core.shards import DeclaredShard, Piece, Region, Regions, Shard
+from traindiff.core.shards import Box, DeclaredShard, Piece, Region, Regions, Shard
 from traindiff.core.torch_compat.training import localized_layout
 from traindiff.core.witness import EXPECTED
 from traindiff.observe.torch.sharding.data_parallel import DataParallel, Pipeline, find_data_parallel
@@ -83,7 +84,9 @@ class Layout:
     parameters: Mapping[str, Region] = field(default_factory=dict)
 
     def ranges_of(self, parameter: Tensor, pieces: Sequence[Piece]) -> Sequence[Piece]:
-        """The same pieces, with the range of elements that this rank holds of a DTensor, or of a declared shard.
+        """The same pieces, with the elements that this rank holds of a DTensor, or of a declared shard.
+
+        A shard that is made of several boxes has a piece for each, if they lie one after the other in the local tensor.
 
         Args:
             parameter: A parameter of an optimizer.
@@ -97,10 +100,17 @@ class Layout:
         if region is None:
             return pieces
         boxes = list(region.boxes())
-        if region.term is not None or len(boxes) != 1:
+        if region.term is not None or any(not _is_range(box, region.local_shape) for box in boxes):
             return pieces if distributed_one else ()
-        shard = Shard(shape=boxes[0].shape, global_shape=region.shape, offset=boxes[0].offset)
-        return (Piece(path=path, shard=shard),) if shard.size else ()
+        row = prod(region.local_shape[1:])
+        return tuple(
+            Piece(
+                path=path, first=box.first[0] * row if box.first else 0,
+                shard=Shard(shape=box.shape, global_shape=region.shape, offset=box.offset),
+            )
+            for box in boxes
+            if prod(box.shape)
+        )  # fmt: skip
 
     def local_shards(
         self, tensor: Tensor, shard: Shard, merge: Merge, *, phase: str, region: Region | None
@@ -149,6 +159,11 @@ class Layout:
     def factor(self, *, phase: str, stage: str, slot: str) -> float:
         """The engine's factor in such a tensor, relative to the gradient of the loss over the global batch."""
         return self.data.factor if is_before_the_reduction(phase=phase, stage=stage, slot=slot) else 1.0
+
+
+def _is_range(box: Box, local_shape: Sequence[int]) -> bool:
+    """True if a box is a range of rows of the local tensor."""
+    return box.shape[1:] == tuple(local_shape[1:])
 
 
 def kept_here(tensor: Tensor) -> tuple[Tensor, Region | Shard | None]:

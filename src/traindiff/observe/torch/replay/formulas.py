@@ -1,0 +1,170 @@
+"""The table of formulas: how each known optimizer changes a parameter in a step.
+
+A formula is a pure function `(parameter, gradient, state, settings) -> parameter after the step`. It is called with
+plain tensors in float64 or with `Rounded` numbers. `state` and `settings` map torch's own names, those of
+`optimizer.state[parameter]` and of `optimizer.param_groups[i]`, to tensors and numbers as they were before the step;
+what the state does not have yet is missing. If a formula has mistakes, it takes the name of one as `wrong`.
+
+The names of mistakes are part of the recording format (stage `variant[NAME]`); readers put them into words.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+from torch.optim import Optimizer
+
+from traindiff.core.torch_compat.execution import with_torch_function
+from traindiff.observe.common.user_formulas import FORMULAS as OF_USERS
+from traindiff.observe.torch.replay import adafactor, adagrad, adam, muon, sgd
+from traindiff.observe.torch.replay.rounded import SHORT, Rounded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formula:
+    """How an optimizer changes a parameter.
+
+    Attributes:
+        name: The class that defines it.
+        after: The function.
+        mistakes: Names that the function takes as `wrong`.
+        needs_whole: True if an element depends on others, so that the formula needs all of the parameter.
+        is_users: True if a user declared it.
+        settings: Gives the settings of a group, if they are not all in the group.
+    """
+
+    name: str
+    after: Callable[..., Any]
+    mistakes: tuple[str, ...] = ()
+    needs_whole: bool = False
+    is_users: bool = False
+    settings: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]] = lambda _, group: group
+
+    def call(self, *arguments: Any, **wrong: str) -> Any:
+        """The parameter after the step; a user's formula may use functions of torch, which hooks switch off."""
+        with with_torch_function() if self.is_users else nullcontext():
+            return self.after(*arguments, **wrong)
+
+
+def _settings_of_adam(optimizer: Any, group: Mapping[str, Any]) -> dict[str, Any]:
+    return {"decoupled_weight_decay": isinstance(optimizer, optim.AdamW), **group}
+
+
+def _settings_of_deepspeed(optimizer: Any, group: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSpeed computes with float32 settings: 1 - beta is off by some roundings of beta."""
+    short = {
+        name: Rounded(float(group[name]), SHORT * abs(float(group[name])), unit=SHORT)
+        for name in ("lr", "eps", "weight_decay")
+    }
+    betas = tuple(Rounded(float(beta), SHORT * abs(float(beta)), unit=SHORT) for beta in group["betas"])
+    return {**group, **short, "betas": betas, "decoupled_weight_decay": bool(optimizer.adam_w_mode)}
+
+
+_ADAM = Formula(name="Adam", after=adam.adam, mistakes=adam.ADAM_MISTAKES, settings=_settings_of_adam)
+
+OF_TORCH: dict[type[Optimizer], Formula] = {
+    optim.SGD: Formula(name="SGD", after=sgd.sgd, mistakes=sgd.SGD_MISTAKES),
+    optim.ASGD: Formula(name="ASGD", after=sgd.asgd, mistakes=sgd.ASGD_MISTAKES),
+    optim.Rprop: Formula(name="Rprop", after=sgd.rprop, mistakes=sgd.RPROP_MISTAKES),
+    optim.Adagrad: Formula(name="Adagrad", after=adagrad.adagrad, mistakes=adagrad.ADAGRAD_MISTAKES),
+    optim.Adadelta: Formula(name="Adadelta", after=adagrad.adadelta, mistakes=adagrad.ADADELTA_MISTAKES),
+    optim.RMSprop: Formula(name="RMSprop", after=adagrad.rmsprop, mistakes=adagrad.RMSPROP_MISTAKES),
+    optim.AdamW: Formula(name="AdamW", after=adam.adam, mistakes=adam.ADAM_MISTAKES, settings=_settings_of_adam),
+    optim.Adam: _ADAM,
+    optim.SparseAdam: Formula(name="SparseAdam", after=adam.sparse_adam, mistakes=adam.SPARSE_ADAM_MISTAKES),
+    optim.Adamax: Formula(name="Adamax", after=adam.adamax, mistakes=adam.ADAMAX_MISTAKES),
+    optim.NAdam: Formula(name="NAdam", after=adam.nadam, mistakes=adam.NADAM_MISTAKES),
+    optim.RAdam: Formula(name="RAdam", after=adam.radam, mistakes=adam.RADAM_MISTAKES),
+    optim.Adafactor: Formula(
+        name="Adafactor", after=adafactor.adafactor, mistakes=adafactor.ADAFACTOR_MISTAKES, needs_whole=True,
+        settings=adafactor.adafactor_settings,
+    ),
+    optim.Muon: Formula(name="Muon", after=muon.muon, mistakes=muon.MUON_MISTAKES, needs_whole=True),
+}  # fmt: skip
+"""The formulas of torch's optimizers; subclasses come before the classes that they extend."""
+
+OF_DEEPSPEED = {
+    name: Formula(name=name, after=adam.adam, mistakes=adam.ADAM_MISTAKES, settings=_settings_of_deepspeed)
+    for name in ("FusedAdam", "DeepSpeedCPUAdam")
+}
+"""The formulas of DeepSpeed's optimizers, by the names of their classes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """The formula of an optimizer.
+
+    Attributes:
+        formula: The formula.
+        label: Its name; `NAME(AdamW)` for a subclass NAME of AdamW with a `step` of its own, which may compute
+            something else on purpose.
+    """
+
+    formula: Formula
+    label: str
+
+
+def formula_of(optimizer: Optimizer) -> Known | None:
+    """The formula of an optimizer: the user's, or the known one of the first of its base classes that has one."""
+    for kind in type(optimizer).__mro__:
+        if (given := OF_USERS.get(kind)) is not None:
+            found = Formula(name=kind.__name__, after=given.after, needs_whole=given.needs_whole, is_users=True)
+        elif kind in OF_TORCH:
+            found = OF_TORCH[kind]
+        elif kind.__module__.startswith("deepspeed.") and kind.__name__ in OF_DEEPSPEED:
+            found = OF_DEEPSPEED[kind.__name__]
+        else:
+            continue
+        defined: Any = kind
+        own = inspect.unwrap(type(optimizer).step) is not inspect.unwrap(defined.step)
+        return Known(formula=found, label=f"{type(optimizer).__name__}({found.name})" if own else found.name)
+    return None
+
+
+def copied_settings(known: Known, optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The current settings of a group; tensors are copied, not read: nothing synchronizes.
+
+    Tensors of several elements are left out: they are memory that the optimizer keeps there, and no settings.
+    """
+    settings = known.formula.settings(optimizer, group)
+    return {
+        name: _copied(value)
+        for name, value in settings.items()
+        if name != "params" and not (isinstance(value, Tensor) and value.numel() != 1)
+    }
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return tuple(_copied(one) for one in value) if type(value) in (tuple, list) else value
+
+
+def as_numbers(values: Mapping[str, Any], read: Callable[[Tensor], float], *, short: bool) -> dict[str, Any]:
+    """Settings or numbers of a state, for a formula.
+
+    Args:
+        values: Numbers, tensors with one element, tuples of them, and anything else, which is passed on.
+        read: The number in a tensor.
+        short: Whether the optimizer computes with its count of steps in float32 (capturable, differentiable, fused
+            and compiled ones), and not in Python.
+    """
+    return {name: _as_number(name, value, read, short) for name, value in values.items()}
+
+
+def _as_number(name: str, value: Any, read: Callable[[Tensor], float], short: bool) -> Any:  # noqa: FBT001
+    if isinstance(value, tuple):
+        return tuple(_as_number(name, one, read, short) for one in value)
+    if name == "step":
+        number = read(value) if isinstance(value, Tensor) else float(value)
+        return Rounded(number, unit=SHORT) if short else number
+    if isinstance(value, Tensor):
+        unit = torch.finfo(value.dtype).eps / 2.0 if value.is_floating_point() else SHORT
+        return Rounded(read(value), unit=unit)
+    return value
