@@ -2,6 +2,7 @@
 
 from traindiff.analyse.rules.batches import BatchesChange, SamplesDiffer, SamplesVary
 from traindiff.analyse.rules.edits import OptimizersAloneChangeParameters
+from traindiff.analyse.rules.inputs import InputsHaveAllSamples, SamplesArrive
 from traindiff.analyse.rules.layers import EvaluationIsCertain, UnitsAreSensitive, UnitsLive
 from traindiff.analyse.rules.losses import LossDecreases, LossDoesNotDiverge, NothingSpikes
 from traindiff.analyse.rules.optimizers import EpsIsSmall, LearningRateIsSet, ScheduleIsFollowed, SecondMomentsHold
@@ -10,6 +11,8 @@ from traindiff.analyse.rules.ranks import BoundariesHold, CopiesAgree
 from traindiff.analyse.rules.replay import UpdatesFollowSettings
 from traindiff.analyse.rules.reported import ReportedNumbersFit
 from traindiff.analyse.rules.rule import Limit, Rule, RunFacts, run_facts
+from traindiff.analyse.rules.settings import FrozenStagesRest, SiblingsShareDtype
+from traindiff.analyse.rules.stopping import ParametersKeepMoving
 from traindiff.analyse.rules.tying import TiedGradientsAddUp, TyingStays
 from traindiff.analyse.rules.unused_parameters import GradientsArrive, OptimizersHaveGradients, ParametersMove
 from traindiff.analyse.rules.weights import (
@@ -28,6 +31,8 @@ RULES: tuple[type[Rule], ...] = (
     ReportedNumbersFit,
     TiedGradientsAddUp,
     ParametersMove,
+    ParametersKeepMoving,
+    FrozenStagesRest,
     GradientsReachEveryLayer,
     GradientsStayBounded,
     UpdatesAreSmall,
@@ -48,6 +53,9 @@ RULES: tuple[type[Rule], ...] = (
     BatchesChange,
     SamplesDiffer,
     SamplesVary,
+    SamplesArrive,
+    InputsHaveAllSamples,
+    SiblingsShareDtype,
     EvaluationIsCertain,
     ScheduleIsFollowed,
     TyingStays,

@@ -5,6 +5,8 @@ The backbone freezes its stages in `train()`, as VGG of that library did, and it
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -21,7 +23,7 @@ class Backbone(nn.Module):
         widths = (3, 8, 16, 16)
         self.stages = nn.ModuleList(
             nn.Sequential(nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU())
-            for before, after in zip(widths, widths[1:], strict=False)
+            for before, after in pairwise(widths)
         )
 
     def train(self, mode: bool = True) -> Backbone:
