@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from traindiff.core.observation import OPERATOR, RECOMPUTED_OPERATOR, SAMPLE
+from traindiff.core.observation import DRAWS, ESTIMATE, OPERATOR, RECOMPUTED_OPERATOR, SAMPLE
 from traindiff.core.site import PHASES
 
 Losses = tuple[tuple[str, str | None], ...]
@@ -61,6 +61,8 @@ TAPS: tuple[Tap, ...] = (
     Tap(name="loss", part_of="backward_calls", loses=_LOSS),
     Tap(name="loss_scale", observe=("loss", "backward", "grad")),
     Tap(name="module_outputs", observe=("forward", "backward"), loses=_ACTIVATIONS),
+    Tap(name="random_draws", observe=("forward",), loses=(("forward", DRAWS),)),
+    Tap(name="spectral_norms", observe=("forward",), loses=(("forward", ESTIMATE),)),
     Tap(name="inspect", observe=("forward", "backward"), loses=_ACTIVATIONS),
     # Behind the modules' own hooks: the root's output still belongs to the forward pass that this one ends.
     Tap(name="root_forward"),

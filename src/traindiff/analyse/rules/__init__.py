@@ -2,6 +2,7 @@
 
 from traindiff.analyse.rules.batches import BatchesChange, SamplesDiffer, SamplesVary
 from traindiff.analyse.rules.edits import OptimizersAloneChangeParameters
+from traindiff.analyse.rules.evaluation import EvaluationDrawsNothing, SpectralNormsAreEstimated
 from traindiff.analyse.rules.inputs import InputsHaveAllSamples, SamplesArrive
 from traindiff.analyse.rules.layers import EvaluationIsCertain, UnitsAreSensitive, UnitsLive
 from traindiff.analyse.rules.losses import LossDecreases, LossDoesNotDiverge, NothingSpikes
@@ -57,6 +58,8 @@ RULES: tuple[type[Rule], ...] = (
     InputsHaveAllSamples,
     SiblingsShareDtype,
     EvaluationIsCertain,
+    EvaluationDrawsNothing,
+    SpectralNormsAreEstimated,
     ScheduleIsFollowed,
     TyingStays,
 )

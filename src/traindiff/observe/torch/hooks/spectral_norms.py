@@ -1,0 +1,64 @@
+"""Observe whether the spectral norms of weights were estimated before a module is evaluated."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from traindiff.core.observation import ESTIMATE
+from traindiff.core.site import path_in_whole
+from traindiff.observe.torch.hooks.context import TapContext
+from traindiff.observe.torch.hooks.nested import as_tensor
+
+LEAST = 0.5
+"""Below this, the vectors are no result of an iteration, after which the estimate is 1: random ones give 0 +- n^-1/2."""
+
+
+def attach(context: TapContext) -> None:
+    """Look at `torch.nn.utils.spectral_norm` before forward passes in evaluation mode, until each was estimated.
+
+    It divides a weight W by u'Wv. An iteration, which only training mode makes, sets u = Wv / ||Wv||, so that
+    u'Wv = ||Wv||. Before the first one, u and v are random, and so is the estimate. Two products of a matrix and a
+    vector are computed for each such weight; nothing is changed.
+    """
+    tap = _SpectralNorms(context)
+    context.events.before_forward.append(context.sink.guarded("spectral_norms", tap.look))
+
+
+class _SpectralNorms:
+    """The weights whose estimate was not seen to be one."""
+
+    def __init__(self, context: TapContext) -> None:
+        self._context = context
+        self._estimated: set[tuple[str, str]] = set()
+
+    def look(self) -> None:
+        """Record the estimates that are none."""
+        progress = self._context.sink.progress
+        for path, module in self._context.targets.modules.items():
+            if module.training or not progress.observing or not module._forward_pre_hooks:
+                continue
+            for norm in [one for one in module._forward_pre_hooks.values() if type(one) is SpectralNorm]:
+                if (path, norm.name) in self._estimated:
+                    continue
+                value = estimate(module, norm)
+                if value is None or value >= LEAST:
+                    self._estimated.add((path, norm.name))
+                else:
+                    name = f"{path_in_whole(path)}.{norm.name}".removeprefix(".")
+                    call = progress.next_call(name, ESTIMATE)
+                    self._context.sink.emit(
+                        as_tensor(value), phase="forward", path=name, slot="sigma", stage=ESTIMATE, call=call
+                    )
+
+
+def estimate(module: nn.Module, norm: SpectralNorm) -> float | None:
+    """u'Wv / ||Wv|| for the weight W of a module and the vectors u and v that it keeps; None if that has no value."""
+    weight, u, v = (getattr(module, f"{norm.name}_{part}", None) for part in ("orig", "u", "v"))
+    if not (isinstance(weight, Tensor) and isinstance(u, Tensor) and isinstance(v, Tensor)):
+        return None
+    with torch.no_grad():
+        product = norm.reshape_weight_to_matrix(weight.detach()).to(torch.float64) @ v.to(torch.float64)
+        size = float(product.norm())
+        return float(product @ u.to(torch.float64)) / size if size else None
