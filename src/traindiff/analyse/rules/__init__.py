@@ -7,6 +7,7 @@ from traindiff.analyse.rules.inputs import InputsHaveAllSamples, SamplesArrive
 from traindiff.analyse.rules.layers import EvaluationIsCertain, UnitsAreSensitive, UnitsLive
 from traindiff.analyse.rules.losses import LossDecreases, LossDoesNotDiverge, NothingSpikes
 from traindiff.analyse.rules.optimizers import EpsIsSmall, LearningRateIsSet, ScheduleIsFollowed, SecondMomentsHold
+from traindiff.analyse.rules.outputs import OutputsDiffer
 from traindiff.analyse.rules.ranges import FarFromOverflow, FarFromUnderflow, FiniteThroughout, LossScaleSettles
 from traindiff.analyse.rules.ranks import BoundariesHold, CopiesAgree
 from traindiff.analyse.rules.replay import UpdatesFollowSettings
@@ -46,6 +47,7 @@ RULES: tuple[type[Rule], ...] = (
     GradientsArrive,
     UpdatesAreLargeEnough,
     UnitsAreSensitive,
+    OutputsDiffer,
     NothingSpikes,
     LossDecreases,
     EpsIsSmall,
