@@ -1,12 +1,14 @@
 """Rules that a run must keep by itself, without a baseline. Needs no framework."""
 
 from traindiff.analyse.rules.batches import BatchesChange, SamplesDiffer, SamplesVary
+from traindiff.analyse.rules.contributions import ContributionsCount, GradientsAreOfOneStep
 from traindiff.analyse.rules.edits import OptimizersAloneChangeParameters
 from traindiff.analyse.rules.evaluation import EvaluationDrawsNothing, SpectralNormsAreEstimated
 from traindiff.analyse.rules.inputs import InputsHaveAllSamples, SamplesArrive
 from traindiff.analyse.rules.layers import EvaluationIsCertain, UnitsAreSensitive, UnitsLive
 from traindiff.analyse.rules.losses import LossDecreases, LossDoesNotDiverge, NothingSpikes
 from traindiff.analyse.rules.optimizers import EpsIsSmall, LearningRateIsSet, ScheduleIsFollowed, SecondMomentsHold
+from traindiff.analyse.rules.modes import ModelTrainsInTrainingMode
 from traindiff.analyse.rules.outputs import OutputsDiffer
 from traindiff.analyse.rules.ranges import FarFromOverflow, FarFromUnderflow, FiniteThroughout, LossScaleSettles
 from traindiff.analyse.rules.ranks import BoundariesHold, CopiesAgree
@@ -32,6 +34,7 @@ RULES: tuple[type[Rule], ...] = (
     UpdatesFollowSettings,
     ReportedNumbersFit,
     TiedGradientsAddUp,
+    GradientsAreOfOneStep,
     ParametersMove,
     ParametersKeepMoving,
     FrozenStagesRest,
@@ -53,12 +56,14 @@ RULES: tuple[type[Rule], ...] = (
     EpsIsSmall,
     FarFromOverflow,
     FarFromUnderflow,
+    ContributionsCount,
     BatchesChange,
     SamplesDiffer,
     SamplesVary,
     SamplesArrive,
     InputsHaveAllSamples,
     SiblingsShareDtype,
+    ModelTrainsInTrainingMode,
     EvaluationIsCertain,
     EvaluationDrawsNothing,
     SpectralNormsAreEstimated,

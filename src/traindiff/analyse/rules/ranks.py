@@ -168,11 +168,12 @@ def _how(table: StepTable, entry: MergedSite) -> str:
         if own:
             held = "hold is their own contribution" if len(own) > 1 else "holds is its own contribution"
             return f" What {ranks_text(sorted(one.rank for one in own), capital=False)} {held} alone: not reduced?"
-        if len(entry.apart) == len({part.rank for part in entry.parts}):
-            return " No two ranks hold the same: was it never reduced?"
     factor, left_over = best_fit(pair.baseline, pair.candidate)
     if left_over <= _FITS and abs(factor - 1.0) > _FITS:
-        return f" What rank {odd.rank} holds is {factor:.4g} x what rank {usual.rank} holds."
+        why = " Were gradients clipped or scaled on some ranks only?" if entry.key.phase == "grad" else ""
+        return f" What rank {odd.rank} holds is {factor:.4g} x what rank {usual.rank} holds.{why}"
+    if entry.key.phase == "grad" and len(entry.apart) == len({part.rank for part in entry.parts}):
+        return " No two ranks hold the same: was it never reduced?"
     size = difference(pair)
     return "" if size is None else f" They differ by {size:.2g} of their size (relative L2)."
 

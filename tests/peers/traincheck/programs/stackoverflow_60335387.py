@@ -7,6 +7,9 @@ from torch import nn
 from torch.nn import functional
 
 from tests.peers.traincheck.programs.tasks import CLASSES, Record, images
+from traindiff.core.tap_registry import OBSERVED_BY_DEFAULT
+
+SETTINGS = {"observe": [*OBSERVED_BY_DEFAULT, "grad.micro"]}
 
 
 def train(record: Record, *, faulty: bool) -> None:
@@ -17,7 +20,7 @@ def train(record: Record, *, faulty: bool) -> None:
         nn.Linear(32, CLASSES),
     )  # fmt: skip
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    with record(model, optimizer):
+    with record(model, optimizer, **SETTINGS):
         for step in range(12):
             inputs, labels = images(step)
             if not faulty:
