@@ -80,9 +80,7 @@ def decay_to_zero(_: nn.Sequential, optimizer: torch.optim.Optimizer, step: int)
 def test_a_layer_that_is_frozen_or_has_a_rate_of_zero_may_rest(change: Any, kind: Any, tmp_path: Path) -> None:
     model = classifier()
     optimizer = kind(model.parameters(), lr=0.01)
-    path = train(
-        tmp_path / "run", model, optimizer, steps=16, before_step=lambda step: change(model, optimizer, step)
-    )
+    path = train(tmp_path / "run", model, optimizer, steps=16, before_step=lambda step: change(model, optimizer, step))
 
     assert "stopped" not in kinds(traindiff.check(path))
 

@@ -7,8 +7,8 @@ from traindiff.analyse.rules.evaluation import EvaluationDrawsNothing, SpectralN
 from traindiff.analyse.rules.inputs import InputsHaveAllSamples, SamplesArrive
 from traindiff.analyse.rules.layers import EvaluationIsCertain, UnitsAreSensitive, UnitsLive
 from traindiff.analyse.rules.losses import LossDecreases, LossDoesNotDiverge, NothingSpikes
-from traindiff.analyse.rules.optimizers import EpsIsSmall, LearningRateIsSet, ScheduleIsFollowed, SecondMomentsHold
 from traindiff.analyse.rules.modes import ModelTrainsInTrainingMode
+from traindiff.analyse.rules.optimizers import EpsIsSmall, LearningRateIsSet, ScheduleIsFollowed, SecondMomentsHold
 from traindiff.analyse.rules.outputs import OutputsDiffer
 from traindiff.analyse.rules.ranges import FarFromOverflow, FarFromUnderflow, FiniteThroughout, LossScaleSettles
 from traindiff.analyse.rules.ranks import BoundariesHold, CopiesAgree

@@ -162,8 +162,8 @@ class BatchesChange(RepeatedRule):
     The rule compares all inputs of the model by fingerprints that do not depend on the order of elements. An optimizer
     that evaluates the loss several times in a step (LBFGS) may use one batch for all evaluations, so the rule does not
     compare these. If the workers of a loader draw the same random numbers, each batch comes as often as there are
-    workers: so the rule also counts the steps of the whole run that repeat the one before.
-    People try a model on one batch, and the data may be a single batch, so the rule only warns.
+    workers: so the rule also counts the steps of the whole run that repeat the one before. People try a model on one
+    batch, and the data may be a single batch, so the rule only warns.
     """
 
     name = "repeated-batch"
@@ -173,7 +173,9 @@ class BatchesChange(RepeatedRule):
         "least_steps": Limit(
             default=3, message="steps in a row that repeat the one before, or their own micro-batches"
         ),
-        "share": Limit(default=0.4, message="largest share of all steps that may repeat the step before; 2 workers: 0.5"),
+        "share": Limit(
+            default=0.4, message="largest share of all steps that may repeat the step before; 2 workers: 0.5"
+        ),
         "least_repeats": Limit(default=6, message="steps that must repeat the one before, for a share to count"),
     }
 

@@ -47,7 +47,7 @@ class _Sum:
     @property
     def whole(self) -> NDArray[np.float64]:
         """The sum of the contributions."""
-        return np.sum(list(self.terms.values()), axis=0)
+        return np.asarray(sum(self.terms.values()), dtype=np.float64)
 
     @property
     def allowed(self) -> float:
@@ -76,13 +76,14 @@ def _fit(columns: NDArray[np.float64], target: NDArray[np.float64]) -> tuple[NDA
     """Factors of the columns that fit a target best, and the part of the target that they leave."""
     factors, *_ = np.linalg.lstsq(columns, target, rcond=None)
     size = float(np.linalg.norm(target))
-    return factors, float(np.linalg.norm(columns @ factors - target)) / size if size else 1.0
+    left = float(np.linalg.norm(columns @ factors - target)) / size if size else 1.0
+    return np.asarray(factors, dtype=np.float64), left
 
 
 def _is_the_sum(one: _Sum) -> bool:
     """True if a gradient is a multiple of the sum of its contributions, as clipping makes it."""
     factors, left = _fit(one.whole[:, None], one.sketch)
-    return left <= _DISTINCT and factors[0] > 0.0
+    return left <= min(_DISTINCT, 10.0 * one.allowed) and factors[0] > 0.0
 
 
 class GradientsAreOfOneStep(RepeatedRule):

@@ -28,10 +28,10 @@ class ModelTrainsInTrainingMode(Rule):
     """The model was in training mode, and from a step on it is trained in evaluation mode, until the end of the run.
 
     Something called `eval()` for an evaluation, and nothing called `train()` after it. Only models for which the mode
-    matters are judged: those with dropout or batch normalization. Single modules are put into evaluation mode on purpose
-    (statistics that are to stay as they are). Some models are in evaluation mode from the beginning, as libraries load
-    them. The rule gives a note about both. It warns about the whole model, because a training may turn dropout off for
-    its last steps.
+    matters are judged: those with dropout or batch normalization. Single modules are put into evaluation mode on
+    purpose (statistics that are to stay as they are). Some models are in evaluation mode from the beginning, as
+    libraries load them. The rule gives a note about both. A training may turn dropout off for its last steps, so the
+    rule only warns about the whole model, too.
     """
 
     name = "trained-in-evaluation-mode"
@@ -65,8 +65,8 @@ class ModelTrainsInTrainingMode(Rule):
         if root is None or not matter:
             return
         message = (
-            f"The model is in evaluation mode from step {root.first} on, and is trained in it until the end: "
-            f"{_named(matter)} as in an evaluation. Call model.train() after each evaluation."
+            f"The model is in evaluation mode from step {root.first} on, and is trained in it until the end, so "
+            f"{_compute(matter)} as in an evaluation. Call model.train() after each evaluation."
         )
         yield self.finding(root.entry, message, step=root.first, modules=matter)
 
@@ -74,9 +74,12 @@ class ModelTrainsInTrainingMode(Rule):
         """Notes on modules that are in evaluation mode and may be meant to be."""
         if "" not in self._since and (paths := self._changed):
             first = min(self._since[path].first for path in paths)
-            yield f"In the middle of the run (step {first}), some modules go into evaluation mode: {_named(paths)} so."
-        if "" in self._began and (paths := [path for path in self._began if self._matters(path)]):
-            yield f"The model is in evaluation mode in all steps: {_named(paths)} as in an evaluation."
+            yield (
+                f"In the middle of the run (step {first}), some modules go into evaluation mode, and stay in it: "
+                f"{_named(paths)}."
+            )
+        if "" in self._began and (paths := sorted(path for path in self._began if self._matters(path))):
+            yield f"The model is in evaluation mode in all steps, so {_compute(paths)} as in an evaluation."
 
     @property
     def _least(self) -> int:
@@ -98,5 +101,8 @@ class ModelTrainsInTrainingMode(Rule):
 
 
 def _named(paths: list[str]) -> str:
-    more = more_text(len(paths) - 1, "module")
-    return f"{paths[0]}{more} compute{'' if more else 's'}"
+    return f"{paths[0]}{more_text(len(paths) - 1, 'module')}"
+
+
+def _compute(paths: list[str]) -> str:
+    return f"{_named(paths)} {'compute' if len(paths) > 1 else 'computes'}"

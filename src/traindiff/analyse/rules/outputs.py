@@ -27,9 +27,10 @@ class OutputsDiffer(Rule):
     The rows of an output [batch, ..., features] are samples, or positions of a sequence. If the activations between two
     layers are lost (a failed copy to another device leaves zeros), everything behind them is the same in all rows. The
     finding names the first module in execution order whose output became so. The rule compares the norms and the
-    largest elements of up to 16 groups of rows (profiles, FORMAT.md), which must agree within rounding (in short dtypes,
-    to the bit). To be sure that an output is not merely saturated, it also asks that a layer with a weight, behind that module, returns the same in
-    all rows. A model whose units have all died looks the same from then on; the rule only warns.
+    largest elements of up to 16 groups of rows (profiles, FORMAT.md), which must agree within rounding (in short
+    dtypes, to the bit). To be sure that an output is not merely saturated, it also asks that a layer with a weight,
+    behind that module, returns the same in all rows. A model whose units have all died looks the same from then on; the
+    rule only warns.
     """
 
     name = "constant-output"

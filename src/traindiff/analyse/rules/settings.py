@@ -7,23 +7,24 @@ from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.site import MergedSite, StepTable
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule, Rule
 from traindiff.core.site import ROOT
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
-_PRODUCTS = ("Linear", "Conv1d", "Conv2d", "Conv3d")
-"""Classes, or ends of their names, whose product autocast computes in the shorter dtype."""
+_KEEPS_DTYPE = ("Norm", "Embedding")
+"""Parts of the names of classes that have a weight, and no product that autocast computes in the shorter dtype."""
 
 
 class SiblingsShareDtype(RepeatedRule):
     """Under autocast, one layer returns float32, and the layers like it return the shorter dtype.
 
     Layers are alike if their class and their path are, but for numbers (`layers.2.up` and `layers.3.up`). The rule
-    compares linear layers and convolutions, whose products autocast computes in the shorter dtype. It needs three of
-    them, most of which return that dtype. Some recipes keep the first or the last layer in float32, so these do not
-    count. A layer in the middle may be kept in float32 on purpose, too, so the rule only warns.
+    compares layers with a weight of their own (not norms and embeddings), whose products autocast computes in the
+    shorter dtype. It needs three of them, most of which return that dtype. Some recipes keep the first or the last
+    layer in float32, so these do not count. A layer in the middle may be kept in float32 on purpose, too, so the rule
+    only warns.
     """
 
     name = "missed-by-autocast"
@@ -42,7 +43,9 @@ class SiblingsShareDtype(RepeatedRule):
             kind = self.facts.modules.get(key.path, "")
             if key.phase != "forward" or key.stage or key.slot != "output[0]" or key.call or entry.unobserved:
                 continue
-            if kind.endswith(_PRODUCTS) and _NUMBER.search(key.path):
+            if f"{key.path}.weight" not in self.facts.parameters or any(one in kind for one in _KEEPS_DTYPE):
+                continue
+            if _NUMBER.search(key.path):
                 alike.setdefault((kind, _NUMBER.sub("*", key.path)), []).append(entry)
         found: Found = {}
         for (_, pattern), layers in alike.items():
@@ -57,63 +60,55 @@ class SiblingsShareDtype(RepeatedRule):
     def _message(self, row: Repeated) -> str:
         numbers = row.numbers
         return (
-            f"{row.key} returns float32 under autocast to {self.facts.autocast}, in {row.num_steps} steps in a row, and "
+            f"{row.key} returns float32 under autocast to {self.facts.autocast}, in {row.num_steps} steps in a row; "
             f"{numbers['short']} of the {numbers['layers']} layers like it ({numbers['pattern']}) return "
             f"{self.facts.autocast}: autocast does not reach its product. If that is not meant, look for "
             "autocast(enabled=False), and for a function that autocast does not know."
         )
 
 
+_FEW = 2
+"""Parameters below which a module has no stages."""
+
 FREEZING = "frozen_stages"
 """Attribute of a backbone that says how many of its stages are frozen (the convention of the OpenMMLab libraries)."""
 
 
 class FrozenStagesRest(Rule):
-    """A backbone says that it freezes stages, and all of its parameters require a gradient.
+    """A backbone says that it freezes stages, and in the first step all of its parameters have gradients.
 
     Backbones of the OpenMMLab libraries, and others after them, freeze their first stages when `train()` is called. If
     nothing calls it, these stages are trained. The rule reads the attribute `frozen_stages` when the recording begins.
-    In some backbones, 0 freezes the stem, and in others nothing, so only 1 and more count.
+    In some backbones, 0 freezes the stem, and in others nothing, so only 1 and more count. A user may have thawed the
+    stages again on purpose, so the rule only warns.
     """
 
     name = "frozen-stages"
     finds = "A module has frozen_stages set, and none of its parameters is frozen."
+    warns = True
 
     def begin(self) -> None:
-        """Nothing was seen so far."""
-        self._first: dict[str, tuple[int, MergedSite]] = {}
+        """No step was seen so far."""
+        self._declared = {
+            path: int(value)
+            for path, settings in self.facts.settings.items()
+            if (value := settings.get(FREEZING, "")).isdecimal() and int(value) >= 1
+        }
 
-    def step(self, table: StepTable, *, step: int) -> None:
-        """Note where the first updates of such modules are; the findings come at the end."""
-        for path in self._declared():
-            if path in self._first:
-                continue
+    def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
+        """Findings of the first step that has gradients of such a module."""
+        for path, stages in list(self._declared.items()):
             prefix = f"{path}." if path else ""
-            moved = (
-                entry
-                for key, entry in table.items()
-                if key[:2] == ("update", "") and key.path.startswith(prefix) and not entry.unobserved
-            )
-            if (entry := next(moved, None)) is not None:
-                self._first[path] = step, entry.without_parts()
-
-    def end(self) -> Iterator[Finding]:
-        """Findings of the whole run."""
-        for path, (step, entry) in self._first.items():
-            prefix = f"{path}." if path else ""
-            inside = [name for name in self.facts.parameters if name.startswith(prefix)]
-            if len(inside) < 2 or not all(name in self.facts.trainable for name in inside):
+            inside = sorted(name for name in self.facts.parameters if name.startswith(prefix))
+            gradients = [table.get(SiteKey("grad", "", name, "grad")) for name in inside]
+            present = [one for one in gradients if one is not None and not one.unobserved]
+            if not present:
                 continue
-            stages = self.facts.settings[path][FREEZING]
+            del self._declared[path]
+            if len(present) < len(inside) or len(inside) < _FEW:
+                continue
             message = (
-                f"{path or ROOT} has {FREEZING} = {stages}, and all of its {len(inside)} parameters require a gradient "
-                f"and are trained: no stage is frozen. Such modules freeze stages in train(): call model.train() "
-                "before the training."
+                f"{path or ROOT} has {FREEZING} = {stages}, and all of its {len(inside)} parameters have gradients: no "
+                "stage is frozen. Such modules freeze stages in train(): call model.train() before the training."
             )
-            yield self.finding(entry, message, step=step, frozen_stages=int(stages), num_parameters=len(inside))
-
-    def _declared(self) -> Iterator[str]:
-        """Paths of the modules that freeze at least one stage."""
-        for path, settings in self.facts.settings.items():
-            if (value := settings.get(FREEZING, "")).isdecimal() and int(value) >= 1:
-                yield path
+            yield self.finding(present[0], message, step=step, frozen_stages=stages, num_parameters=len(inside))

@@ -44,10 +44,11 @@ class ParametersKeepMoving(Rule):
     """A parameter moved, and then neither it nor the optimizer's state for it changes until the end of the run.
 
     Only steps count that should change something: the parameter has a finite gradient other than 0, its learning rate
-    is not 0, and no loss scaler leaves the step out. An optimizer that counts its steps, as Adam does, changes this count
-    in each such step. For others, a step of gradient descent must change more than rounding could (`never-updated`). Optimizers that add up several calls rest between them. So the rest must be more
-    than twice as long as any earlier one. LBFGS and Rprop stop by themselves, and are not judged. If a training freezes
-    a parameter, its gradient is None, or its learning rate is 0.
+    is not 0, and no loss scaler leaves the step out. An optimizer that counts its steps, as Adam does, changes this
+    count in each such step. For others, a step of gradient descent must change more than rounding could
+    (`never-updated`). Optimizers that add up several calls rest between them. So the rest must be more than twice as
+    long as any earlier one. LBFGS and Rprop stop by themselves, and are not judged. If a training freezes a parameter,
+    its gradient is None, or its learning rate is 0.
     """
 
     name = "stopped"

@@ -4,8 +4,7 @@ The issue comes from GPUs whose peer-to-peer access does not work. As in TrainCh
 leaves zeros.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`: the wrapper looks at the annotation of the hook.
 import torch
 from torch import Tensor, nn
 from torch.distributed import GradBucket

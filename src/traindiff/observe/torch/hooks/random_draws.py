@@ -45,18 +45,18 @@ class _RandomDraws:
         elif self._sink.progress.observing:
             self._running.append((module, _states(), False))
 
-    def _end(self, path: str, module: nn.Module, *_: Any) -> None:
+    def _end(self, path: str, module: nn.Module, *about: Any) -> None:  # noqa: ARG002
         if torch.is_grad_enabled() or not self._running or self._running[-1][0] is not module:
             return
         _, before, part_drew = self._running.pop()
         after = _states()
         drew = len(after) != len(before) or not all(map(torch.equal, before, after))
         if drew and self._running:
-            outer, state, _ = self._running[-1]
-            self._running[-1] = outer, state, True
+            around, state, _ = self._running[-1]
+            self._running[-1] = around, state, True
         if drew and not part_drew and not module.training:
             call = self._sink.progress.next_call(path, DRAWS)
-            self._sink.emit(as_tensor(True), phase="forward", path=path, slot="drawn", stage=DRAWS, call=call)
+            self._sink.emit(as_tensor(1), phase="forward", path=path, slot="drawn", stage=DRAWS, call=call)
 
 
 def _states() -> list[Tensor]:

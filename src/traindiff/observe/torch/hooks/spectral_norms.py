@@ -12,7 +12,7 @@ from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.nested import as_tensor
 
 LEAST = 0.5
-"""Below this, the vectors are no result of an iteration, after which the estimate is 1: random ones give 0 +- n^-1/2."""
+"""Below this, the vectors are no result of an iteration, which gives 1. Random ones give about n^-1/2 for n rows."""
 
 
 def attach(context: TapContext) -> None:
@@ -54,7 +54,7 @@ class _SpectralNorms:
 
 
 def estimate(module: nn.Module, norm: SpectralNorm) -> float | None:
-    """u'Wv / ||Wv|| for the weight W of a module and the vectors u and v that it keeps; None if that has no value."""
+    """U'Wv / ||Wv|| for the weight W of a module and the vectors u and v that it keeps; None if that has no value."""
     weight, u, v = (getattr(module, f"{norm.name}_{part}", None) for part in ("orig", "u", "v"))
     if not (isinstance(weight, Tensor) and isinstance(u, Tensor) and isinstance(v, Tensor)):
         return None
