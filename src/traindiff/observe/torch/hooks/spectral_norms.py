@@ -8,6 +8,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from traindiff.core.observation import ESTIMATE
 from traindiff.core.site import path_in_whole
+from traindiff.core.torch_compat.training import FORWARD_PRE_HOOKS
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.nested import as_tensor
 
@@ -37,9 +38,9 @@ class _SpectralNorms:
         """Record the estimates that are none."""
         progress = self._context.sink.progress
         for path, module in self._context.targets.modules.items():
-            if module.training or not progress.observing or not module._forward_pre_hooks:
+            if module.training or not progress.observing:
                 continue
-            for norm in [one for one in module._forward_pre_hooks.values() if type(one) is SpectralNorm]:
+            for norm in [one for one in getattr(module, FORWARD_PRE_HOOKS).values() if type(one) is SpectralNorm]:
                 if (path, norm.name) in self._estimated:
                     continue
                 value = estimate(module, norm)
