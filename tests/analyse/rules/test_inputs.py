@@ -142,3 +142,9 @@ def test_batches_that_come_several_times_in_a_row_are_a_warning(times: int, tmp_
 
 def test_epochs_of_a_few_batches_repeat_none_in_a_row(tmp_path: Path) -> None:
     assert kinds(trained(tmp_path / "run", lambda step: points(step % 3), steps=18)) == set()
+
+
+def test_positions_that_all_samples_share_may_become_longer(tmp_path: Path) -> None:
+    verdict = with_tokens(tmp_path / "run", lambda step: torch.arange(4 + step)[None])
+
+    assert kinds(verdict) == set()

@@ -13,7 +13,8 @@ from traindiff.core.observation import DRAWS, ESTIMATE
 from traindiff.core.site import ROOT
 from traindiff.core.summary import number
 
-_RATE = re.compile(r"(?i).*drop.*")
+_RATE = re.compile(r"(?i)(?!.*(layer|path)).*drop.*")
+"""Names of settings that are rates of dropout. Some models draw for LayerDrop in every mode, and use it in training."""
 
 
 class EvaluationDrawsNothing(Rule):
@@ -21,10 +22,10 @@ class EvaluationDrawsNothing(Rule):
 
     `nn.Dropout` looks at its mode. Functions do not: `F.dropout` and `scaled_dot_product_attention` drop out unless
     they are told not to. The rule names the innermost module that draws, if it has an attribute that is a rate between
-    0 and 1 and has "drop" in its name. Models that sample on purpose draw, too (variational autoencoders, diffusion),
-    and so does Monte Carlo dropout (Gal and Ghahramani, 2016): the rule only warns, and gives a note about modules
-    without such a rate, and about a batch that was evaluated twice with the same parameters and other results. It needs
-    `record(evaluation=True)`.
+    0 and 1 and has "drop" in its name (but not "layer" or "path"). Models that sample on purpose draw, too (variational
+    autoencoders, diffusion), and so does Monte Carlo dropout (Gal and Ghahramani, 2016): the rule only warns, and gives
+    a note about modules without such a rate, and about a batch that was evaluated twice with the same parameters and
+    other results. It needs `record(evaluation=True)`.
     """
 
     name = "random-evaluation"

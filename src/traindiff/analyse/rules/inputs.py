@@ -12,6 +12,9 @@ from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule
 from traindiff.core.observation import SAMPLE
 from traindiff.core.summary import UNIT_ROUNDOFF
 
+_SHARED = ("mask", "position")
+"""Words in the names of inputs that all samples rightly share."""
+
 _WHOLE_NUMBERS = frozenset({"int64", "int32", "int16", "int8", "uint8"})
 
 
@@ -19,9 +22,10 @@ class InputsHaveAllSamples(RepeatedRule):
     """One input of whole numbers has a single sample, and the model returns one result for each of many samples.
 
     A processor that mixes up lists of texts and images returns the tokens of one sample for all of them, and
-    broadcasting hides it. Positions and masks rightly have one row for all samples, and are the same in each step. So
-    the rule asks that the input has two axes or more, changes from step to step, and that the model's output has as
-    many samples as its largest input. One question about many images looks the same, so the rule only warns.
+    broadcasting hides it. Positions and masks rightly have one row for all samples, and depend on nothing but the
+    length. So the rule asks that the input has two axes or more, changes from step to step without changing its shape,
+    and that the model's output has as many samples as its largest input. One question about many images looks the same,
+    so the rule only warns.
     """
 
     name = "single-sample-input"
@@ -34,7 +38,7 @@ class InputsHaveAllSamples(RepeatedRule):
     def begin(self) -> None:
         """No input was seen so far."""
         super().begin()
-        self._before: dict[str, int] = {}
+        self._before: dict[str, tuple[tuple[int, ...], int]] = {}
 
     def _wrong(self, table: StepTable) -> Found | None:
         inputs = [entry for entry in inputs_of(table) if not entry.key.call and entry.parts]
@@ -49,10 +53,14 @@ class InputsHaveAllSamples(RepeatedRule):
         found: Found = {}
         for entry in inputs:
             slot = entry.key.slot
-            bits = int(entry.parts[0].summary["fingerprint"])
-            changes = self._before.get(slot, bits) != bits
-            self._before[slot] = bits
+            part = entry.parts[0]
+            now = part.shard.shape, int(part.summary["fingerprint"])
+            before = self._before.get(slot, now)
+            self._before[slot] = now
+            changes = before[0] == now[0] and before[1] != now[1]  # positions change with the length only
             if not changes or lengths.get(slot) != 1 or len(entry.shape) < 2 or entry.dtype not in _WHOLE_NUMBERS:
+                continue
+            if any(word in slot for word in _SHARED):
                 continue
             if output is None or not output.parts or _length(output.parts[0]) != most:
                 continue

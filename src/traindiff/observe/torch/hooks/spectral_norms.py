@@ -24,34 +24,37 @@ def attach(context: TapContext) -> None:
     vector are computed for each such weight; nothing is changed.
     """
     tap = _SpectralNorms(context)
-    context.events.before_forward.append(context.sink.guarded("spectral_norms", tap.look))
+    if tap.waiting:
+        context.events.before_forward.append(context.sink.guarded("spectral_norms", tap.look))
 
 
 class _SpectralNorms:
-    """The weights whose estimate was not seen to be one."""
+    """The weights whose estimate was not seen to be one; those that have a norm when the recording begins.
+
+    Attributes:
+        waiting: The module and its norm, by canonical path of the weight.
+    """
 
     def __init__(self, context: TapContext) -> None:
-        self._context = context
-        self._estimated: set[tuple[str, str]] = set()
+        self._sink = context.sink
+        self.waiting: dict[str, tuple[nn.Module, SpectralNorm]] = {}
+        for path, module in context.targets.modules.items():
+            for norm in getattr(module, FORWARD_PRE_HOOKS).values():
+                if type(norm) is SpectralNorm:
+                    self.waiting[f"{path_in_whole(path)}.{norm.name}".removeprefix(".")] = module, norm
+        context.undo.callback(self.waiting.clear)
 
     def look(self) -> None:
         """Record the estimates that are none."""
-        progress = self._context.sink.progress
-        for path, module in self._context.targets.modules.items():
-            if module.training or not progress.observing:
+        for path, (module, norm) in list(self.waiting.items()) if self._sink.progress.observing else ():
+            if module.training:
                 continue
-            for norm in [one for one in getattr(module, FORWARD_PRE_HOOKS).values() if type(one) is SpectralNorm]:
-                if (path, norm.name) in self._estimated:
-                    continue
-                value = estimate(module, norm)
-                if value is None or value >= LEAST:
-                    self._estimated.add((path, norm.name))
-                else:
-                    name = f"{path_in_whole(path)}.{norm.name}".removeprefix(".")
-                    call = progress.next_call(name, ESTIMATE)
-                    self._context.sink.emit(
-                        as_tensor(value), phase="forward", path=name, slot="sigma", stage=ESTIMATE, call=call
-                    )
+            value = estimate(module, norm)
+            if value is None or value >= LEAST:
+                del self.waiting[path]
+            else:
+                call = self._sink.progress.next_call(path, ESTIMATE)
+                self._sink.emit(as_tensor(value), phase="forward", path=path, slot="sigma", stage=ESTIMATE, call=call)
 
 
 def estimate(module: nn.Module, norm: SpectralNorm) -> float | None:
