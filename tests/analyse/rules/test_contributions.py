@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.optim import SGD
 
 import traindiff
 from tests.analyse.rules.small_trainings import classifier, found, kinds, points
+from tests.on_ranks import run_on_ranks
 from traindiff.analyse.check import Verdict
 from traindiff.core.tap_registry import OBSERVED_BY_DEFAULT
 
@@ -157,3 +159,30 @@ def test_backward_passes_of_two_optimizers_through_one_model_are_legal(tmp_path:
             optimizers["generator"].step()
 
     assert not kinds(traindiff.check(tmp_path / "run")) & {"accumulated", "lost-contribution"}
+
+
+def on_ranks(path: str, forgets: bool) -> None:
+    """Train on two ranks with FSDP2, in micro-batches."""
+    torch.manual_seed(0)
+    model = classifier()
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = SGD(model.parameters(), lr=0.01)
+    with traindiff.record(path, model, optimizer, observe=OBSERVED, strict=True):
+        for step in range(5):
+            if not forgets:
+                optimizer.zero_grad()
+            for micro_step in range(2):
+                inputs, labels = points(100 * torch.distributed.get_rank() + 2 * step + micro_step)
+                (functional.cross_entropy(model(inputs), labels) / 2).backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_missing_zero_grad_is_found_in_sharded_trainings_too(forgets: bool, tmp_path: Path) -> None:
+    run_on_ranks(on_ranks, 2, str(tmp_path / "run"), forgets)
+
+    assert kinds(traindiff.check(tmp_path / "run")) == ({"accumulated"} if forgets else set())
