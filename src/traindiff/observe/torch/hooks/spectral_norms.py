@@ -50,7 +50,7 @@ class _SpectralNorms:
             if module.training:
                 continue
             value = estimate(module, norm)
-            if value is None or value >= LEAST:
+            if value is None or not value < LEAST:  # NaN is no estimate that could become better
                 del self.waiting[path]
             else:
                 call = self._sink.progress.next_call(path, ESTIMATE)
