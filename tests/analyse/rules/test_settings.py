@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.optim import SGD, Adam
 
 import traindiff
-from tests.analyse.rules.small_trainings import classifier, convolutions, found, images, kinds, train
+from tests.analyse.rules.small_trainings import classifier, convolutions, found, images, kinds, points, train
 from traindiff.analyse.check import Verdict
 
 
@@ -142,3 +142,20 @@ def test_an_optimizer_with_some_frozen_parameters_is_right(tmp_path: Path) -> No
     optimizer = Adam(model.parameters(), lr=0.01)
 
     assert kinds(traindiff.check(train(tmp_path / "run", model, optimizer, steps=12))) == set()
+
+
+def test_an_optimizer_whose_parameters_are_thawed_later_is_right(tmp_path: Path) -> None:
+    model = classifier()
+    body, head = Adam(model[:4].parameters(), lr=0.01), Adam(model[4].parameters(), lr=0.01)
+    model[:4].requires_grad_(False)
+    with traindiff.record(tmp_path / "run", model, {"head": head, "body": body}, strict=True):
+        for step in range(24):
+            if step == 14:
+                model[:4].requires_grad_(True)
+            model.zero_grad()
+            inputs, labels = points(step)
+            functional.cross_entropy(model(inputs), labels).backward()
+            head.step()
+            body.step()
+
+    assert kinds(traindiff.check(tmp_path / "run")) == set()

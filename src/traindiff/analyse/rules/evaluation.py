@@ -64,8 +64,8 @@ class EvaluationDrawsNothing(Rule):
             path, step = next(iter(self._others.items()))
             more = f" and {len(self._others) - 1} more modules draw" if len(self._others) > 1 else " draws"
             yield (
-                f"{path or ROOT}{more} random numbers in evaluation mode (first in the evaluation before step {step} "
-                "ends). Models that sample do so."
+                f"{path or ROOT}{more} random numbers in evaluation mode (first in step {step}). Models that sample do "
+                "so."
             )
         if self._differ is not None:
             yield (

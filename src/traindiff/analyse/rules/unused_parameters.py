@@ -25,8 +25,8 @@ class OptimizersHaveGradients(RepeatedRule):
     """None of the parameters that an optimizer holds has a gradient, for several steps in a row: nothing moves.
 
     The cause is `zero_grad` between `backward` and `step`, a loss that does not depend on the optimizer's parameters,
-    or parameters that were all frozen (`requires_grad=False`). A gradient of zeros counts as a gradient, because the
-    loss of every sample may already be minimal.
+    or parameters that were all frozen (`requires_grad=False`) until the end of the run. A gradient of zeros counts as a
+    gradient, because the loss of every sample may already be minimal.
     """
 
     name = "idle-optimizer"
@@ -46,6 +46,13 @@ class OptimizersHaveGradients(RepeatedRule):
             return {of: (rate, {"num_parameters": len(held), "frozen": True})}
         idle = all(entry.unobserved.startswith(NO_GRADIENT) for entry in gradients)
         return {of: (gradients[0], {"num_parameters": len(gradients), "frozen": False})} if idle else {}
+
+    def end(self) -> Iterator[Finding]:
+        """Optimizers that idle; frozen ones only if nothing thaws their parameters until the end of the run."""
+        rests = {row.key for row in self._running.values()}
+        for row in [row for row in self._kept if self._kept[row].numbers["frozen"] and row[1] not in rests]:
+            del self._kept[row]
+        return super().end()
 
     def _series(self, table: StepTable) -> str:
         return optimizer_of(table)
