@@ -63,6 +63,12 @@ EDITED = "edited"
 MODE = "mode"
 """Stage of the flag `training` of a module that differs from what it was in the step before, or at the beginning."""
 
+DRAWS = "draws"
+"""Stage of the flag that a module drew random numbers in a forward pass of an evaluation, in evaluation mode."""
+
+ESTIMATE = "estimate"
+"""Stage of an estimate that a module divides its weight by: relative to what a further iteration gives, about 1."""
+
 OPERATOR = "operator"
 """Stage of the inputs and outputs of one operator inside a module; its path is `MODULE/OPERATOR[N]`."""
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from traindiff.core.observation import OPERATOR, PRODUCT, RECOMPUTED_OPERATOR, RECOMPUTED_PRODUCT, SAMPLE, WITNESS
+from traindiff.core.observation import (
+    DRAWS,
+    ESTIMATE,
+    OPERATOR,
+    PRODUCT,
+    RECOMPUTED_OPERATOR,
+    RECOMPUTED_PRODUCT,
+    SAMPLE,
+    WITNESS,
+)
 from traindiff.core.site import PHASES
 
 Losses = tuple[tuple[str, str | None], ...]
@@ -64,6 +73,8 @@ TAPS: tuple[Tap, ...] = (
     Tap(name="loss", part_of="backward_calls", loses=_LOSS),
     Tap(name="loss_scale", observe=("loss", "backward", "grad")),
     Tap(name="module_outputs", observe=("forward", "backward"), loses=_ACTIVATIONS),
+    Tap(name="random_draws", observe=("forward",), loses=(("forward", DRAWS),)),
+    Tap(name="spectral_norms", observe=("forward",), loses=(("forward", ESTIMATE),)),
     Tap(name="inspect", observe=("forward", "backward"), loses=_ACTIVATIONS),
     # Behind the modules' own hooks: the root's output still belongs to the forward pass that this one ends.
     Tap(name="root_forward"),

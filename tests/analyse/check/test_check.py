@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import traindiff
-from tests.made_up import CONTENT, Edit, Seen, Step, at, random, record
+from tests.made_up import CONTENT, Array, Edit, Seen, Step, at, random, record
 from traindiff.analyse.check import Verdict, check
 from traindiff.analyse.findings import Finding
 
@@ -118,6 +118,46 @@ def test_the_way_in_which_a_copy_differs_is_named(edits: dict[int, Edit], reason
     first = traindiff.check(run).findings[0]
     assert (first.kind, first.path) == ("ranks-disagree", "fc.weight")
     assert reason in first.message
+
+
+@pytest.mark.parametrize(
+    ("site", "reason"),
+    [
+        (("param", "", "fc.weight", "value"), "is the copy of the step before: the step's update did not reach it."),
+        (GRADIENT, "is the copy of the step before: one step late."),
+    ],
+)
+def test_a_copy_of_the_step_before_is_recognized(site: tuple[str, str, str, str], reason: str, tmp_path: Path) -> None:
+    held: list[Array] = []
+
+    def late(step: int, sites: Step) -> None:
+        held.append(sites[site].values)
+        if step == 2:
+            sites[site].values = held[1]
+
+    finding = traindiff.check(on_ranks(tmp_path / "run", 3, {1: late})).findings[0]
+    assert (finding.step, finding.rank, finding.path) == (2, 1, "fc.weight")
+    assert finding.message.endswith(f"What rank 1 holds {reason}")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_copy_that_alone_changes_is_not_taken_for_the_right_one(world_size: int, tmp_path: Path) -> None:
+    site = ("param", "", "fc.weight", "value")
+
+    def frozen(_step: int, sites: Step) -> None:
+        sites[site].values = random(8, 6, seed=5)
+        del sites[GRADIENT]
+
+    def corrupted(step: int, sites: Step) -> None:
+        frozen(step, sites)
+        if step == 2:
+            sites[site].values = sites[site].values + np.float32(1)
+
+    edits = {**dict.fromkeys(range(world_size), frozen), 1: corrupted}
+    finding = traindiff.check(on_ranks(tmp_path / "run", world_size, edits)).findings[0]
+
+    assert (finding.step, finding.path) == (2, "fc.weight")
+    assert "step before" not in finding.message
 
 
 def test_without_contributions_gradients_that_all_differ_are_asked_about(tmp_path: Path) -> None:

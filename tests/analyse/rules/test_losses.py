@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 import traindiff
@@ -108,3 +109,35 @@ def test_a_loss_that_does_not_decrease_is_a_warning(tmp_path: Path) -> None:
     assert finding.evidence["ended"] >= finding.evidence["began"]
     assert verdict.verdict == "healthy"
     assert "stalled-loss" not in kinds(traindiff.check(run))
+
+
+class Growing(nn.Module):
+    """Multiplies its input by a factor that a training may change; the norm behind it hides the factor."""
+
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+@pytest.mark.parametrize("ends", [30, 22])
+def test_an_activation_that_grows_until_the_loss_spikes_is_what_moved_first(ends: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 32), Growing(), nn.LayerNorm(32), nn.ReLU(), nn.Linear(32, 4))
+
+    def grow(step: int) -> None:
+        model[1].factor = 4.0 ** max(0, step - 19) if step < ends else 1.0
+
+    def batches(step: int) -> tuple[Tensor, Tensor]:
+        inputs, labels = points(step)
+        return inputs, (labels + 1) % 4 if step == 23 else labels
+
+    optimizer = SGD(model.parameters(), lr=0.5)
+    path = train(tmp_path / "run", model, optimizer, steps=30, batches=batches, before_step=grow)
+
+    spikes = [one for one in traindiff.check(path).warnings if one.kind == "loss-spike"]
+    began = {one.step: (one.evidence.get("moved_first"), one.evidence.get("moved_in_step")) for one in spikes}
+    if ends == 30:
+        assert began[23] == ("forward 1 output[0]", 20)
+    else:
+        assert began[23] != ("forward 1 output[0]", 20)

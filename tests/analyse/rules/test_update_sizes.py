@@ -100,7 +100,7 @@ def test_an_optimizer_that_steps_without_a_gradient_is_found(tmp_path: Path) -> 
     verdict = traindiff.check(tmp_path / "run")
     finding = found(verdict, "idle-optimizer")
     assert verdict.verdict == "unhealthy"
-    assert finding.evidence == {"num_steps": 12, "num_parameters": 6}
+    assert finding.evidence == {"num_steps": 12, "num_parameters": 6, "frozen": False}
     assert "Look for zero_grad() between backward() and step()" in finding.message
 
 

@@ -14,13 +14,13 @@ from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, gradient_norm, is_loss_scale, loss_scale
 from traindiff.analyse.merge.unobserved import without_missing_samples
-from traindiff.core.observation import BEFORE, BOUNDARY, EDITED, MODE, RECOMPUTED, SAMPLE, WITNESS
+from traindiff.core.observation import BEFORE, BOUNDARY, DRAWS, EDITED, ESTIMATE, MODE, RECOMPUTED, SAMPLE, WITNESS
 from traindiff.core.site import ROOT
 from traindiff.core.steps import StepSelection, parse_steps
 from traindiff.errors import ConfigError, Problem
 from traindiff.storage import Run
 
-_NOT_PAIRED = frozenset({SAMPLE, BOUNDARY, EDITED, MODE, RECOMPUTED, WITNESS})
+_NOT_PAIRED = frozenset({SAMPLE, BOUNDARY, DRAWS, EDITED, ESTIMATE, MODE, RECOMPUTED, WITNESS})
 """Stages of sites that are not paired one by one."""
 
 Tables = tuple[dict[SiteKey, MergedSite], dict[SiteKey, MergedSite]]

@@ -1,16 +1,23 @@
 """Rules that a run must keep by itself, without a baseline. Needs no framework."""
 
 from traindiff.analyse.rules.batches import BatchesChange, SamplesDiffer, SamplesVary
+from traindiff.analyse.rules.contributions import ContributionsCount, GradientsAreOfOneStep
 from traindiff.analyse.rules.edits import OptimizersAloneChangeParameters
+from traindiff.analyse.rules.evaluation import EvaluationDrawsNothing, SpectralNormsAreEstimated
+from traindiff.analyse.rules.inputs import InputsHaveAllSamples, SamplesArrive
 from traindiff.analyse.rules.layers import EvaluationIsCertain, UnitsAreSensitive, UnitsLive
 from traindiff.analyse.rules.losses import LossDecreases, LossDoesNotDiverge, NothingSpikes
+from traindiff.analyse.rules.modes import ModelTrainsInTrainingMode
 from traindiff.analyse.rules.optimizers import EpsIsSmall, LearningRateIsSet, ScheduleIsFollowed, SecondMomentsHold
+from traindiff.analyse.rules.outputs import OutputsDiffer
 from traindiff.analyse.rules.products import ProductsAreExact, ProductsAreRight
 from traindiff.analyse.rules.ranges import FarFromOverflow, FarFromUnderflow, FiniteThroughout, LossScaleSettles
 from traindiff.analyse.rules.ranks import BoundariesHold, CopiesAgree
 from traindiff.analyse.rules.replay import UpdatesFollowSettings
 from traindiff.analyse.rules.reported import ReportedNumbersFit
 from traindiff.analyse.rules.rule import Limit, Rule, RunFacts, run_facts
+from traindiff.analyse.rules.settings import FrozenStagesRest, SiblingsShareDtype
+from traindiff.analyse.rules.stopping import ParametersKeepMoving
 from traindiff.analyse.rules.tying import TiedGradientsAddUp, TyingStays
 from traindiff.analyse.rules.unused_parameters import GradientsArrive, OptimizersHaveGradients, ParametersMove
 from traindiff.analyse.rules.weights import (
@@ -31,7 +38,10 @@ RULES: tuple[type[Rule], ...] = (
     UpdatesFollowSettings,
     ReportedNumbersFit,
     TiedGradientsAddUp,
+    GradientsAreOfOneStep,
     ParametersMove,
+    ParametersKeepMoving,
+    FrozenStagesRest,
     GradientsReachEveryLayer,
     GradientsStayBounded,
     UpdatesAreSmall,
@@ -44,16 +54,24 @@ RULES: tuple[type[Rule], ...] = (
     GradientsArrive,
     UpdatesAreLargeEnough,
     UnitsAreSensitive,
+    OutputsDiffer,
     NothingSpikes,
     LossDecreases,
     EpsIsSmall,
     FarFromOverflow,
     FarFromUnderflow,
     ProductsAreExact,
+    ContributionsCount,
     BatchesChange,
     SamplesDiffer,
     SamplesVary,
+    SamplesArrive,
+    InputsHaveAllSamples,
+    SiblingsShareDtype,
+    ModelTrainsInTrainingMode,
     EvaluationIsCertain,
+    EvaluationDrawsNothing,
+    SpectralNormsAreEstimated,
     ScheduleIsFollowed,
     TyingStays,
 )

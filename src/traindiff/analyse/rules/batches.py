@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
-from traindiff.analyse.findings import ranks_text
+from traindiff.analyse.findings import Finding, ranks_text
 from traindiff.analyse.merge.recorded_calls import samples_of
 from traindiff.analyse.merge.site import MergedSite, StepTable
 from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule
@@ -157,12 +157,13 @@ def _same_in_all_micro_steps(samples: Sequence[WholeSample]) -> bool:
 
 
 class BatchesChange(RepeatedRule):
-    """A step has the same batch as the step before, or all its micro-batches have the same samples.
+    """A step has the same batch as the step before, again and again, or all its micro-batches have the same samples.
 
     The rule compares all inputs of the model by fingerprints that do not depend on the order of elements. An optimizer
     that evaluates the loss several times in a step (LBFGS) may use one batch for all evaluations, so the rule does not
-    compare these.
-    People try a model on one batch, and the data may be a single batch, so the rule only warns.
+    compare these. If the workers of a loader draw the same random numbers, each batch comes as often as there are
+    workers: so the rule also counts the steps of the whole run that repeat the one before. People try a model on one
+    batch, and the data may be a single batch, so the rule only warns.
     """
 
     name = "repeated-batch"
@@ -172,12 +173,20 @@ class BatchesChange(RepeatedRule):
         "least_steps": Limit(
             default=3, message="steps in a row that repeat the one before, or their own micro-batches"
         ),
+        "share": Limit(
+            default=0.4, message="largest share of all steps that may repeat the step before; 2 workers: 0.5"
+        ),
+        "least_repeats": Limit(default=6, message="steps that must repeat the one before, for a share to count"),
     }
 
     def begin(self) -> None:
         """No batch was seen so far."""
         super().begin()
         self._before: tuple[tuple[str, int], ...] = ()
+        self._num_steps = 0
+        self._num_repeats = 0
+        self._first = -1
+        self._input: MergedSite | None = None
 
     def _wrong(self, table: StepTable) -> Found | None:
         inputs = inputs_of(table)
@@ -185,12 +194,35 @@ class BatchesChange(RepeatedRule):
             return None
         now = tuple((entry.key.slot, int(entry.summary["multiset"])) for entry in inputs)
         found: Found = {}
+        self._num_steps += 1
         if now == self._before:
             found["the step before"] = (inputs[0], {})
+            self._input = self._input or inputs[0].without_parts()
+            self._num_repeats += 1
         if _same_in_micro_steps(table):
             found["micro-steps"] = (inputs[0], {})
         self._before = now
         return found
+
+    def step(self, table: StepTable, *, step: int) -> None:
+        """Count how long faults last; the findings come at the end."""
+        super().step(table, step=step)
+        if self._num_repeats == 1 and self._first < 0:
+            self._first = step
+
+    def end(self) -> Iterator[Finding]:
+        """Findings of the whole run."""
+        in_a_row = list(super().end())
+        yield from in_a_row
+        often = self._num_repeats > self.limit("share") * (self._num_steps - 1)
+        if self._input is None or self._num_repeats < self.limit("least_repeats") or not often or in_a_row:
+            return
+        message = (
+            f"{self._num_repeats} of {self._num_steps} steps have the same batch as the step before: batches come "
+            "several times in a row. Do the workers of a loader draw the same random numbers? Each needs a seed of its "
+            "own: look at worker_init_fn."
+        )
+        yield self.finding(self._input, message, step=self._first, num_steps=self._num_repeats)
 
     def _message(self, row: Repeated) -> str:
         if row.key == "the step before":

@@ -240,8 +240,8 @@ class NothingSpikes(Rule):
     section 5.1: about 20 spikes, skipped over by hand), so the rule only warns.
 
     The finding names the tensor that moved first: the first one in execution order that is 3 x as large as usual, and 6
-    x as far from its usual size as it usually is. It may be an update or a learning rate of the step before, or
-    anything in this step.
+    x as far from its usual size as it usually is. If tensors moved in each of the steps before, it is the one with
+    which that began: an activation may grow for several steps before the loss jumps.
     """
 
     name = "spike"
@@ -261,12 +261,13 @@ class NothingSpikes(Rule):
         self._first_losses: list[float] = []
         self._largest_norm = 0.0
         self._usual: UsualSizes = {}
-        self._done_before: Moved | None = None
+        self._began: Moved | None = None
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """Findings of a step."""
         computed, done = moved_first(table, self._usual, step=step)
-        cause, self._done_before = self._done_before or computed, done
+        cause = self._began or computed
+        self._began = cause or done if computed or done else None
         if (loss := loss_of(table)) is not None:
             yield from self._loss(*loss, cause, step=step)
         if (gradients := _gradient_norm(table)) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +12,10 @@ from traindiff.analyse.findings import Finding, micro_steps_text, ranks_text
 from traindiff.analyse.merge.distance import Pair, best_fit, difference, rounded_to
 from traindiff.analyse.merge.recorded_calls import contributions
 from traindiff.analyse.merge.site import MergedSite, RankPart, SiteKey, StepTable, finding_at, num_micro_steps
+from traindiff.analyse.rules.optimizers import moves_parameters
 from traindiff.analyse.rules.rule import Rule
 from traindiff.core.observation import BOUNDARY, PLACE
+from traindiff.core.shards import Shard
 from traindiff.core.site import label
 from traindiff.core.summary import norm, number
 
@@ -118,15 +120,29 @@ class CopiesAgree(Rule):
 
     The rule also compares random state, if a forward pass draws from it and ranks work on the same samples. It names
     the ranks that are not in the largest group that agrees. If there are only two ranks, it is unknown which one is
-    wrong. It also says how the copies differ: one is zero, a multiple of the other, or a gradient that was not reduced.
+    wrong. It also says how the copies differ: one is zero, that of the step before, a multiple of the other, or a
+    gradient that was not reduced.
     """
 
     name = "ranks-disagree"
     finds = "A rank holds another copy of a parameter, a reduced gradient or optimizer state than the others."
     tells_runs_apart = True
 
+    def begin(self) -> None:
+        """Nothing was seen so far."""
+        self._before: dict[SiteKey, dict[Shard, int]] = {}
+
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """Findings of a step."""
+        for key, entry in table.items():
+            if (key.phase, key.stage, key.slot) == ("param", "before", "value"):
+                self._before[key._replace(stage="")] = _bits(entry)
+        yield from self._disagreements(table, step=step)
+        for key, entry in table.items():
+            if (key.phase, key.stage, key.slot) in (("param", "", "value"), ("grad", "", "grad")):
+                self._before[key] = _bits(entry)
+
+    def _disagreements(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         for key, entry in table.items():
             if not entry.apart or not _must_agree(table, key):
                 continue
@@ -147,14 +163,27 @@ class CopiesAgree(Rule):
             else:
                 message = f"{ranks_text(alone)} {hold} another copy of {where} than {ranks_text(most, capital=False)}."
             if key.path != "rng":
-                message += _how(table, entry)
+                message += _how(table, entry, self._before.get(key, {}))
             rank = alone[0] if len(alone) == 1 and not tied else None
             evidence = {"ranks": [list(group) for group in entry.apart]}
             yield finding_at(entry, step=step, kind=KIND, message=message, rank=rank, evidence=evidence)
 
 
-def _how(table: StepTable, entry: MergedSite) -> str:
-    """A sentence about how two copies differ that should be the same; empty for whole numbers."""
+def _bits(entry: MergedSite) -> dict[Shard, int]:
+    """Fingerprints of the copies that all ranks hold, by shard; of copies that differ, of none."""
+    if entry.apart or entry.unobserved:
+        return {}
+    return {part.shard: int(part.summary["fingerprint"]) for part in entry.parts}
+
+
+def _how(table: StepTable, entry: MergedSite, before: Mapping[Shard, int]) -> str:
+    """A sentence about how two copies differ that should be the same; empty for whole numbers.
+
+    Args:
+        table: The step.
+        entry: The site.
+        before: Fingerprints of the copies that all ranks held a step before, by shard; empty if they are not known.
+    """
     usual, odd = _differing_copies(entry)
     pair = Pair(baseline=_alone(entry, usual), candidate=_alone(entry, odd))
     if int(usual.summary["count"]) == 1:
@@ -163,18 +192,35 @@ def _how(table: StepTable, entry: MergedSite) -> str:
     for one in (odd, usual):
         if float(norm(one.summary)) == 0.0:
             return f" What rank {one.rank} holds is all zero."
+    # Where most ranks have moved, the odd one may have rested. Of two ranks, either may, if a step was to move it.
+    tied = len(entry.apart[0]) == len(entry.apart[1])
+    may_rest = (odd, usual) if tied and _was_to_move(table, entry) else (odd,) if not tied else ()
+    for one in may_rest:
+        if before.get(one.shard) == int(one.summary["fingerprint"]):
+            why = "the step's update did not reach it" if entry.key.phase == "param" else "one step late"
+            return f" What rank {one.rank} holds is the copy of the step before: {why}."
     if entry.key.phase == "grad":
         own = [part for part in (odd, usual) if _is_its_own(table, entry, part)]
         if own:
             held = "hold is their own contribution" if len(own) > 1 else "holds is its own contribution"
             return f" What {ranks_text(sorted(one.rank for one in own), capital=False)} {held} alone: not reduced?"
-        if len(entry.apart) == len({part.rank for part in entry.parts}):
-            return " No two ranks hold the same: was it never reduced?"
     factor, left_over = best_fit(pair.baseline, pair.candidate)
     if left_over <= _FITS and abs(factor - 1.0) > _FITS:
-        return f" What rank {odd.rank} holds is {factor:.4g} x what rank {usual.rank} holds."
+        why = " Were gradients clipped or scaled on some ranks only?" if entry.key.phase == "grad" else ""
+        return f" What rank {odd.rank} holds is {factor:.4g} x what rank {usual.rank} holds.{why}"
+    if entry.key.phase == "grad" and len(entry.apart) == len({part.rank for part in entry.parts}):
+        return " No two ranks hold the same: was it never reduced?"
     size = difference(pair)
     return "" if size is None else f" They differ by {size:.2g} of their size (relative L2)."
+
+
+def _was_to_move(table: StepTable, entry: MergedSite) -> bool:
+    """True if a step was to move a parameter, which has a gradient; always true of a gradient."""
+    if entry.key.phase != "param":
+        return True
+    gradient = table.get(SiteKey("grad", "", entry.key.path, "grad"))
+    has_one = gradient is not None and not gradient.unobserved and float(norm(gradient.summary)) > 0.0
+    return has_one and moves_parameters(table)
 
 
 _FITS = 0.01

@@ -23,15 +23,24 @@ class RunFacts:
         complete: Whether all parameters of a single optimizer were recorded, on all ranks.
         modules: Class name of each module by path.
         tied: Path of a parameter by each of its further names.
+        parameters: Paths of all parameters.
         trainable: Paths of the parameters that require a gradient.
         held_in: Paths of the groups of recorded optimizers that hold a parameter (`optimizer.groups[0]`), by its path.
+        optimizers: Class name of each recorded optimizer by name.
+        settings: Settings of each module when recording began, as texts by name, by path.
+        autocast: The dtype to which autocast converted before the first forward pass with gradients; empty if it was
+            off, or not recorded.
     """
 
     complete: bool = False
     modules: Mapping[str, str] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
+    parameters: frozenset[str] = frozenset()
     trainable: frozenset[str] = frozenset()
     held_in: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    optimizers: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    autocast: str = ""
 
 
 def run_facts(recording: Run, rename: Rename = str) -> RunFacts:
@@ -43,6 +52,7 @@ def run_facts(recording: Run, rename: Rename = str) -> RunFacts:
         complete=everything and one_optimizer and bool(contents),
         modules={rename(path): name for one in contents for path, name in one.get("modules", {}).items()},
         tied={rename(other): rename(path) for one in contents for other, path in one.get("tied", {}).items()},
+        parameters=frozenset(rename(path) for one in contents for path in one.get("parameters", {})),
         trainable=frozenset(
             rename(path)
             for one in contents
@@ -50,7 +60,23 @@ def run_facts(recording: Run, rename: Rename = str) -> RunFacts:
             if about.get("requires_grad")
         ),
         held_in=_held_in(parameter_groups(recording, rename)),
+        settings={
+            rename(path): settings for one in contents for path, settings in one.get("module_settings", {}).items()
+        },
+        autocast=_autocast(contents),
+        optimizers={one["name"]: one["type"] for content in contents for one in content.get("optimizers", ())},
     )
+
+
+def _autocast(contents: Sequence[Mapping[str, Any]]) -> str:
+    """The dtype to which autocast converts, if it is the same for all kinds of device that have one."""
+    found = {
+        dtype
+        for one in contents
+        for dtype in one.get("surroundings", {}).get("autocast", {}).values()
+        if dtype != "off"
+    }
+    return found.pop() if len(found) == 1 else ""
 
 
 def _held_in(groups: Groups) -> dict[str, frozenset[str]]:

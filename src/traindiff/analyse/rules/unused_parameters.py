@@ -24,8 +24,9 @@ from traindiff.core.summary import UNIT_ROUNDOFF, norm
 class OptimizersHaveGradients(RepeatedRule):
     """None of the parameters that an optimizer holds has a gradient, for several steps in a row: nothing moves.
 
-    The cause is `zero_grad` between `backward` and `step`, or a loss that does not depend on the optimizer's
-    parameters. A gradient of zeros counts as a gradient, because the loss of every sample may already be minimal.
+    The cause is `zero_grad` between `backward` and `step`, a loss that does not depend on the optimizer's parameters,
+    or parameters that were all frozen (`requires_grad=False`) until the end of the run. A gradient of zeros counts as a
+    gradient, because the loss of every sample may already be minimal.
     """
 
     name = "idle-optimizer"
@@ -36,20 +37,42 @@ class OptimizersHaveGradients(RepeatedRule):
 
     def _wrong(self, table: StepTable) -> Found | None:
         gradients = [entry for key, entry in table.items() if key[:2] == ("grad", "")]
+        of = self._series(table)
         if not gradients:
-            return None
+            held = [path for path, groups in self.facts.held_in.items() if any(_is_group_of(one, of) for one in groups)]
+            rate = table.get(SiteKey("optimizer", "", f"{of}.groups[0]", "lr"))
+            if rate is None or not held or not self.facts.trainable or self.facts.trainable.intersection(held):
+                return None
+            return {of: (rate, {"num_parameters": len(held), "frozen": True})}
         idle = all(entry.unobserved.startswith(NO_GRADIENT) for entry in gradients)
-        return {self._series(table): (gradients[0], {"num_parameters": len(gradients)})} if idle else {}
+        return {of: (gradients[0], {"num_parameters": len(gradients), "frozen": False})} if idle else {}
+
+    def end(self) -> Iterator[Finding]:
+        """Optimizers that idle; frozen ones only if nothing thaws their parameters until the end of the run."""
+        rests = {row.key for row in self._running.values()}
+        for row in [row for row in self._kept if self._kept[row].numbers["frozen"] and row[1] not in rests]:
+            del self._kept[row]
+        return super().end()
 
     def _series(self, table: StepTable) -> str:
         return optimizer_of(table)
 
     def _message(self, row: Repeated) -> str:
+        name, count = row.key or "The optimizer", row.numbers["num_parameters"]
+        steps = f"{name} steps {row.num_steps} times in a row, from step {row.first} on, and none of its {count}"
+        if row.numbers["frozen"]:
+            return (
+                f"{steps} parameters requires a gradient (requires_grad=False): it moves nothing. Were they frozen "
+                "after the optimizer was made?"
+            )
         return (
-            f"{row.key or 'The optimizer'} steps {row.num_steps} times in a row, from step {row.first} on, and none of "
-            f"its {row.numbers['num_parameters']} parameters has a gradient: nothing is learned. Look for zero_grad() "
-            "between backward() and step(), and whether the loss depends on these parameters."
+            f"{steps} parameters has a gradient: nothing is learned. Look for zero_grad() between backward() and "
+            "step(), and whether the loss depends on these parameters."
         )
+
+
+def _is_group_of(group: str, optimizer: str) -> bool:
+    return group.rpartition(".groups[")[0] == optimizer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -176,15 +199,15 @@ class ParametersMove(Rule):
     def step(self, table: StepTable, *, step: int) -> None:
         """Note a step; the findings come at the end."""
         rates = learning_rates(table)
-        after = dict(_parameters(table, stage=""))
+        after = dict(parameters_of(table, stage=""))
         moving: set[str] = set()
         if not may_be_left_out(table):
             moving = {
-                path for path, one in after.items() if _should_move(table, one, largest_rate(path, rates, self.facts))
+                path for path, one in after.items() if should_move(table, one, largest_rate(path, rates, self.facts))
             }
             if any(rates.values()):
                 moving |= self._unheld
-        for path, entry in _parameters(table, stage="before"):
+        for path, entry in parameters_of(table, stage="before"):
             self._see(path, entry)
         for path in [path for path in self._resting if path in moving]:
             self._resting[path].pass_over(step)
@@ -245,7 +268,7 @@ class ParametersMove(Rule):
             first.see()
 
 
-def _parameters(table: StepTable, *, stage: str) -> Iterator[tuple[str, MergedSite]]:
+def parameters_of(table: StepTable, *, stage: str) -> Iterator[tuple[str, MergedSite]]:
     """By path: the tensor that an optimizer updates, which is the parameter or its master weights."""
     for key, entry in table.items():
         if key.phase != "param" or key.stage != stage or key.slot != "value" or key.call or key.micro_step:
@@ -256,7 +279,7 @@ def _parameters(table: StepTable, *, stage: str) -> Iterator[tuple[str, MergedSi
             yield key.path, known
 
 
-def _should_move(table: StepTable, parameter: MergedSite, rate: float) -> bool:
+def should_move(table: StepTable, parameter: MergedSite, rate: float) -> bool:
     """True if a step would change more of a parameter than rounding could."""
     gradient = table.get(SiteKey("grad", "", parameter.key.path, "grad"))
     if gradient is None or gradient.unobserved:

@@ -1,0 +1,190 @@
+"""Gradients against the sum of what the micro-batches contributed to them (observe `grad.micro`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from traindiff.analyse.findings import micro_steps_text
+from traindiff.analyse.merge.recorded_calls import contributions
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
+from traindiff.analyse.rules.optimizers import may_be_left_out, optimizer_of
+from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule
+from traindiff.core.summary import UNIT_ROUNDOFF
+
+FEW = 16
+"""Elements below which a fit of several terms says little."""
+
+_MOST_TERMS = 16
+"""Micro-steps of a step above which a fit of the sketch's 64 numbers says little."""
+
+_FITS = 1e-3
+"""Part of a gradient that a fit may leave: sums of float32 leave 1e-7, and the short dtypes are allowed more."""
+
+_DISTINCT = 0.05
+"""Part of a gradient that the sum of its contributions leaves at least, if that is not what the gradient is."""
+
+_SAME = 0.02
+"""Relative distance of two factors that are called equal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sum:
+    """A gradient, and its contributions: sketches, by micro-step, summed over ranks."""
+
+    entry: MergedSite
+    terms: Mapping[int, NDArray[np.float64]]
+
+    @property
+    def sketch(self) -> NDArray[np.float64]:
+        """Of the gradient."""
+        return np.asarray(self.entry.summary["sketch"])
+
+    @property
+    def whole(self) -> NDArray[np.float64]:
+        """The sum of the contributions."""
+        return np.asarray(sum(self.terms.values()), dtype=np.float64)
+
+    @property
+    def allowed(self) -> float:
+        """Part of the gradient that a right fit may leave."""
+        rounds = 4.0 * UNIT_ROUNDOFF.get(self.entry.dtype, 0.0) * len(self.terms)
+        return min(max(_FITS, rounds), 0.4 * _DISTINCT)
+
+
+def _sums(table: StepTable) -> Iterator[_Sum]:
+    """The gradients of a step whose contributions were recorded; none where a loss scaler may leave the step out."""
+    if may_be_left_out(table):
+        return
+    for path, found in contributions(table).items():
+        entry = table.get(SiteKey("grad", "", path, "grad"))
+        if entry is None or entry.unobserved or int(entry.summary["count"]) < FEW:
+            continue
+        if not float(entry.summary["sum_of_squares"]) or table.get(SiteKey("grad", "micro", path, "grad", 1)):
+            continue
+        terms: dict[int, Any] = {}
+        for (micro_step, _), one in found.items():
+            terms[micro_step] = terms.get(micro_step, 0.0) + one["sketch"]
+        yield _Sum(entry=entry, terms=terms)
+
+
+def _fit(columns: NDArray[np.float64], target: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
+    """Factors of the columns that fit a target best, and the part of the target that they leave."""
+    factors, *_ = np.linalg.lstsq(columns, target, rcond=None)
+    size = float(np.linalg.norm(target))
+    left = float(np.linalg.norm(columns @ factors - target)) / size if size else 1.0
+    return np.asarray(factors, dtype=np.float64), left
+
+
+def _is_the_sum(one: _Sum) -> bool:
+    """True if a gradient is a multiple of the sum of its contributions, as clipping makes it."""
+    factors, left = _fit(one.whole[:, None], one.sketch)
+    return left <= min(_DISTINCT, 10.0 * one.allowed) and factors[0] > 0.0
+
+
+class GradientsAreOfOneStep(RepeatedRule):
+    """Gradients are the sum of what this step contributed and of the gradients of the step before.
+
+    Then nobody called `zero_grad`. The rule fits each gradient by the sum of its contributions and by the gradient that
+    the step before left. It finds the fault if both have the same factor (clipping gives both the same) in most of the
+    parameters, the fit leaves nothing, and the sum of the contributions alone leaves much. It needs
+    `record(observe=[..., "grad.micro"])`.
+    """
+
+    name = "accumulated"
+    finds = "Gradients also hold those of the step before: zero_grad is missing."
+    limits: ClassVar[Mapping[str, Limit]] = {
+        "least_steps": Limit(default=2, message="steps in a row in which it must be so"),
+    }
+
+    def begin(self) -> None:
+        """Nothing was seen so far."""
+        super().begin()
+        self._before: dict[str, NDArray[np.float64]] = {}
+
+    def _wrong(self, table: StepTable) -> Found | None:
+        sums = list(_sums(table))
+        if not sums:
+            self._before.clear()
+            return None
+        wrong: list[tuple[_Sum, float]] = []
+        judged = 0
+        for one in sums:
+            path = one.entry.key.path
+            before = self._before.get(path)
+            self._before[path] = one.sketch.copy()
+            if before is None:
+                continue
+            judged += 1
+            factors, left = _fit(np.stack([one.whole, before], axis=1), one.sketch)
+            equal = factors[0] > 0.0 and abs(factors[1] / factors[0] - 1.0) <= _SAME
+            if equal and left <= one.allowed and not _is_the_sum(one):
+                wrong.append((one, left))
+        if not judged:
+            return None
+        if 2 * len(wrong) <= judged:
+            return {}
+        first, left = wrong[0]
+        return {"": (first.entry, {"residual": left, "num_parameters": len(wrong), "judged": judged})}
+
+    def _series(self, table: StepTable) -> str:
+        return optimizer_of(table)
+
+    def _message(self, row: Repeated) -> str:
+        numbers = row.numbers
+        return (
+            f"The gradients of {numbers['num_parameters']} of {numbers['judged']} parameters are the sum of what this "
+            f"step contributed and of the gradients of the step before, in {row.num_steps} steps in a row: "
+            f"{row.site.key.path} is so up to {numbers['residual']:.2g} of its size. Was zero_grad() left out?"
+        )
+
+
+class ContributionsCount(RepeatedRule):
+    """Gradients lack what some micro-steps contributed, in all parameters.
+
+    If `zero_grad` is called inside the loop over micro-steps, only the last one counts. The rule fits each gradient by
+    the contributions of the micro-steps: some must have a factor of 0, and all others the same one. A training may
+    compute gradients that it throws away (to look at their norms), so the rule only warns. Trainings with several
+    optimizers are not judged, because backward passes of one also reach parameters of others. It needs
+    `record(observe=[..., "grad.micro"])`.
+    """
+
+    name = "lost-contribution"
+    finds = "Gradients lack what some micro-steps contributed."
+    warns = True
+    limits: ClassVar[Mapping[str, Limit]] = {
+        "least_steps": Limit(default=3, message="steps in a row in which it must be so"),
+    }
+
+    def _wrong(self, table: StepTable) -> Found | None:
+        sums = [one for one in _sums(table) if 1 < len(one.terms) <= _MOST_TERMS]
+        if not sums or len(self.facts.optimizers) > 1:
+            return None
+        lost = [_lost(one) for one in sums]
+        if not lost[0] or any(one != lost[0] for one in lost):
+            return {}
+        return {lost[0]: (sums[0].entry, {"lost": list(lost[0]), "micro_steps": len(sums[0].terms)})}
+
+    def _message(self, row: Repeated) -> str:
+        lost, count = row.numbers["lost"], row.numbers["micro_steps"]
+        return (
+            f"The gradients lack what {micro_steps_text(lost)} of {count} contributed, in {row.num_steps} steps in a "
+            "row. Is zero_grad() called inside the loop over micro-steps?"
+        )
+
+
+def _lost(one: _Sum) -> tuple[int, ...]:
+    """Micro-steps whose contribution a gradient lacks; empty if there are none, or if the fit says something else."""
+    factors, left = _fit(np.stack(list(one.terms.values()), axis=1), one.sketch)
+    most = float(factors.max(initial=0.0))
+    if left > one.allowed or most <= 0.0 or _is_the_sum(one):
+        return ()
+    relative = factors / most
+    zero, same = np.abs(relative) <= _SAME, np.abs(relative - 1.0) <= _SAME
+    if not zero.any() or not (zero | same).all():
+        return ()
+    return tuple(step for step, is_lost in zip(one.terms, zero, strict=True) if is_lost)

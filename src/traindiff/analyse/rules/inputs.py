@@ -1,0 +1,155 @@
+"""The inputs of one call together: how many samples each has, and whether samples arrived at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
+
+from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.site import RankPart, SiteKey, StepTable
+from traindiff.analyse.rules.batches import inputs_of
+from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule
+from traindiff.core.observation import SAMPLE
+from traindiff.core.summary import UNIT_ROUNDOFF
+
+_SHARED = ("mask", "position")
+"""Words in the names of inputs that all samples rightly share."""
+
+_WHOLE_NUMBERS = frozenset({"int64", "int32", "int16", "int8", "uint8"})
+
+
+class InputsHaveAllSamples(RepeatedRule):
+    """One input of whole numbers has a single sample, and the model returns one result for each of many samples.
+
+    A processor that mixes up lists of texts and images returns the tokens of one sample for all of them, and
+    broadcasting hides it. Positions and masks rightly have one row for all samples, and depend on nothing but the
+    length. So the rule asks that the input has two axes or more, changes from step to step without changing its shape,
+    and that the model's output has as many samples as its largest input. One question about many images looks the same,
+    so the rule only warns.
+    """
+
+    name = "single-sample-input"
+    finds = "One input holds a single sample, which is broadcast over all samples of another input."
+    warns = True
+    limits: ClassVar[Mapping[str, Limit]] = {
+        "least_steps": Limit(default=3, message="steps in a row in which it must be so"),
+    }
+
+    def begin(self) -> None:
+        """No input was seen so far."""
+        super().begin()
+        self._before: dict[str, tuple[tuple[int, ...], int]] = {}
+
+    def _wrong(self, table: StepTable) -> Found | None:
+        inputs = [entry for entry in inputs_of(table) if not entry.key.call and entry.parts]
+        lengths = {entry.key.slot: _length(entry.parts[0]) for entry in inputs if entry.shape}
+        most = max(lengths.values(), default=0)
+        if most < 2:
+            return None
+        largest_slot = next(slot for slot, length in lengths.items() if length == most)
+        output = table.get(SiteKey("forward", "", "", "output[0]")) or next(
+            (entry for key, entry in table.items() if key[:3] == ("forward", "", "")), None
+        )
+        found: Found = {}
+        for entry in inputs:
+            slot = entry.key.slot
+            part = entry.parts[0]
+            now = part.shard.shape, int(part.summary["fingerprint"])
+            before = self._before.get(slot, now)
+            self._before[slot] = now
+            changes = before[0] == now[0] and before[1] != now[1]  # positions change with the length only
+            if not changes or lengths.get(slot) != 1 or len(entry.shape) < 2 or entry.dtype not in _WHOLE_NUMBERS:
+                continue
+            if any(word in slot for word in _SHARED):
+                continue
+            if output is None or not output.parts or _length(output.parts[0]) != most:
+                continue
+            found[slot] = (entry, {"samples": most, "other": largest_slot})
+        return found
+
+    def _message(self, row: Repeated) -> str:
+        samples, other = row.numbers["samples"], row.numbers["other"]
+        return (
+            f"{row.key} has 1 sample and {other} has {samples}, in {row.num_steps} steps in a row: the one is used for "
+            "all of the others. If each of them has its own, look at what collates the batch."
+        )
+
+
+def _length(part: RankPart) -> int:
+    """Length of axis 0 in one micro-step of one rank; 0 for a number."""
+    return part.shard.shape[0] if part.shard.shape else 0
+
+
+class SamplesArrive(RepeatedRule):
+    """The whole batch, or one half of it, is zero in all inputs of the model, and in other steps it is not.
+
+    A copy to another device that fails leaves zeros, for the whole batch or for the part of one device. Inputs with
+    "mask" in their name do not count. A last batch that is padded to its full length looks the same, so the rule only
+    warns. If every step is like this, the zeros are meant, or `constant-batch` finds them.
+    """
+
+    name = "zero-batch"
+    finds = "A batch, or one half of it, is all zero."
+    warns = True
+    limits: ClassVar[Mapping[str, Limit]] = {
+        "least_steps": Limit(default=1, message="steps in a row in which it must be so"),
+        "least_samples": Limit(default=4, message="samples that a batch must have for a half of it to count"),
+    }
+
+    def begin(self) -> None:
+        """No batch was seen so far."""
+        super().begin()
+        self._present = False
+
+    def _wrong(self, table: StepTable) -> Found | None:
+        inputs = [entry for entry in inputs_of(table) if "mask" not in entry.key.slot and entry.shape]
+        if not inputs or not any(entry.dtype in UNIT_ROUNDOFF for entry in inputs):
+            return None
+        found: Found = {}
+        if all(_is_zero(entry.summary) for entry in inputs):
+            found["all samples"] = (inputs[0], {})
+        elif half := _zero_half(table, least=int(self.limit("least_samples"))):
+            found[half] = (inputs[0], {})
+        else:
+            self._present = True
+        return found
+
+    def end(self) -> Iterator[Finding]:
+        """Batches that were lost, if others were not."""
+        if self._present:
+            yield from super().end()
+
+    def _message(self, row: Repeated) -> str:
+        steps = "" if row.num_steps == 1 else f" in {row.num_steps} steps in a row"
+        return (
+            f"All inputs are zero for {row.key} of the batch{steps}; in other steps they are not. If that is no "
+            "padding, look at the loader, and at what copies the batch to the device."
+        )
+
+
+def _is_zero(summary: Mapping[str, int]) -> bool:
+    return int(summary["zero"]) == int(summary["count"]) > 0
+
+
+def _zero_half(table: StepTable, *, least: int) -> str:
+    """Which half of a micro-batch is zero in all inputs, as a phrase; empty if none is."""
+    zeros: dict[tuple[int, int], dict[int, list[bool]]] = {}
+    for key, entry in table.items():
+        if key[:3] != ("batch", SAMPLE, "") or "mask" in key.slot or entry.unobserved:
+            continue
+        for part in entry.parts:
+            of_batch = zeros.setdefault((part.micro_step, part.rank), {})
+            of_batch.setdefault(key.call, []).append(_is_zero(part.summary))
+    for samples in zeros.values():
+        lost = [all(samples[place]) for place in sorted(samples)]
+        for name, half in (("the first half", 0), ("the second half", 1)):
+            if len(lost) >= least and _is_half(lost, half):
+                return name
+    return ""
+
+
+def _is_half(lost: Sequence[bool], half: int) -> bool:
+    """True if exactly one half of the samples is lost; of an odd number, the first half has one more."""
+    middle = (len(lost) + 1) // 2
+    first, second = lost[:middle], lost[middle:]
+    return all(second) and not any(first) if half else all(first) and not any(second)

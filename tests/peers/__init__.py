@@ -1,0 +1,1 @@
+"""Faults that other tools find, and what traindiff says of them."""
