@@ -32,6 +32,19 @@ def live_children_of(module: nn.Module) -> Iterator[nn.Module]:
     return (child for child in dict(children).values() if isinstance(child, nn.Module))
 
 
+AnyBatchNorm: Any = nn.modules.batchnorm._BatchNorm
+"""The class of BatchNorm1d, 2d and 3d; SynchronizedBatchNorm is one, too."""
+
+AnyInstanceNorm: Any = nn.modules.instancenorm._InstanceNorm
+"""The class of InstanceNorm1d, 2d and 3d."""
+
+
+def dims_of_sample(module: Any) -> int:
+    """Number of axes of one sample that an InstanceNorm takes; there is no public number."""
+    found: int = module._get_no_batch_dim()
+    return found
+
+
 def is_data_parallel_copy(module: nn.Module) -> bool:
     """True for the copies that `torch.nn.DataParallel` makes for each call. There is no public mark."""
     return bool(getattr(module, "_is_replica", False))

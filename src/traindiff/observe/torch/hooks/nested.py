@@ -5,9 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor, float64, tensor
+from torch import Tensor, float64, strided, tensor
 
 from traindiff.observe.common.containers import mapped, slots_of
+
+MOST_BYTES = 2**30
+"""Memory that the dense form of a gradient may take while it is summarized; a larger gradient is not observed."""
+
+
+def as_dense(gradient: Tensor) -> Tensor:
+    """The dense tensor that a sparse gradient stands for; any other tensor itself.
+
+    Rows that appear several times are added up. Copies; the gradient itself is not changed.
+
+    Args:
+        gradient: A parameter's gradient. If its dense form is larger than `MOST_BYTES`, it is returned as it is.
+    """
+    if gradient.is_nested or gradient.layout == strided or gradient.numel() * gradient.itemsize > MOST_BYTES:
+        return gradient
+    return gradient.detach().to_dense()
 
 
 def as_tensor(number: float | Tensor) -> Tensor:

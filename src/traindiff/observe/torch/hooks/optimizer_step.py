@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
@@ -20,24 +19,8 @@ from traindiff.observe.torch.hooks.context import TapContext, emit_pieces
 from traindiff.observe.torch.hooks.followed_modules import HeldHooks
 from traindiff.observe.torch.hooks.loss_scale import ScalerListener, tap_loss_scaler
 from traindiff.observe.torch.hooks.marks import Marks
-from traindiff.observe.torch.hooks.nested import as_tensor, tensors
+from traindiff.observe.torch.hooks.nested import as_dense, as_tensor, tensors
 from traindiff.observe.torch.hooks.step_hooks import Once, has_closure, inner_optimizer, leaves_out
-
-MOST_BYTES = 2**30
-"""Memory that the dense form of a gradient may take while it is summarized; a larger gradient is not observed."""
-
-
-def as_dense(gradient: Tensor) -> Tensor:
-    """The dense tensor that a sparse gradient stands for; any other tensor itself.
-
-    Rows that appear several times are added up. Copies; the gradient itself is not changed.
-
-    Args:
-        gradient: A parameter's gradient. If its dense form is larger than `MOST_BYTES`, it is returned as it is.
-    """
-    if gradient.is_nested or gradient.layout == torch.strided or gradient.numel() * gradient.itemsize > MOST_BYTES:
-        return gradient
-    return gradient.detach().to_dense()
 
 
 def main_gradient(parameter: Tensor) -> Tensor | None:

@@ -12,7 +12,7 @@ from traindiff.core.shards import Piece
 from traindiff.core.site import canonical_path
 from traindiff.observe.torch.hooks.context import TapContext, emit_pieces
 from traindiff.observe.torch.hooks.followed_modules import HeldHooks
-from traindiff.observe.torch.hooks.optimizer_step import as_dense
+from traindiff.observe.torch.hooks.nested import as_dense
 
 PiecesOf = Callable[[Tensor, int], tuple[Piece, ...] | None]
 """Gives the pieces of the model's parameters in a leaf of the graph whose gradient has so many elements."""

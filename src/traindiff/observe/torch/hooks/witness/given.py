@@ -10,7 +10,7 @@ from torch import Tensor
 from traindiff.core.shards import Piece, Region, Shard
 from traindiff.core.witness import EDITED, PROBES, SIZE
 from traindiff.observe.torch.hooks.context import elements
-from traindiff.observe.torch.hooks.optimizer_step import as_dense
+from traindiff.observe.torch.hooks.nested import as_dense
 from traindiff.observe.torch.hooks.witness.probes import Extent, Probes
 from traindiff.observe.torch.sharding.layout import Layout, kept_here
 

@@ -9,99 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
-from traindiff.core.kernels.torch_arrays import dtype_name
 from traindiff.core.shards import Region
 from traindiff.core.site import canonical_path
-from traindiff.core.summary import UNIT_ROUNDOFF
-from traindiff.core.torch_compat.execution import keeps_saved_tensors_elsewhere, version_of
+from traindiff.core.torch_compat.training import AnyBatchNorm, AnyInstanceNorm
 from traindiff.observe.torch.hooks.witness import products as of
+from traindiff.observe.torch.hooks.witness.errors import NotWitnessedError
 from traindiff.observe.torch.hooks.witness.given import probed
+from traindiff.observe.torch.hooks.witness.normalized import Normalized, RMSNorm, is_batched
 from traindiff.observe.torch.hooks.witness.probes import Extent, Probes
 from traindiff.observe.torch.hooks.witness.products import Products
+from traindiff.observe.torch.hooks.witness.use import FLOAT32, Held, Use, of_matrices, roundoff, smallest
 from traindiff.observe.torch.session.targets import Targets
 from traindiff.observe.torch.sharding.distributed_tensor import is_distributed, region_of
-
-_RMSNorm: Any = getattr(nn, "RMSNorm", nn.LayerNorm)  # since torch 2.4
-
-_FLOAT32 = UNIT_ROUNDOFF["float32"]
-_TF32 = 2.0**-11
-_SHORT = 0.25
-"""Part of the squared error of a sum over rows in a short dtype: rounding to nearest, of sums that grow."""
-
-_LEAST_FLOAT16 = 2.0**-25
-"""Half the smallest number of float16: gradients below it become zero."""
-
-
-KEPT_AWAY = "activation checkpointing, or offloading, kept the input of its layer away"
-
-
-class NotWitnessedError(Exception):
-    """A gradient cannot be checked; the message is the reason."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """A parameter as a module holds it in a call.
-
-    Attributes:
-        path: Its canonical path.
-        leaf: Id of the leaf of the graph that holds it.
-        local: Its local elements.
-        extent: What these are of it.
-        divided: Whether ranks hold different parts of it, or work on different parts of the samples.
-    """
-
-    path: str
-    leaf: int
-    local: Tensor
-    extent: Extent
-    divided: bool
-
-
-@dataclass(slots=True, kw_only=True)
-class Use:
-    """One use of a parameter.
-
-    Attributes:
-        path: The parameter's canonical path.
-        leaf: Id of the leaf of the graph.
-        products: What it contributes, given the gradient of the output of the call.
-        result: Unit roundoff of the dtype in which the gradient is computed.
-        operand: Unit roundoff of the conversion of the inputs; 0 without one.
-        sums: Unit roundoff of the sum over rows.
-        width: Numbers that are added up for one probe of one row.
-        smallest: Below it, an element of the gradient is lost.
-        size: Number of elements of the parameter.
-        is_own: Whether each rank that works on the same samples has a term of its own.
-        normalized: The normalized input on which `products` depends, if it does.
-    """
-
-    path: str
-    leaf: int
-    products: Callable[[Tensor], Products]
-    result: float
-    operand: float
-    sums: float
-    width: int
-    smallest: float
-    size: int
-    is_own: bool
-    normalized: Normalized | None = None
-
-    def vector(self, gradient: Tensor) -> Tensor:
-        """What it contributes, laid out as `traindiff.core.witness` says; the errors are squared."""
-        found = self.products(gradient)
-        mean = found.sums.square().mean()
-        share = 1.0 if self.sums <= _FLOAT32 else _SHORT
-        growth = self.sums**2 * share * found.rows
-        exact = UNIT_ROUNDOFF["float64"] if self.sums < _FLOAT32 else _FLOAT32
-        terms = (growth + exact**2 * self.width) * found.squares
-        rounded = self.result**2 * mean + self.smallest**2 * self.size
-        return torch.cat([found.sums, torch.stack([growth * mean, self.operand**2 * found.squares, rounded, terms])])
 
 
 @dataclass(slots=True)
@@ -250,7 +170,7 @@ class Layers:
         weight, bias = (self.held(path, module, name, x, output) for name in ("weight", "bias"))
         if any(one is not None and one.local.shape != _shape_of(module, one) for one in (weight, bias)):
             raise NotWitnessedError("ranks divide a normalization")
-        axis = None if isinstance(module, (nn.LayerNorm, _RMSNorm)) else 1 if _is_batched(module, x) else 0
+        axis = None if isinstance(module, (nn.LayerNorm, RMSNorm)) else 1 if is_batched(module, x) else 0
         if weight is not None:
             normalized = Normalized(module, _local(x))
             found = partial(self._scaled, weight, axis, normalized)
@@ -290,112 +210,22 @@ class Layers:
     ) -> Use:  # fmt: skip
         """A use whose sum over rows is in float32 at least."""
         result, source = roundoff(output), roundoff(given)
-        operand = max(result if result > source else 0.0, _of_matrices(given, is_convolution=is_convolution))
-        exact = _FLOAT32 if max(result, source, roundoff(held.local)) >= _FLOAT32 else result
+        operand = max(result if result > source else 0.0, of_matrices(given, is_convolution=is_convolution))
+        exact = FLOAT32 if max(result, source, roundoff(held.local)) >= FLOAT32 else result
         return Use(
             path=held.path, leaf=held.leaf, products=found, result=max(result, roundoff(held.local)), operand=operand,
-            sums=exact, width=width, smallest=_smallest(output, held.local), size=held.local.numel(),
+            sums=exact, width=width, smallest=smallest(output, held.local), size=held.local.numel(),
             is_own=held.divided,
         )  # fmt: skip
 
     def _own_sums(self, held: Held, found: Callable[[Tensor], Products], output: Tensor) -> Use:
         """A use whose sum over rows is in the dtype of the parameter."""
         own = max(roundoff(held.local), roundoff(output))  # autocast converts parameters, too
-        exact = _FLOAT32 if own >= _FLOAT32 else own
+        exact = FLOAT32 if own >= FLOAT32 else own
         return Use(
             path=held.path, leaf=held.leaf, products=found, result=own, operand=0.0, sums=max(own, exact),
-            width=sum(held.extent.shape), smallest=_smallest(held.local), size=held.local.numel(), is_own=held.divided,
+            width=sum(held.extent.shape), smallest=smallest(held.local), size=held.local.numel(), is_own=held.divided,
         )  # fmt: skip
-
-
-class Normalized:
-    """The normalized input of a call, computed when the gradient of its output is there.
-
-    The graph holds the input as long; with activation checkpointing it does not, and the input comes from the second
-    forward pass, before or after the gradient.
-
-    Args:
-        module: The layer.
-        given: Its input.
-
-    Attributes:
-        then: Called once as soon as the input is known, if it was not when the gradient came.
-    """
-
-    def __init__(self, module: Any, given: Tensor) -> None:
-        self._module = module
-        self._shape = given.shape
-        self._given: Tensor | None = None
-        self._version = 0
-        self._running: tuple[Tensor, Tensor] | None = None
-        self.then: Callable[[], None] | None = None
-        if not _uses_own_statistics(module):
-            mean, variance = module.running_mean, module.running_var
-            assert mean is not None
-            assert variance is not None
-            self._running = mean.detach().clone(), variance.detach().clone()
-        if not keeps_saved_tensors_elsewhere():
-            self.take(given)
-
-    @property
-    def waits(self) -> bool:
-        """True if the input is not known yet."""
-        return self._given is None
-
-    def take(self, given: Tensor) -> None:
-        """Keep the input of the call, or of its second forward pass, for which `then` may wait."""
-        if given.shape == self._shape:
-            self._given, self._version = given.detach(), version_of(given)
-            then, self.then = self.then, None
-            if then is not None:
-                then()
-
-    def __call__(self) -> Tensor:
-        """The normalized input, in float32 at least.
-
-        Raises:
-            NotWitnessedError: The input is not known any more.
-        """
-        x = self._given
-        if x is None:
-            raise NotWitnessedError(KEPT_AWAY)
-        if version_of(x) != self._version:
-            raise NotWitnessedError("the input of its layer was written to")
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        module = self._module
-        if isinstance(module, nn.LayerNorm):
-            return functional.layer_norm(x, module.normalized_shape, None, None, module.eps)
-        if isinstance(module, _RMSNorm):
-            eps = module.eps
-            if eps is None:
-                assert self._given is not None
-                eps = torch.finfo(self._given.dtype).eps
-            return functional.rms_norm(x, module.normalized_shape, None, eps)
-        if isinstance(module, nn.GroupNorm):
-            return functional.group_norm(x, module.num_groups, None, None, module.eps)
-        if isinstance(module, _InstanceNorm):
-            batched = x if _is_batched(module, x) else x[None]
-            found = functional.instance_norm(batched, use_input_stats=True, eps=module.eps)
-            return found if batched is x else found[0]
-        if self._running is None:
-            return functional.batch_norm(x, None, None, training=True, eps=module.eps)
-        mean, variance = (one.to(x.dtype) for one in self._running)
-        return functional.batch_norm(x, mean, variance, eps=module.eps)
-
-
-def _uses_own_statistics(module: Any) -> bool:
-    """True if a normalization uses the statistics of its input, and not running ones."""
-    if isinstance(module, _InstanceNorm):
-        if not (module.training or not module.track_running_stats):
-            raise NotWitnessedError("an InstanceNorm in evaluation mode is not known")
-        return True
-    return bool(module.training or module.running_mean is None) if isinstance(module, _BatchNorm) else True
-
-
-def _is_batched(module: Any, given: Tensor) -> bool:
-    if isinstance(module, _InstanceNorm):
-        return bool(given.dim() == module._get_no_batch_dim() + 1)  # the class has no public name for it
-    return True
 
 
 def _shape_of(module: Any, held: Held) -> tuple[int, ...]:
@@ -426,25 +256,6 @@ def _is_divided(tensor: Any) -> bool:
     return any(placement.is_shard() for placement in tensor.placements)
 
 
-def roundoff(tensor: Tensor) -> float:
-    """Unit roundoff of a tensor's dtype; 0 for whole numbers."""
-    return UNIT_ROUNDOFF.get(dtype_name(tensor), 0.0)
-
-
-def _smallest(*tensors: Tensor) -> float:
-    return _LEAST_FLOAT16 if any(one.dtype == torch.float16 for one in tensors) else 0.0
-
-
-def _of_matrices(given: Tensor, *, is_convolution: bool) -> float:
-    """Unit roundoff of the dtype to which kernels may convert the operands of products in float32."""
-    if given.dtype != torch.float32:
-        return 0.0
-    precision = torch.get_float32_matmul_precision()
-    if precision == "medium":
-        return UNIT_ROUNDOFF["bfloat16"]
-    return _TF32 if precision == "high" or (is_convolution and given.is_cuda) else 0.0
-
-
 def own_term(term: int, num_terms: int) -> int:
     """Number of the term of a rank that has its own among ranks which work on the same samples."""
     return term + num_terms * (1 + distributed.get_rank())
@@ -463,7 +274,7 @@ _KINDS: Mapping[Any, Callable[..., Iterator[Use]]] = {
     nn.EmbeddingBag.forward: Layers.embedding_bag,
     **dict.fromkeys(
         (
-            nn.LayerNorm.forward, _RMSNorm.forward, nn.GroupNorm.forward, _BatchNorm.forward, _InstanceNorm.forward,
+            nn.LayerNorm.forward, RMSNorm.forward, nn.GroupNorm.forward, AnyBatchNorm.forward, AnyInstanceNorm.forward,
         ),
         Layers.norm,
     ),

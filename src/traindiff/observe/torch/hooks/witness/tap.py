@@ -20,20 +20,16 @@ from traindiff.core.witness import EXPECTED, GIVEN, SIZE
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.followed_modules import Following, HeldHooks, takes_hooks
 from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy
-from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap, as_dense
+from traindiff.observe.torch.hooks.nested import as_dense
+from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
 from traindiff.observe.torch.hooks.witness.attention import AttentionCalls
+from traindiff.observe.torch.hooks.witness.errors import KEPT_AWAY, NotWitnessedError
 from traindiff.observe.torch.hooks.witness.given import given_vector
-from traindiff.observe.torch.hooks.witness.layers import (
-    KEPT_AWAY,
-    Layers,
-    Normalized,
-    NotWitnessedError,
-    Use,
-    is_known,
-    own_term,
-)
+from traindiff.observe.torch.hooks.witness.layers import Layers, is_known, own_term
+from traindiff.observe.torch.hooks.witness.normalized import Normalized
 from traindiff.observe.torch.hooks.witness.pending import Expected
 from traindiff.observe.torch.hooks.witness.probes import Probes
+from traindiff.observe.torch.hooks.witness.use import Use
 from traindiff.observe.torch.hooks.witness.uses import uses
 
 BESIDE = "it is also used beside calls of its module that were seen ({used} uses in the graph, {seen} seen)"

@@ -1,0 +1,9 @@
+"""Why a gradient cannot be checked."""
+
+from __future__ import annotations
+
+KEPT_AWAY = "activation checkpointing, or offloading, kept the input of its layer away"
+
+
+class NotWitnessedError(Exception):
+    """A gradient cannot be checked; the message is the reason."""

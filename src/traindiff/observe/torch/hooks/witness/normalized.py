@@ -1,0 +1,108 @@
+"""The normalized input of a normalization, which its weight multiplies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from traindiff.core.torch_compat.execution import keeps_saved_tensors_elsewhere, version_of
+from traindiff.core.torch_compat.training import AnyBatchNorm, AnyInstanceNorm, dims_of_sample
+from traindiff.observe.torch.hooks.witness.errors import KEPT_AWAY, NotWitnessedError
+
+RMSNorm: Any = getattr(nn, "RMSNorm", nn.LayerNorm)
+"""Since torch 2.4."""
+
+
+class Normalized:
+    """The normalized input of a call, computed when the gradient of its output is there.
+
+    The graph holds the input as long; with activation checkpointing it does not, and the input comes from the second
+    forward pass, before or after the gradient.
+
+    Args:
+        module: The layer.
+        given: Its input.
+
+    Attributes:
+        then: Called once as soon as the input is known, if it was not when the gradient came.
+    """
+
+    def __init__(self, module: Any, given: Tensor) -> None:
+        self._module = module
+        self._shape = given.shape
+        self._given: Tensor | None = None
+        self._version = 0
+        self._running: tuple[Tensor, Tensor] | None = None
+        self.then: Callable[[], None] | None = None
+        if not _uses_own_statistics(module):
+            mean, variance = module.running_mean, module.running_var
+            assert mean is not None
+            assert variance is not None
+            self._running = mean.detach().clone(), variance.detach().clone()
+        if not keeps_saved_tensors_elsewhere():
+            self.take(given)
+
+    @property
+    def waits(self) -> bool:
+        """True if the input is not known yet."""
+        return self._given is None
+
+    def take(self, given: Tensor) -> None:
+        """Keep the input of the call, or of its second forward pass, for which `then` may wait."""
+        if given.shape == self._shape:
+            self._given, self._version = given.detach(), version_of(given)
+            then, self.then = self.then, None
+            if then is not None:
+                then()
+
+    def __call__(self) -> Tensor:
+        """The normalized input, in float32 at least.
+
+        Raises:
+            NotWitnessedError: The input is not known any more.
+        """
+        x = self._given
+        if x is None:
+            raise NotWitnessedError(KEPT_AWAY)
+        if version_of(x) != self._version:
+            raise NotWitnessedError("the input of its layer was written to")
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        module = self._module
+        if isinstance(module, nn.LayerNorm):
+            return functional.layer_norm(x, module.normalized_shape, None, None, module.eps)
+        if isinstance(module, RMSNorm):
+            eps = module.eps
+            if eps is None:
+                assert self._given is not None
+                eps = torch.finfo(self._given.dtype).eps
+            return functional.rms_norm(x, module.normalized_shape, None, eps)
+        if isinstance(module, nn.GroupNorm):
+            return functional.group_norm(x, module.num_groups, None, None, module.eps)
+        if isinstance(module, AnyInstanceNorm):
+            batched = x if is_batched(module, x) else x[None]
+            found = functional.instance_norm(batched, use_input_stats=True, eps=module.eps)
+            return found if batched is x else found[0]
+        if self._running is None:
+            return functional.batch_norm(x, None, None, training=True, eps=module.eps)
+        mean, variance = (one.to(x.dtype) for one in self._running)
+        return functional.batch_norm(x, mean, variance, eps=module.eps)
+
+
+def _uses_own_statistics(module: Any) -> bool:
+    """True if a normalization uses the statistics of its input, and not running ones."""
+    if isinstance(module, AnyInstanceNorm):
+        if not (module.training or not module.track_running_stats):
+            raise NotWitnessedError("an InstanceNorm in evaluation mode is not known")
+        return True
+    return bool(module.training or module.running_mean is None) if isinstance(module, AnyBatchNorm) else True
+
+
+def is_batched(module: Any, given: Tensor) -> bool:
+    """True if the input of a normalization has a batch axis; an InstanceNorm also takes one sample."""
+    if isinstance(module, AnyInstanceNorm):
+        return given.dim() == dims_of_sample(module) + 1
+    return True
