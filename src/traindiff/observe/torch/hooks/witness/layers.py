@@ -194,8 +194,8 @@ class Layers:
 
     def _scaled(self, held: Held, axis: int | None, normalized: Normalized | None, gradient: Tensor) -> Products:
         g = _local(gradient)
-        x = torch.ones((), device=g.device) if normalized is None else normalized()
-        if normalized is not None and x.shape != g.shape:
+        x = None if normalized is None else normalized()
+        if x is not None and x.shape != g.shape:
             raise NotWitnessedError("the gradient of its layer's output is another part than its input is of")
         total, squares, rows = of.scaled(x, g, held.local, axis=axis)
         a = self.probes.rows(held.path, held.extent, g)

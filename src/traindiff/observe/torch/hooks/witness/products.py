@@ -197,23 +197,28 @@ def embedding_bag(
     return products
 
 
-def scaled(normalized: Tensor, gradient: Tensor, weight: Tensor, *, axis: int | None) -> tuple[Tensor, Tensor, int]:
-    """The gradient of a weight that scales a normalized tensor, element by element.
+def scaled(
+    normalized: Tensor | None, gradient: Tensor, weight: Tensor, *, axis: int | None
+) -> tuple[Tensor, Tensor, int]:
+    """The gradient of a weight that scales a normalized tensor, element by element; or of a bias.
 
     Args:
-        normalized: The normalized tensor, or a tensor of ones for a bias.
+        normalized: The normalized tensor; None for a bias.
         gradient: Gradient of the output.
         weight: Its shape is that of the result.
         axis: Axis of the tensor that the weight lies along; None for its last axes.
 
     Returns:
-        The gradient in float64; the sum of the squares of its terms; the number of terms of each element.
+        The gradient in float32 at least; the sum of the squares of its terms; the number of terms of each element.
     """
-    product = _as_float(gradient) * normalized
+    product = _as_float(gradient)
+    if normalized is not None:
+        product = product * normalized
     along = [axis] if axis is not None else list(range(product.dim() - weight.dim(), product.dim()))
     others = [dim for dim in range(product.dim()) if dim not in along]
-    total = product.double().sum(others) if others else product.double()
-    return total, product.double().square().sum(), max(1, product.numel() // max(1, weight.numel()))
+    total = product.sum(others) if others else product
+    squares = torch.linalg.vector_norm(product).double().square()
+    return total, squares, max(1, product.numel() // max(1, weight.numel()))
 
 
 def _as_float(tensor: Tensor) -> Tensor:
