@@ -11,6 +11,7 @@ from typing import Any
 from traindiff.analyse.findings import finite
 from traindiff.analyse.merge.site import Part
 from traindiff.core.observation import ALLOWED, ERROR, MEDIAN, RESIDUAL, WORST_ROW, Observation
+from traindiff.core.site import ROOT
 from traindiff.core.summary import finite_count, largest, number
 
 _PATH = re.compile(r"(.*)/([^/]+)\[(\d+)\]")
@@ -226,8 +227,9 @@ class UncheckedProducts:
         return {"operator": self.operator, "reason": self.reason, "path": self.path, "count": self.count}
 
     def __str__(self) -> str:
-        what = self.operator or self.path
-        return f"{what} ({self.count} {'call' if self.count == 1 else 'calls'}): {self.reason}"
+        if not self.operator:
+            return f"{self.path or ROOT}: {self.reason}"
+        return f"{self.operator} ({self.count} {'call' if self.count == 1 else 'calls'}): {self.reason}"
 
 
 @dataclass(slots=True)
@@ -235,13 +237,13 @@ class ProductTable:
     """The products of a run by operator and line, in the order in which each was first seen."""
 
     _rows: dict[tuple[str, str, str, str, str], ProductRow] = field(default_factory=dict)
-    _unchecked: dict[tuple[str, str], tuple[str, int]] = field(default_factory=dict)
+    _unchecked: dict[tuple[str, str, str], tuple[str, int]] = field(default_factory=dict)
 
     def add(self, checks: Iterable[ProductCheck]) -> None:
         """Add the products of a step."""
         for check in checks:
             if check.not_judged:
-                key = (check.operator or check.seen.path, check.not_judged)
+                key = check.operator, "" if check.operator else check.seen.path, check.not_judged
                 path, count = self._unchecked.get(key, (check.seen.path, 0))
                 self._unchecked[key] = path, count + 1
                 continue
@@ -261,8 +263,8 @@ class ProductTable:
     def unchecked(self) -> list[UncheckedProducts]:
         """The operators whose products were not checked."""
         return [
-            UncheckedProducts(operator=what, reason=reason.removeprefix("not checked: "), path=path, count=count)
-            for (what, reason), (path, count) in self._unchecked.items()
+            UncheckedProducts(operator=operator, reason=reason.removeprefix("not checked: "), path=path, count=count)
+            for (operator, _, reason), (path, count) in self._unchecked.items()
         ]
 
     def notes(self) -> list[str]:

@@ -354,6 +354,9 @@ TORCH_FILES = Path(torch.__file__).absolute().parent
 COMPILER_FILES = f"{TORCH_FILES / '_dynamo'}{os.sep}"
 """The compiler's own files; compiled code is called by a function `compile_wrapper` in one of them."""
 
+INDUCTOR_FILES = f"{TORCH_FILES / '_inductor'}{os.sep}"
+"""The files of the default backend of compilers; one of them calls the code that it has generated."""
+
 BACKWARD_FILE = str(TORCH_FILES / "autograd" / "graph.py")
 """The file of the functions that start the autograd engine."""
 

@@ -20,6 +20,7 @@ import traindiff
 from traindiff.core.torch_compat.execution import (
     BACKWARD_FILE,
     COMPILER_FILES,
+    INDUCTOR_FILES,
     MODULE_CALL,
     TORCH_FILES,
     next_node_number,
@@ -44,6 +45,12 @@ _OF_TORCH, _OF_OURS = f"{TORCH_FILES}{os.sep}", f"{_OURS}{os.sep}"
 _OF_THE_DEMO = f"{_OURS / 'run' / 'demo'}{os.sep}"
 
 
+_COMPILED = (
+    "a function that is compiled was called where operators are recorded, and compiled code runs no operators one by "
+    "one. Record the same training without torch.compile"
+)
+
+
 def called_from(*, in_backward: bool, through_compiled: bool = False) -> SourceLine | None:
     """The innermost line on this thread's stack that is neither torch's, nor torchao's, nor traindiff's.
 
@@ -63,13 +70,11 @@ def called_from(*, in_backward: bool, through_compiled: bool = False) -> SourceL
         if (in_backward and path == BACKWARD_FILE) or (found is not None and (path, name) == MODULE_CALL):
             return found
         if path.startswith(COMPILER_FILES) and name == "compile_wrapper":
-            if through_compiled:
-                found, frame = None, frame.f_back
-                continue
-            raise RuntimeError(
-                "a function that is compiled was called where operators are recorded, and compiled code runs no "
-                "operators one by one. Record the same training without torch.compile"
-            )
+            if not through_compiled:
+                raise RuntimeError(_COMPILED)
+            found = None
+        elif path.startswith(INDUCTOR_FILES):
+            found = None  # it was a line of generated code
         if found is None and not _is_inner(path):
             found = _line(frame.f_code, frame.f_lineno)
         frame = frame.f_back

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from traindiff.core.observation import (
@@ -24,6 +25,8 @@ from traindiff.observe.torch.products.operators import Checked, Kind, NotJudgedE
 
 COMPILED = "not checked: it is compiled, and compiled code runs no operators one by one"
 
+COMPILED_INSIDE = "not checked: it is compiled, but for products that its code hands to a library"
+
 
 def attach(context: TapContext) -> None:
     """Check the products of all selected modules (phases `forward` and `backward`, stage `product`).
@@ -40,13 +43,20 @@ def _looked_into(
     modules: Iterable[tuple[str, nn.Module]], compiled: set[int], context: TapContext
 ) -> Iterable[tuple[str, nn.Module]]:
     """The modules that are not compiled; of the others, those that no compiled one contains are reported."""
-    outer: list[str] = []
+    followed: list[str] = []
+    left_out: list[str] = []
     for path, module in modules:
         if id(module) not in compiled:
+            followed.append(path)
             yield path, module
-        elif not any(not one or path.startswith(f"{one}.") for one in outer):
-            outer.append(path)
-            context.sink.unobserved(COMPILED, phase="forward", path=path, slot=RESIDUAL, stage=PRODUCT)
+        elif not any(_holds(outer, path) for outer in left_out):
+            left_out.append(path)
+            why = COMPILED_INSIDE if any(_holds(outer, path) for outer in followed) else COMPILED
+            context.sink.unobserved(why, phase="forward", path=path, slot=RESIDUAL, stage=PRODUCT)
+
+
+def _holds(outer: str, path: str) -> bool:
+    return not outer or path.startswith(f"{outer}.")
 
 
 class _Running(NamedTuple):
@@ -81,6 +91,9 @@ class _Products:
         kind = kind_of(call.schema.name)
         if not isinstance(kind, Kind):
             self._unobserved(call, kind or "")
+            return None
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            self._unobserved(call, "a CUDA graph is being captured")
             return None
         given = {**dict(zip(call.schema.arguments, args, strict=False)), **kwargs}
         try:

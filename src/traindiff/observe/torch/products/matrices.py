@@ -61,9 +61,9 @@ def added(values: Tensor, shape: Sequence[int], beta: float) -> Added:
     vectors = signs(shape[-1], values.device)
     projected, sizes = zeros((*shape[:-1], vectors.shape[1]), values.device), zeros(shape[:-1], values.device)
     for matrices, rows in _blocks(shape[0], shape[1], shape[2]):
-        part = whole[matrices, rows].to(torch.float64) * beta
-        projected[matrices, rows] = part @ vectors
-        sizes[matrices, rows] = part.norm(dim=-1)
+        part = whole[matrices, rows].to(torch.float64)
+        projected[matrices, rows] = part @ vectors * beta
+        sizes[matrices, rows] = part.norm(dim=-1) * abs(beta)
     return Added(projected=projected, norms=sizes)
 
 
@@ -116,10 +116,10 @@ def _project(right: Factor, some: slice, vectors: Tensor, alpha: float) -> tuple
     num_terms, num_columns = right.values.shape[1:]
     projected, squares = [], []
     for _, rows in _blocks(1, num_terms, (some.stop - some.start) * num_columns):
-        part = right.part(some, rows) * alpha
+        part = right.part(some, rows)
         projected.append(part @ vectors)
-        squares.append(part.square().sum(-1, keepdim=True))
-    return torch.cat(projected, 1), torch.cat(squares, 1)
+        squares.append(part.norm(dim=-1, keepdim=True).square())
+    return torch.cat(projected, 1) * alpha, torch.cat(squares, 1) * alpha**2
 
 
 def _sums(factor: Tensor, projected: Tensor) -> tuple[Tensor, Tensor]:

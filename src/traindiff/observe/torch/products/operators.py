@@ -84,6 +84,8 @@ def refuse(*tensors: Tensor | None) -> None:
             continue
         if tensor.dtype not in _KNOWN:
             raise NotJudgedError(f"it is a product of {name_of(tensor.dtype)}")
+        if tensor.is_nested:
+            raise NotJudgedError("a factor is a nested tensor")
         if tensor.layout != torch.strided:
             raise NotJudgedError(f"a factor is {str(tensor.layout).removeprefix('torch.')}")
         if tensor.device.type in ("mps", "meta"):
