@@ -17,7 +17,11 @@ from tests.observe.sharding.deepspeed_training import (
     trained,
     trained_and_counted,
 )
+from tests.observe.sharding.training import Model
 from tests.on_ranks import run_on_ranks
+from traindiff.analyse.merge.run_steps import run_steps
+from traindiff.analyse.rules.replay import replayed
+from traindiff.storage import open_recording
 
 pytestmark = [NEEDS_DEEPSPEED, pytest.mark.deepspeed, pytest.mark.timeout(900)]
 
@@ -62,6 +66,9 @@ def test_ways_of_recording_and_partitioning_are_equivalent(settings: str, refere
 
     comparison = compared(reference, tmp_path / "run")
     assert comparison.verdict == "equivalent", str(comparison)
+    replays = [one for step in run_steps(open_recording(str(tmp_path / "run"))) for one in replayed(step.table)]
+    assert {one.key.path for one in replays} == {name for name, _ in Model().named_parameters()}
+    assert max(one.worst for one in replays) < 1.0
 
 
 @pytest.mark.parametrize(("stage", "world_size"), [(1, 2), (2, 4), (3, 4)])

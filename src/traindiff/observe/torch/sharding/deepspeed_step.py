@@ -209,10 +209,8 @@ class EngineOptimizerTap(OptimizerTap):
             return found[0] if found else {}
         groups = [held.group for held in self._engine.held if held.tensor is parameter]
         same = (held.tensor for held in self._engine.held if held.group in groups)
-        return {
-            **found[0],
-            "step": max(self.optimizer.state[one]["step"] for one in same if one in self.optimizer.state),
-        }
+        counts = [self.optimizer.state[one].get("step", 0) for one in same if one in self.optimizer.state]
+        return {**found[0], "step": max(counts)}
 
     def _parameters(self) -> None:
         parameters = {path: one for group in self._engine.groups for path, one in group.items()}
