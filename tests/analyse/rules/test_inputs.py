@@ -148,3 +148,33 @@ def test_positions_that_all_samples_share_may_become_longer(tmp_path: Path) -> N
     verdict = with_tokens(tmp_path / "run", lambda step: torch.arange(4 + step)[None])
 
     assert kinds(verdict) == set()
+
+
+class WithLoss(Captioned):
+    """Returns its loss before what it was computed from, as models of transformers do."""
+
+    def forward(self, pixels: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        logits = super().forward(pixels, tokens)
+        return logits.square().mean(), logits
+
+
+class OneText(Captioned):
+    """One text about several images, as models for pictures and text are given: the result is that of the text."""
+
+    def forward(self, pixels: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        seen = self.vision(pixels)
+        return self.head(seen.mean(dim=0) + self.words(tokens)), seen
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(WithLoss, {"single-sample-input"}), (OneText, set())])
+def test_the_first_output_with_samples_decides(kind: type[Captioned], expected: set[str], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    optimizer = SGD(model.parameters(), lr=0.05)
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        for step in range(6):
+            optimizer.zero_grad()
+            model(points(step)[0], drawn(step, 1, 6))[0].square().mean().backward()
+            optimizer.step()
+
+    assert kinds(traindiff.check(tmp_path / "run")) & {"single-sample-input"} == expected

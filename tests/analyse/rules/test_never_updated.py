@@ -267,3 +267,32 @@ def test_compare_leaves_it_to_the_other_runs_update(tmp_path: Path) -> None:
     train(tmp_path / "candidate", chosen=without("second.weight"))
 
     assert traindiff.compare(tmp_path / "baseline", tmp_path / "candidate").verdict == "identical"
+
+
+class WithAverage(nn.Module):
+    """A layer, and the moving average of its weights, which rounds away what is small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.average, self.forgotten = nn.Linear(6, 3), nn.Linear(6, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.forgotten(self.layer(x))
+        return hidden
+
+
+def test_a_part_of_a_moving_average_that_rests_is_not_found_and_a_forgotten_layer_is(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = WithAverage()
+    model.average.load_state_dict(model.layer.state_dict())
+    optimizer = torch.optim.SGD(model.layer.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        for _ in range(9):
+            model.zero_grad()
+            model(torch.randn(16, 6)).square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                model.average.weight.lerp_(model.layer.weight, 0.1)  # the bias moves by less than its rounding
+
+    found = traindiff.check(tmp_path / "run").findings
+    assert sorted(one.path for one in found) == ["forgotten.bias", "forgotten.weight"]

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import traindiff
 from tests.peers.traincheck.running import checked
+from tests.run.script.running_scripts import recorded_warm
+from tests.warm_process import ROOT
 
 PROGRAMS = Path(__file__).parent / "programs"
 PAGE = Path(__file__).parent / "README.md"
@@ -112,6 +115,15 @@ def test_a_faulty_program_is_found(name: str, tmp_path: Path) -> None:
     found = [one for one in (*verdict.findings, *verdict.warnings) if one.kind == expected.kind]
     assert (found[0].step, found[0].path) == (expected.step, expected.path)
     assert expected.says in found[0].message
+
+
+@pytest.mark.parametrize("name", ["mmpretrain_702", "pytorch_115607", "pytorch_84803"])
+def test_traindiff_run_finds_the_same(name: str, tmp_path: Path) -> None:
+    ended = recorded_warm("-m", "tests.peers.traincheck.running", name, "--faulty", output=tmp_path / "run", cwd=ROOT)
+    verdict = traindiff.check(tmp_path / "run")
+
+    assert ended.code == 0, ended.errors
+    assert FOUND[name].kind in {one.kind for one in (*verdict.findings, *verdict.warnings)}
 
 
 @pytest.mark.parametrize("name", NOT_FOUND)

@@ -20,12 +20,12 @@ _RATE = re.compile(r"(?i)(?!.*(layer|path)).*drop.*")
 class EvaluationDrawsNothing(Rule):
     """A module with a dropout rate draws random numbers in an evaluation, although it is in evaluation mode.
 
-    `nn.Dropout` looks at its mode. Functions do not: `F.dropout` and `scaled_dot_product_attention` drop out unless
-    they are told not to. The rule names the innermost module that draws, if it has an attribute that is a rate between
-    0 and 1 and has "drop" in its name (but not "layer" or "path"). Models that sample on purpose draw, too (variational
-    autoencoders, diffusion), and so does Monte Carlo dropout (Gal and Ghahramani, 2016): the rule only warns, and gives
-    a note about modules without such a rate, and about a batch that was evaluated twice with the same parameters and
-    other results. It needs `record(evaluation=True)`.
+    `nn.Dropout` looks at its mode. Functions do not: `F.dropout` and `scaled_dot_product_attention` drop out at the
+    rate that they are given. The rule names the innermost module that draws, if it has an attribute that is a rate
+    between 0 and 1 and has "drop" in its name (but not "layer" or "path"). Models that sample on purpose draw, too
+    (variational autoencoders, diffusion), and so does Monte Carlo dropout (Gal and Ghahramani, 2016): the rule only
+    warns, and gives a note about modules without such a rate, and about a batch that was evaluated twice with the same
+    parameters and other results. It needs `record(evaluation=True)`.
     """
 
     name = "random-evaluation"

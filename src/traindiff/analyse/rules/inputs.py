@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.site import RankPart, SiteKey, StepTable
+from traindiff.analyse.merge.site import RankPart, StepTable
 from traindiff.analyse.rules.batches import inputs_of
 from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule
 from traindiff.core.observation import SAMPLE
@@ -24,8 +24,8 @@ class InputsHaveAllSamples(RepeatedRule):
     A processor that mixes up lists of texts and images returns the tokens of one sample for all of them, and
     broadcasting hides it. Positions and masks rightly have one row for all samples, and depend on nothing but the
     length. So the rule asks that the input has two axes or more, changes from step to step without changing its shape,
-    and that the model's output has as many samples as its largest input. One question about many images looks the same,
-    so the rule only warns.
+    and that the model's first output has as many samples as its largest input. One question about many images looks the
+    same, so the rule only warns.
     """
 
     name = "single-sample-input"
@@ -47,9 +47,7 @@ class InputsHaveAllSamples(RepeatedRule):
         if most < 2:
             return None
         largest_slot = next(slot for slot, length in lengths.items() if length == most)
-        output = table.get(SiteKey("forward", "", "", "output[0]")) or next(
-            (entry for key, entry in table.items() if key[:3] == ("forward", "", "")), None
-        )
+        output = next((one for key, one in table.items() if key[:3] == ("forward", "", "") and one.shape), None)
         found: Found = {}
         for entry in inputs:
             slot = entry.key.slot

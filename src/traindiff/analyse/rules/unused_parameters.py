@@ -181,7 +181,8 @@ class ParametersMove(Rule):
     0, and steps that a loss scaler skips (a fused optimizer skips them itself, and does not say so). Short dtypes that
     round small updates away do not count either; `UpdatesFollowSettings` judges those better. If a parameter requires a
     gradient and no optimizer holds it, each step that is not skipped should change it. If most parameters of a model
-    are like this, as when only its head is trained, the rule gives a note.
+    are like this, as when only its head is trained, the rule gives a note. If others of the same part of the model
+    change, the training writes to that part itself (a moving average of the weights), and it is not judged.
     """
 
     name = "never-updated"
@@ -245,9 +246,15 @@ class ParametersMove(Rule):
 
     @property
     def _held_by_none(self) -> set[str]:
-        """Parameters that require a gradient, that no optimizer holds, and that did not change."""
+        """Parameters that require a gradient, that no optimizer holds, and that did not change.
+
+        Those beside others that did change are left out: the training writes to them itself (a moving average), and
+        rounding may have kept one as it was.
+        """
         least = self.limit("least_steps")
-        return {path for path in self._unheld & self._resting.keys() if self._resting[path].steps >= least}
+        written = {_model_of(path) for path in self._unheld & self._moved}
+        resting = self._unheld & self._resting.keys()
+        return {path for path in resting if self._resting[path].steps >= least and _model_of(path) not in written}
 
     @property
     def _rest_is_meant(self) -> bool:
@@ -266,6 +273,11 @@ class ParametersMove(Rule):
             del self._resting[path]
         else:
             first.see()
+
+
+def _model_of(path: str) -> str:
+    """The outermost module that holds a parameter, of those inside the root; the path itself if the root holds it."""
+    return path.partition(".")[0]
 
 
 def parameters_of(table: StepTable, *, stage: str) -> Iterator[tuple[str, MergedSite]]:
