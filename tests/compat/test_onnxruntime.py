@@ -263,6 +263,8 @@ def test_what_cannot_follow_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="is a function"):
         GlobalSubscriberManager.subscribe(lambda x: x, [subscriber])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="is a StatisticsSubscriber, and no list"):
+        GlobalSubscriberManager.subscribe(nn.Identity(), subscriber)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="nobody would follow"):
         GlobalSubscriberManager.subscribe(nn.Identity(), [])
     with pytest.raises(ConfigError, match="not those of onnxruntime itself"):

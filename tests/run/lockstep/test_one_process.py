@@ -424,11 +424,12 @@ def test_what_is_wrong_with_the_settings_is_said_at_once() -> None:
         stepped(plain(), plain(), track_params=False, track_loss=False, track_grads=False)
     with pytest.raises(traindiff.ConfigError, match="has no batch"):
         stepped(plain(), plain(), [])
-    with (
-        traindiff.Lockstep(plain(), plain(), loss=loss_of, file=io.StringIO()) as stepper,
-        pytest.raises(traindiff.ConfigError, match="was not given"),
-    ):
-        stepper.go()
+    for data, message in ((None, "was not given"), (5, "is an int, which holds no batches")):
+        with (
+            traindiff.Lockstep(plain(), plain(), data, loss=loss_of, file=io.StringIO()) as stepper,  # type: ignore[arg-type]
+            pytest.raises(traindiff.ConfigError, match=message),
+        ):
+            stepper.go()
     with pytest.raises(
         traindiff.ConfigError, match=r"what Model returns has a tensor of shape \[8, 7, 19\] for a loss"
     ):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from traindiff.compat.onnxruntime.run_context import RuntimeStates, is_exporting, is_recomputed, is_traced
+from traindiff.core.torch_compat.execution import not_traced
 
 Tell = Callable[[Tensor, int, str, int], Any]
 """A tensor, the depth of its module, its name, and its step."""
@@ -168,6 +169,7 @@ class Telling:
                 one.saw(tensor, name=name, depth=depth, step=step, call=call, forward=forward)
 
 
+@not_traced
 def observed(name: str, module_index: int | None, context: RuntimeStates, tensor: Tensor, telling: Telling) -> Tensor:
     """Tell of a tensor now, and of its gradient when it comes: in a graph that is exported by an operator of it.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from traindiff.compat.onnxruntime.run_context import (
     is_traced,
 )
 from traindiff.core.site import canonical_paths
+from traindiff.core.torch_compat.execution import not_traced
 from traindiff.core.torch_compat.training import is_data_parallel_copy
 from traindiff.errors import ConfigError, Problem, type_of
 from traindiff.observe.common.circumstances import close_at_exit
@@ -111,6 +112,7 @@ class SubscriberManager:
 
 
 # Hooks are closures: ORTModule copies the model that it exports, and with it hooks that are objects, but no functions.
+# They write files, which `torch.compile` cannot trace.
 
 
 def _after_module(context: RuntimeStates, index: int, path: str, model: Model) -> Callable[..., Any]:
@@ -127,7 +129,7 @@ def _after_module(context: RuntimeStates, index: int, path: str, model: Model) -
             changed[id(tensor)] = observed(name, index, context, tensor, telling)
         return replaced(output, changed) if is_traced() else None
 
-    return hook
+    return not_traced(hook)
 
 
 def _after_model(context: RuntimeStates) -> Callable[..., Any]:
@@ -142,7 +144,7 @@ def _after_model(context: RuntimeStates) -> Callable[..., Any]:
             context.global_states.execution_step += 1
         return None
 
-    return hook
+    return not_traced(hook)
 
 
 def _is_copy(module: nn.Module, context: RuntimeStates) -> bool:
@@ -162,12 +164,14 @@ def _inside_ortmodule(module: nn.Module) -> nn.Module:
     return module
 
 
-def _check(module: object, subscribers: Sequence[object]) -> None:
+def _check(module: object, subscribers: object) -> None:
     if not isinstance(module, nn.Module):
         fix = "Give the model, a torch.nn.Module."
         raise _refused("subscribe(module=...)", what=f"is {type_of(module)}.", fix=fix)
+    fix = 'Give some, e.g. [StatisticsSubscriber(output_dir="pt_out")].'
+    if not isinstance(subscribers, Collection):
+        raise _refused("subscribe(subscribers=...)", what=f"is {type_of(subscribers)}, and no list.", fix=fix)
     if not subscribers:
-        fix = 'Give some, e.g. [StatisticsSubscriber(output_dir="pt_out")].'
         what = "is empty: nobody would follow the model."
         raise _refused("subscribe(subscribers=...)", what=what, fix=fix, kind=NotSubscribedError)
     for one in subscribers:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # it has no public name
@@ -301,6 +301,19 @@ def exclude_from_compilation(function: Callable[..., Any], *, callees: bool) -> 
     if set_strategy is not None:  # since torch 2.7; before, hooks are compiled by themselves
         skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
         set_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip if callees else default))
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def not_traced(function: Function) -> Function:
+    """The function, which `torch.compile` calls as it is between two graphs, instead of tracing into it.
+
+    `torch.compiler.disable` does the same, but imports the compiler here, and not when the function is first called.
+    """
+    disabled = getattr(torch, "_disable_dynamo", None)  # since torch 2.0
+    found: Function = function if disabled is None else disabled(function)
+    return found
 
 
 def compiled_code_ran() -> bool:

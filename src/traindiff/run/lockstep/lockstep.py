@@ -12,7 +12,7 @@ from typing import IO, Any, Self
 from torch import Tensor, nn
 
 from traindiff.analyse.compare.verdict import Comparison
-from traindiff.errors import ConfigError, LockstepError, Problem
+from traindiff.errors import ConfigError, LockstepError, Problem, type_of
 from traindiff.run.config.training import Training
 from traindiff.run.lockstep.live_comparison import Exchange, LiveComparison
 from traindiff.run.lockstep.live_side import BatchGuard, LiveSide, noted, train_all
@@ -183,10 +183,11 @@ class Lockstep:
             ConfigError: There is nothing to train on.
             LockstepError: Another rank has run out of batches or failed, or the sides step at different times.
         """
-        if self._data is None:
+        if not (hasattr(self._data, "__iter__") or hasattr(self._data, "__getitem__")):
             fix = "Give Lockstep(baseline, candidate, batches), or call step(batch) for each batch, then finish()."
             self.close()
-            problem = Problem(where="Lockstep(data=...)", what="was not given.", fix=fix)
+            what = "was not given." if self._data is None else f"is {type_of(self._data)}, which holds no batches."
+            problem = Problem(where="Lockstep(data=...)", what=what, fix=fix)
             raise ConfigError("Lockstep.go()", [problem], consequence="nothing was trained")
         with self._told_to_others():
             for batch in self._batches(self._data):
