@@ -16,7 +16,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import traindiff
-from tests.observe.hooks.witness.residuals import RIGHT, ratios, reasons
 from tests.observe.sharding.deepspeed_training import NEEDS_DEEPSPEED, PARTITION_ALL, trained
 from tests.observe.sharding.pipelined import train_pipelined
 from tests.observe.sharding.prepared import in_ddp, in_fsdp2, in_tensor_parallel
@@ -24,6 +23,7 @@ from tests.observe.sharding.tensor_parallel import with_sequence_parallelism
 from tests.observe.sharding.test_fsdp1 import sharded
 from tests.observe.sharding.training import Model, train
 from tests.observe.sharding.transformer import train as train_transformer
+from tests.observe.witness.residuals import RIGHT, ratios, reasons
 from tests.on_ranks import run_on_ranks
 from traindiff.analyse.findings import Finding
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from traindiff.core.kernels.torch_arrays import dtype_name
 from traindiff.core.summary import UNIT_ROUNDOFF
-from traindiff.observe.torch.hooks.witness.normalized import Normalized
-from traindiff.observe.torch.hooks.witness.probes import Extent
-from traindiff.observe.torch.hooks.witness.products import Products
+from traindiff.observe.torch.witness.normalized import Normalized
+from traindiff.observe.torch.witness.probes import Extent
+from traindiff.observe.torch.witness.products import Products
 
 FLOAT32 = UNIT_ROUNDOFF["float32"]
 """Unit roundoff of float32."""

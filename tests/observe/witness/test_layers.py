@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.observe.hooks.witness.residuals import RIGHT, ratios, reasons, record
+from tests.observe.witness.residuals import RIGHT, ratios, reasons, record
 from traindiff.core.witness import PROBES, elements, signs
 
 Make = Callable[[], tuple[nn.Module, Any]]

@@ -11,8 +11,8 @@ from traindiff.core.shards import Piece, Region, Shard
 from traindiff.core.witness import EDITED, PROBES, SIZE
 from traindiff.observe.torch.hooks.context import elements
 from traindiff.observe.torch.hooks.nested import as_dense
-from traindiff.observe.torch.hooks.witness.probes import Extent, Probes
 from traindiff.observe.torch.sharding.layout import Layout, kept_here
+from traindiff.observe.torch.witness.probes import Extent, Probes
 
 _AT_ONCE = 1 << 24
 """Elements of a gradient in a short dtype that are converted to float32 at once."""

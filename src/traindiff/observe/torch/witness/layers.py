@@ -14,14 +14,14 @@ from traindiff.core.shards import Region
 from traindiff.core.site import canonical_path
 from traindiff.core.torch_compat.training import AnyBatchNorm, AnyInstanceNorm
 from traindiff.observe.torch.hooks.witness import products as of
-from traindiff.observe.torch.hooks.witness.errors import NotWitnessedError
-from traindiff.observe.torch.hooks.witness.given import probed
-from traindiff.observe.torch.hooks.witness.normalized import Normalized, RMSNorm, is_batched
-from traindiff.observe.torch.hooks.witness.probes import Extent, Probes
-from traindiff.observe.torch.hooks.witness.products import Products
-from traindiff.observe.torch.hooks.witness.use import FLOAT32, Held, Use, of_matrices, roundoff, smallest
 from traindiff.observe.torch.session.targets import Targets
 from traindiff.observe.torch.sharding.distributed_tensor import is_distributed, region_of
+from traindiff.observe.torch.witness.errors import NotWitnessedError
+from traindiff.observe.torch.witness.given import probed
+from traindiff.observe.torch.witness.normalized import Normalized, RMSNorm, is_batched
+from traindiff.observe.torch.witness.probes import Extent, Probes
+from traindiff.observe.torch.witness.products import Products
+from traindiff.observe.torch.witness.use import FLOAT32, Held, Use, of_matrices, roundoff, smallest
 
 
 @dataclass(slots=True)

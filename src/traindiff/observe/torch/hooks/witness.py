@@ -22,15 +22,15 @@ from traindiff.observe.torch.hooks.followed_modules import Following, HeldHooks,
 from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy
 from traindiff.observe.torch.hooks.nested import as_dense
 from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
-from traindiff.observe.torch.hooks.witness.attention import AttentionCalls
-from traindiff.observe.torch.hooks.witness.errors import KEPT_AWAY, NotWitnessedError
-from traindiff.observe.torch.hooks.witness.given import given_vector
-from traindiff.observe.torch.hooks.witness.layers import Layers, is_known, own_term
-from traindiff.observe.torch.hooks.witness.normalized import Normalized
-from traindiff.observe.torch.hooks.witness.pending import Expected
-from traindiff.observe.torch.hooks.witness.probes import Probes
-from traindiff.observe.torch.hooks.witness.use import Use
-from traindiff.observe.torch.hooks.witness.uses import uses
+from traindiff.observe.torch.witness.attention import AttentionCalls
+from traindiff.observe.torch.witness.errors import KEPT_AWAY, NotWitnessedError
+from traindiff.observe.torch.witness.given import given_vector
+from traindiff.observe.torch.witness.layers import Layers, is_known, own_term
+from traindiff.observe.torch.witness.normalized import Normalized
+from traindiff.observe.torch.witness.pending import Expected
+from traindiff.observe.torch.witness.probes import Probes
+from traindiff.observe.torch.witness.use import Use
+from traindiff.observe.torch.witness.uses import uses
 
 BESIDE = "it is also used beside calls of its module that were seen ({used} uses in the graph, {seen} seen)"
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 import traindiff
-from tests.observe.hooks.witness.residuals import OBSERVED, RIGHT, ratios, reasons, record
+from tests.observe.witness.residuals import OBSERVED, RIGHT, ratios, reasons, record
 
 
 def _model() -> nn.Sequential:

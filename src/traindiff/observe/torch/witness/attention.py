@@ -14,10 +14,10 @@ from torch.nn import functional
 from traindiff.core.torch_compat.execution import exclude_from_compilation, storage_key
 from traindiff.observe.common.listeners import Listeners
 from traindiff.observe.torch.hooks.followed_modules import HeldHooks
-from traindiff.observe.torch.hooks.witness.errors import NotWitnessedError
-from traindiff.observe.torch.hooks.witness.layers import Layers
-from traindiff.observe.torch.hooks.witness.probes import Extent
-from traindiff.observe.torch.hooks.witness.use import Held, Use
+from traindiff.observe.torch.witness.errors import NotWitnessedError
+from traindiff.observe.torch.witness.layers import Layers
+from traindiff.observe.torch.witness.probes import Extent
+from traindiff.observe.torch.witness.use import Held, Use
 
 _WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 

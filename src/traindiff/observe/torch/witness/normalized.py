@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from traindiff.core.torch_compat.execution import keeps_saved_tensors_elsewhere, version_of
 from traindiff.core.torch_compat.training import AnyBatchNorm, AnyInstanceNorm, dims_of_sample
-from traindiff.observe.torch.hooks.witness.errors import KEPT_AWAY, NotWitnessedError
+from traindiff.observe.torch.witness.errors import KEPT_AWAY, NotWitnessedError
 
 RMSNorm: Any = getattr(nn, "RMSNorm", nn.LayerNorm)
 """Since torch 2.4."""

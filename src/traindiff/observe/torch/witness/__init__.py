@@ -1,0 +1,1 @@
+"""What inputs and outputs of layers give for the gradients of their weights, and what these gradients give."""
