@@ -89,6 +89,7 @@ TAPS: tuple[Tap, ...] = (
     Tap(name="parameter_gradients", observe=("grad.micro",), loses=(("grad", "micro"),)),
     Tap(name="gradient_stages", observe=("grad", "grad.stages"), loses=_STAGES),
     Tap(name="witness", observe=("witness",), loses=(("grad", WITNESS),)),
+    Tap(name="state_marks", observe=("witness",), loses=()),
     Tap(name="optimizer_replay", part_of="optimizers", observe=("replay",), by_default=True, loses=(("update", None),)),
     Tap(name="optimizer_step", part_of="optimizers", loses=_STEP),
     Tap(name="optimizer_discovery", part_of="optimizers", loses=_STEP),

@@ -13,9 +13,9 @@ from torch import Tensor, distributed, nn
 from traindiff.core.shards import Region
 from traindiff.core.site import canonical_path
 from traindiff.core.torch_compat.training import AnyBatchNorm, AnyInstanceNorm
-from traindiff.observe.torch.hooks.witness import products as of
 from traindiff.observe.torch.session.targets import Targets
 from traindiff.observe.torch.sharding.distributed_tensor import is_distributed, region_of
+from traindiff.observe.torch.witness import products as of
 from traindiff.observe.torch.witness.errors import NotWitnessedError
 from traindiff.observe.torch.witness.given import probed
 from traindiff.observe.torch.witness.normalized import Normalized, RMSNorm, is_batched

@@ -1,0 +1,272 @@
+"""Silent data corruption: flip bits at random places of a training, and see what `traindiff check` finds.
+
+`python -m benchmarks.corruption` writes benchmarks/CORRUPTION.md. As in arXiv 2604.00726, one bit of one element flips,
+once in a training, at a random step: in a parameter between two steps, in the state of the optimizer, in an activation,
+in what a matrix product returns, in a gradient, or in what an all-reduce returns on one rank. There is no baseline: each
+training is recorded by itself, and checked.
+
+Flips count by how much they change: in roundings of the element (`|change| / (u |element|)`), and as a part of the norm
+of the tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.gpt import GPT
+from benchmarks.machine import machine
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import traindiff
+from traindiff.core.summary import UNIT_ROUNDOFF
+
+RESULTS = Path(__file__).with_name("CORRUPTION.md")
+STEPS, BATCH, LENGTH, WIDTH, VOCABULARY = 5, 4, 128, 64, 128
+OBSERVED = ("batch", "loss", "grad", "optimizer", "update", "param", "replay", "witness", "products")
+LEAST = 100.0
+"""Roundings of an element below which a flip is not counted."""
+
+_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flip:
+    """One bit that was flipped.
+
+    Attributes:
+        step: The step in which it first counts.
+        site: Path of the parameter or module.
+        roundings: Change of the element, in roundings of it.
+        share: Change as a part of the norm of the tensor.
+    """
+
+    step: int
+    site: str
+    roundings: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What `check` said of a training with a flipped bit."""
+
+    kind: str
+    flip: Flip
+    found: bool
+    at_step: bool
+    at_site: bool
+
+
+def flipped(tensor: Tensor, generator: torch.Generator, *, step: int, site: str) -> Flip:
+    """Flip a random bit of a random element that is not 0, so that it changes by at least `LEAST` roundings."""
+    flat = tensor.detach().view(-1)
+    bits = flat.view(_BITS[tensor.dtype])
+    size = float(flat.double().norm())
+    while True:
+        place = int(torch.randint(flat.numel(), (), generator=generator))
+        bit = int(torch.randint(bits.element_size() * 8, (), generator=generator))
+        before = float(flat[place])
+        if before == 0.0:
+            continue
+        mask = torch.tensor(1 << bit if bit < bits.element_size() * 8 - 1 else -(1 << bit), dtype=bits.dtype)
+        bits[place] ^= mask
+        change = abs(float(flat[place]) - before)
+        unit = UNIT_ROUNDOFF[str(tensor.dtype).removeprefix("torch.")]
+        if change == change and change < float("inf") and change >= LEAST * unit * abs(before):
+            return Flip(step=step, site=site, roundings=change / (unit * abs(before)), share=change / size)
+        bits[place] ^= mask
+
+
+class _InProduct(TorchDispatchMode):
+    """Flips a bit of what one matrix product returns."""
+
+    def __init__(self, number: int, flip: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._left, self._flip = number, flip
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func in _PRODUCTS:
+            if self._left == 0:
+                self._flip(found)
+            self._left -= 1
+        return found
+
+
+_PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
+
+
+class Injection:
+    """Flips one bit while a training runs; one object for each training."""
+
+    def __init__(self, kind: str, seed: int, model: nn.Module) -> None:
+        self.kind = kind
+        self.flip: Flip | None = None
+        self._generator = torch.Generator().manual_seed(1_000_003 * (seed + 1))
+        self._step = 1 + int(torch.randint(STEPS - 2, (), generator=self._generator))
+        names = [name for name, one in model.named_parameters() if one.numel() > 1]
+        self._parameter = self._one_of(names)
+        leaves = [name for name, one in model.named_modules() if isinstance(one, (nn.Linear, nn.LayerNorm, nn.GELU))]
+        self._module = self._one_of(leaves)
+        self._product = int(torch.randint(27, (), generator=self._generator))
+
+    def _one_of(self, names: list[str]) -> str:
+        return names[int(torch.randint(len(names), (), generator=self._generator))]
+
+    def _do(self, tensor: Tensor, site: str, step: int) -> None:
+        if self.flip is None:
+            self.flip = flipped(tensor, self._generator, step=step, site=site)
+
+    @contextmanager
+    def during(self, step: int, model: nn.Module) -> Iterator[None]:
+        """Around the forward and the backward pass of a step."""
+        with ExitStack() as undo:
+            if step == self._step and self.kind == "activation":
+                module = model.get_submodule(self._module)
+                hook = module.register_forward_hook(lambda *call: self._do(call[2], self._module, step))
+                undo.callback(hook.remove)
+            if step == self._step and self.kind == "product":
+                undo.enter_context(_InProduct(self._product, partial(self._do, site="", step=step)))
+            yield
+
+    def before_step(self, step: int, model: nn.Module) -> None:
+        """Between the backward pass and the optimizer."""
+        gradient = model.get_parameter(self._parameter).grad
+        if step == self._step and self.kind == "gradient" and gradient is not None:
+            self._do(gradient, self._parameter, step)
+
+    def after_step(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """After the optimizer."""
+        if step != self._step:
+            return
+        parameter = model.get_parameter(self._parameter)
+        if self.kind == "parameter":
+            self._do(parameter.data, self._parameter, step + 1)
+        elif self.kind in ("exp_avg", "exp_avg_sq"):
+            self._do(optimizer.state[parameter][self.kind], self._parameter, step + 1)
+
+
+KINDS = ("parameter", "exp_avg", "exp_avg_sq", "activation", "product", "gradient")
+
+
+def train(path: Path, kind: str, seed: int, *, dtype: torch.dtype = torch.float32) -> Flip | None:
+    """Train and record a small GPT, in which one bit flips; None if none did."""
+    torch.manual_seed(seed)
+    model = GPT(2, width=WIDTH, vocabulary=VOCABULARY).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    injection = Injection(kind, seed, model)
+    data = torch.Generator().manual_seed(seed)
+    with traindiff.record(path, model, optimizer, observe=OBSERVED):
+        for step in range(STEPS):
+            tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=data)
+            with injection.during(step, model):
+                logits = model(tokens[:, :-1])
+                functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
+            injection.before_step(step, model)
+            optimizer.step()
+            injection.after_step(step, model, optimizer)
+            optimizer.zero_grad()
+    return injection.flip
+
+
+def healthy_kinds(seed: int, dtype: torch.dtype) -> frozenset[str]:
+    """Kinds of findings without a flip: updates in pure bfloat16 are truly rounded away."""
+    with tempfile.TemporaryDirectory(prefix="traindiff-corruption-") as directory:
+        train(Path(directory, "run"), "none", seed, dtype=dtype)
+        verdict = traindiff.check(Path(directory, "run"))
+    return frozenset(one.kind for one in (*verdict.findings, *verdict.warnings))
+
+
+def outcome(kind: str, seed: int, *, dtype: torch.dtype, known: frozenset[str]) -> Outcome | None:
+    """What `check` says of one training, beside findings of some kinds."""
+    with tempfile.TemporaryDirectory(prefix="traindiff-corruption-") as directory:
+        flip = train(Path(directory, "run"), kind, seed, dtype=dtype)
+        if flip is None:
+            return None
+        verdict = traindiff.check(Path(directory, "run"))
+    found = [one for one in (*verdict.findings, *verdict.warnings) if one.kind not in known]
+    here = [one for one in found if one.step == flip.step]
+    return Outcome(
+        kind=kind, flip=flip, found=bool(found), at_step=bool(here),
+        at_site=any(not flip.site or flip.site in one.path or flip.site in one.message for one in here),
+    )  # fmt: skip
+
+
+def report(outcomes: list[Outcome], healthy: dict[str, tuple[int, list[str]]], *, dtypes: dict[int, str]) -> str:
+    """The page."""
+    lines = [
+        "# Silent data corruption: bits that flip, found without a baseline",
+        "",
+        f"Written by `python -m benchmarks.corruption` on {datetime.now(UTC):%Y-%m-%d}. {machine()}.",
+        "",
+        "One bit of one element flips in a training of a small GPT (2 layers, width 64, AdamW, 5 steps), so that the element",
+        f"changes by at least {LEAST:.0f} of its roundings. `traindiff check` sees one recording with `observe` "
+        + ", ".join(f"`{one}`" for one in OBSERVED)
+        + ".",
+        "*Large* flips change the tensor by at least a thousandth of its norm.",
+        "",
+        "| dtype | what flips | flips | found | at the step | at the site | large flips | found | at the step | at the site |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for dtype in dict.fromkeys(dtypes.values()):
+        mine = [one for one in outcomes if dtypes[id(one)] == dtype]
+        for kind in (*KINDS, "all"):
+            these = [one for one in mine if kind in (one.kind, "all")]
+            large = [one for one in these if one.flip.share >= 1e-3]
+            cells = [
+                f"{sum(getattr(one, name) for one in group) / max(1, len(group)):.0%}"
+                if name else str(len(group))
+                for group in (these, large)
+                for name in ("", "found", "at_step", "at_site")
+            ]  # fmt: skip
+            lines.append(f"| {dtype} | {kind} | {' | '.join(cells)} |")
+    lines += ["", "Kinds of findings in the same trainings without a flip; they are not counted above:", ""]
+    lines += [
+        f"* {dtype}, {count} trainings: {', '.join(kinds) or 'none'}" for dtype, (count, kinds) in healthy.items()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure, print, and write CORRUPTION.md."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=50, help="trainings for each kind of flip and each dtype")
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--dtypes", default="float32,bfloat16")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    outcomes: list[Outcome] = []
+    dtypes: dict[int, str] = {}
+    healthy: dict[str, tuple[int, list[str]]] = {}
+    for name in given.dtypes.split(","):
+        dtype = getattr(torch, name)
+        without = [healthy_kinds(seed, dtype) for seed in range(given.count)]
+        healthy[name] = given.count, sorted(frozenset().union(*without))
+        for kind in given.kinds.split(","):
+            for seed in range(given.count):
+                one = outcome(kind, seed, dtype=dtype, known=without[seed])
+                if one is not None:
+                    outcomes.append(one)
+                    dtypes[id(one)] = name
+                    print(name, one, flush=True)
+    page = report(outcomes, healthy, dtypes=dtypes)
+    print(page)
+    if given.kinds == parser.get_default("kinds") and given.dtypes == parser.get_default("dtypes"):
+        RESULTS.write_text(page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

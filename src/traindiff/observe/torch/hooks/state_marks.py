@@ -1,0 +1,62 @@
+"""Notice changes of an optimizer's state between its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from traindiff.core.observation import EDITED
+from traindiff.core.shards import Piece
+from traindiff.observe.torch.hooks.context import TapContext, emit_pieces
+from traindiff.observe.torch.hooks.marks import Marks
+from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
+
+
+def attach(context: TapContext) -> None:
+    """Record the state of an optimizer as its step finds it, if something else changed it since the step before.
+
+    Phase `optimizer`, stage `edited`. Each tensor of the state is marked after a step (see `marks`), and looked at
+    before the next one: one read of the state at the speed of memory each time.
+    """
+    tap = _StateMarks(context)
+    guarded = context.sink.guarded
+    context.events.on_gradients.append(guarded("state_marks", tap.look))
+    context.events.after_step.append(guarded("state_marks", tap.take))
+
+
+class _StateMarks:
+    """Marks by optimizer and slot. They count once: steps of other optimizers may follow unseen."""
+
+    def __init__(self, context: TapContext) -> None:
+        self._context = context
+        self._marks: dict[str, dict[str, Marks]] = {}
+
+    def take(self) -> None:
+        """Mark the state of all optimizers after a step that was recorded."""
+        self._marks.clear()
+        if not self._context.sink.progress.observing or self._context.set_back:
+            return
+        for name, tap in self._context.optimizers.items():
+            by_slot: dict[str, list[tuple[Tensor, Sequence[Piece]]]] = {}
+            for slot, tensor, pieces in _state(tap):
+                by_slot.setdefault(slot, []).append((tensor, pieces))
+            for slot, held in by_slot.items():
+                marks = self._marks.setdefault(name, {})[slot] = Marks()
+                marks.take(held)
+
+    def look(self, tap: OptimizerTap, *_: Any) -> None:
+        """Record what has other bits than the latest step left."""
+        sink = self._context.sink
+        for slot, marks in self._marks.pop(tap.name, {}).items():
+            for tensor, pieces in marks.edited():
+                emit_pieces(sink, tensor, pieces, phase="optimizer", slot=slot, stage=EDITED, optimizer=tap.name)
+
+
+def _state(tap: OptimizerTap) -> Iterator[tuple[str, Tensor, Sequence[Piece]]]:
+    """The tensors of the state that have the size of a parameter: slot, tensor, and the pieces in it."""
+    for parameter, pieces in tap.selected():
+        for slot, value in tap.state_of(parameter).items():
+            if isinstance(value, Tensor) and value.dim() and value.numel() == parameter.numel():
+                yield slot, value, pieces

@@ -1,0 +1,29 @@
+"""Bits that flip in a training are found at the step and the site, without another run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from benchmarks.corruption import healthy_kinds, outcome
+
+
+@pytest.mark.parametrize("kind", ["parameter", "exp_avg", "exp_avg_sq"])
+def test_any_bit_between_two_steps_is_found(kind: str) -> None:
+    found = outcome(kind, 1, dtype=torch.float32, known=frozenset())
+
+    assert found is not None
+    assert found.at_step
+    assert found.at_site
+
+
+@pytest.mark.parametrize("kind", ["product", "gradient"])
+def test_a_bit_that_changes_a_thousandth_of_the_tensor_is_found(kind: str) -> None:
+    outcomes = (outcome(kind, seed, dtype=torch.float32, known=frozenset()) for seed in range(40))
+    found = next(one for one in outcomes if one is not None and one.flip.share > 1e-3)
+
+    assert found.at_step
+    assert found.at_site
+
+
+def test_without_a_flip_nothing_is_found() -> None:
+    assert healthy_kinds(0, torch.float32) == frozenset()
