@@ -2,8 +2,8 @@
 
 `python -m benchmarks.corruption` writes benchmarks/CORRUPTION.md. As in arXiv 2604.00726, one bit of one element flips,
 once in a training, at a random step: in a parameter between two steps, in the state of the optimizer, in an activation,
-in what a matrix product returns, in a gradient, or in what an all-reduce returns on one rank. There is no baseline: each
-training is recorded by itself, and checked.
+in what a matrix product returns, or in a gradient. There is no baseline: each training is recorded by itself, and
+checked.
 
 Flips count by how much they change: in roundings of the element (`|change| / (u |element|)`), and as a part of the norm
 of the tensor.
@@ -211,13 +211,14 @@ def report(outcomes: list[Outcome], healthy: dict[str, tuple[int, list[str]]], *
         "",
         f"Written by `python -m benchmarks.corruption` on {datetime.now(UTC):%Y-%m-%d}. {machine()}.",
         "",
-        "One bit of one element flips in a training of a small GPT (2 layers, width 64, AdamW, 5 steps), so that the element",
-        f"changes by at least {LEAST:.0f} of its roundings. `traindiff check` sees one recording with `observe` "
+        "One bit of one element flips in a training of a small GPT (2 layers, width 64, AdamW, 5 steps), so that the",
+        f"element changes by at least {LEAST:.0f} of its roundings. `traindiff check` sees one recording with `observe` "
         + ", ".join(f"`{one}`" for one in OBSERVED)
         + ".",
         "*Large* flips change the tensor by at least a thousandth of its norm.",
         "",
-        "| dtype | what flips | flips | found | at the step | at the site | large flips | found | at the step | at the site |",
+        "| dtype | what flips | flips | found | at the step | at the site "
+        "| large flips | found | at the step | at the site |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for dtype in dict.fromkeys(dtypes.values()):
