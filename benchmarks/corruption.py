@@ -212,8 +212,8 @@ def report(outcomes: list[Outcome], healthy: dict[str, tuple[int, list[str]]], *
         f"Written by `python -m benchmarks.corruption` on {datetime.now(UTC):%Y-%m-%d}. {machine()}.",
         "",
         "One bit of one element flips in a training of a small GPT (2 layers, width 64, AdamW, 5 steps), so that the",
-        f"element changes by at least {LEAST:.0f} of its roundings. `traindiff check` sees one recording, with `observe`:",
-        ", ".join(f"`{one}`" for one in OBSERVED) + ".",
+        f"element changes by at least {LEAST:.0f} of its roundings. `traindiff check` sees one recording, with",
+        "`observe`: " + ", ".join(f"`{one}`" for one in OBSERVED) + ".",
         "*Large* flips change the tensor by at least a thousandth of its norm.",
         "",
         "| dtype | what flips | flips | found | at the step | at the site "
