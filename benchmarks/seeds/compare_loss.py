@@ -69,7 +69,7 @@ class Run:
     @property
     def last(self) -> str:
         """The last line with text, which names an error; its beginning if it is long."""
-        lines = (line.strip() for line in reversed(self.said.splitlines()))
+        lines = (line.strip() for line in reversed(self.said.replace(str(Path.home()), "~").splitlines()))
         return shorten(next(filter(None, lines), ""), width=160, placeholder=" ...")
 
 

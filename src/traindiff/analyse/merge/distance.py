@@ -41,7 +41,8 @@ def same_bits(pair: Pair) -> bool | None:
     """Whether both sides hold the same bits; None if the recordings do not tell.
 
     A sum or a mean has no fingerprint, so its terms are compared one by one. Nothing is known of runs that divide it
-    among other micro-steps or ranks, of numbers that traindiff derives, and of tensors under different scales.
+    among other micro-steps or ranks, and of tensors under different scales. Numbers that traindiff derives have the
+    same bits if they follow from the same bits; otherwise nothing is known of them.
     """
     baseline, candidate = pair.baseline, pair.candidate
     if equal_bits(pair):
