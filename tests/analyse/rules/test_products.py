@@ -220,6 +220,7 @@ def made(**values: Any) -> ProductCheck:
     [
         ({"residual": 3.9, "median": 1.0, "error": 1e-3, "allowed": 1e-3}, []),
         ({"residual": 4.1, "median": 0.4, "error": 1e-3, "allowed": 1e-3}, ["product-wrong"]),
+        ({"residual": 5.0, "median": 1.4, "error": 1e-3, "allowed": 1e-3}, ["product-inaccurate"]),
         ({"residual": 40.0, "median": 30.0, "error": 3e-2, "allowed": 1e-3}, ["product-inaccurate"]),
         ({"residual": 400.0, "median": 300.0, "error": 0.3, "allowed": 1e-3}, ["product-wrong"]),
         ({"residual": 3.9, "median": 3.5, "error": 3.2e-3, "allowed": 1e-3}, ["product-inaccurate"]),

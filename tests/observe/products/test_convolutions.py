@@ -58,6 +58,23 @@ def test_right_convolutions_and_their_gradients_stay_far_below_the_limits(dtype:
     assert done > 20
 
 
+@pytest.mark.parametrize("kind", ["normal", "constant", "sparse"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_gradient_that_is_added_up_image_by_image_in_a_short_dtype_is_not_flagged(
+    kind: str, dtype: torch.dtype
+) -> None:
+    for num_axes, stride, transposed in ((1, 1, False), (2, 2, False), (2, 1, True), (3, 2, True)):
+        images = drawn(kind, 64, 8, *[9] * num_axes).to(dtype)
+        weight = drawn("normal", 8, 8, *[3] * num_axes, seed=1).to(dtype)
+        how = ([stride] * num_axes, [1] * num_axes, [1] * num_axes, transposed, [0] * num_axes, 1)
+        gradient = drawn("normal", *aten.convolution.default(images, weight, None, *how).shape, seed=3).to(dtype)
+
+        found = checked(aten.convolution_backward.default, gradient, images, weight, None, *how, [True, True, False])
+
+        assert max(map(worst, found)) < 0.5 * ROW
+        assert max(map(ratio, found)) < 0.5 * WHOLE
+
+
 def images_and_filters() -> tuple[Tensor, Tensor, tuple[Any, ...]]:
     return drawn("normal", 4, 6, 9, 9).float(), drawn("normal", 8, 3, 3, 3, seed=1).float(), ([1, 1], [1, 1], [1, 1])
 

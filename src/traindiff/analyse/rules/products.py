@@ -107,7 +107,12 @@ def is_wrong(check: ProductCheck, limit: float) -> bool:
     if check.not_judged or check.residual <= limit:
         return False
     explained = min(MOST_ROUNDED, _SHORTEST * (1.0 + math.sqrt(check.terms))) if check.terms else MOST_ROUNDED
-    return check.median <= _FITS or check.error > explained
+    return _stands_out(check, limit) or check.error > explained
+
+
+def _stands_out(check: ProductCheck, limit: float) -> bool:
+    """True if most rows are right, and the worst one is far beyond them."""
+    return check.median <= _FITS and check.residual > limit * max(1.0, check.median)
 
 
 def _wrong(check: ProductCheck) -> str:

@@ -24,7 +24,7 @@ from traindiff.observe.torch.products.residuals import (
     signs,
     zeros,
 )
-from traindiff.observe.torch.products.rounding import Format, RowSizes, allowed
+from traindiff.observe.torch.products.rounding import Format, RowSizes, added_up, allowed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,9 +142,11 @@ def check_weight_gradient(
         squares = squares + torch.einsum("ngoq,ngq->go", back.square(), terms).flatten()
         partial = torch.maximum(partial, norms(exact))
     terms, found = squares.sqrt(), flat.to(torch.float64)
+    partial = torch.maximum(partial, terms)
     measured = RowSizes(
-        result=found.norm(dim=-1), added=torch.zeros_like(terms), terms=terms, partial=torch.maximum(partial, terms),
+        result=found.norm(dim=-1), added=torch.zeros_like(terms), terms=terms, partial=partial,
         num_columns=flat.shape[1], num_terms=max(1, gradient.numel() // max(1, gradient.shape[1])),
+        rounded=added_up(terms, partial, images.shape[0]) if form.device == "cpu" else 0.0,
     )  # fmt: skip
     bound = allowed(form, measured, gradient.abs().amax().to(torch.float64) + images.abs().amax().to(torch.float64))
     return residual(norms(found @ vectors - exact), bound, norms(exact), terms)

@@ -7,7 +7,8 @@ bounds are for the norm of a row, and u is the unit roundoff (half the distance 
   product may be rounded before: `u(output) (||Y|| + ||C||)` more. A transposed convolution, or the gradient of a
   convolution's input, may first make the product of each position of the kernel, and round it to the dtype of the
   output: `u(output) sqrt(positions) max(T, ||Y||)` more, with the T of
-  the next point.
+  the next point. On a CPU, the gradient of a convolution's weight may be added up in this dtype, image by image: as in
+  the next point, with the images in place of the terms.
 * Terms are added up in the accumulator, usually float32. K roundings of partial sums of size `S` add up to
   `u sqrt(K) S` if they are random (Higham and Mary, "A new approach to probabilistic rounding error analysis", SIAM J.
   Sci. Comput. 41, 2019), and to `u K S` at most. They are random where the terms have random signs, so that partial
@@ -106,6 +107,18 @@ class RowSizes:
     num_terms: int
 
 
+def added_up(terms: Tensor, partial: Tensor, count: int) -> Tensor:
+    """Largest error of a sum of so many numbers, in units of the roundoff with which they are added up.
+
+    Args:
+        terms: Root of the sum of the squares of the numbers.
+        partial: Size of the largest partial sum; at least `terms`.
+        count: Number of numbers.
+    """
+    coherence = (partial / terms.clamp_min(torch.finfo(terms.dtype).tiny)).clamp(1.0, math.sqrt(count))
+    return math.sqrt(count) * coherence * partial
+
+
 def allowed(form: Format, sizes: RowSizes, largest_input: Tensor) -> Tensor:
     """Norm of the largest error of each row that rounding explains; the module's docstring has the formula.
 
@@ -121,9 +134,8 @@ def allowed(form: Format, sizes: RowSizes, largest_input: Tensor) -> Tensor:
     u_output, u_sums = output.eps / 2.0, sums.eps / 2.0
     if form.device == "cuda" and all(torch.finfo(dtype).bits == 8 for dtype in form.inputs):
         u_sums = _SHORT_SUMS
-    coherence = (sizes.partial / sizes.terms.clamp_min(sums.tiny)).clamp(1.0, math.sqrt(sizes.num_terms))
     bound = u_output * (sizes.result + sizes.rounded + torch.where(sizes.added > 0, sizes.result + sizes.added, 0.0))
-    bound = bound + u_sums * (math.sqrt(sizes.num_terms) * coherence * sizes.partial + 2.0 * sizes.added)
+    bound = bound + u_sums * (added_up(sizes.terms, sizes.partial, sizes.num_terms) + 2.0 * sizes.added)
     if form.shortened:
         u_inputs = 2.0**-11 if form.shortened == "tf32" else 2.0**-8
         bound = bound + 4.0 * u_inputs * sizes.partial
