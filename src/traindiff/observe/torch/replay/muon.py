@@ -141,8 +141,8 @@ def _iterate(
 ) -> Tensor:
     """The iterations in a dtype; float32 is exact beside short ones."""
     tall = matrix.shape[-2] > matrix.shape[-1]
-    x = matrix / (torch.linalg.matrix_norm(matrix, keepdim=True).clamp(min=eps) * scale)
-    x = (x.mT if tall else x).to(dtype)
+    scaled: Tensor = matrix / (torch.linalg.matrix_norm(matrix, keepdim=True).clamp(min=eps) * scale)
+    x = (scaled.mT if tall else scaled).to(dtype)
     for a, b, c in coefficients:
         gram = x @ x.mT
         x = a * x + (b * gram + c * (gram @ gram)) @ x
