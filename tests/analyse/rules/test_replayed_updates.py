@@ -68,6 +68,30 @@ def test_anything_else_is_said_with_its_size() -> None:
     assert said(ASKED * 2, slot="Mine(SGD)").startswith("Mine (a subclass of SGD with a step of its own) moves")
 
 
+def test_a_subclass_may_be_another_method_and_a_compiled_step_is_read_late() -> None:
+    other = ASKED * random(8, 4, seed=3)
+    assert judged(other, slot="AdaBelief(Adam)", **{"centered-second-moment": 0.5}) == []
+    assert "centered" not in said(other, slot="Adam(compiled)", **{"no-bias-correction": 0.5})
+    assert said(other, slot="Mine(Adam)", **{"no-bias-correction": 0.5, "nesterov": 0.1}).startswith(
+        "Mine (a subclass of Adam with a step of its own) moves fc.weight without bias correction."
+    )
+    assert said(other, slot="Adam(compiled)", **{"centered-second-moment": 0.5}).startswith(
+        "Adam (compiled) moves fc.weight as if the second moment were"
+    )
+    assert judged(other, slot="Adam(compiled)") == []
+    assert judged(ASKED * 0, slot="SGD(compiled)", **{"no-gradient": 0.0}) == []  # other code may have put it back
+
+
+def test_mistakes_that_look_alike_in_a_step_are_all_said() -> None:
+    message = said(-ASKED, **{"no-decay": 0.5, "other-sign": 0.4, "beta2=0.9": 0.1})
+
+    assert message.startswith("SGD moves fc.weight as if beta2 were 0.9.")
+    assert "tell it from" not in message
+    assert said(-ASKED, **{"no-decay": 0.5, "other-sign": 0.4}).endswith(
+        "This step does not tell it from: in the opposite direction of what maximize asks for."
+    )
+
+
 @pytest.mark.parametrize(
     ("still", "what"), [(32, "never moves fc.weight"), (18, "leaves 56% of fc.weight as it was"), (16, "by something")]
 )

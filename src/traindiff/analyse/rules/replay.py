@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import best_fit
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
-from traindiff.analyse.rules.replayed_mistakes import meaning
+from traindiff.analyse.rules.replayed_mistakes import is_a_method, meaning
 from traindiff.analyse.rules.rule import Limit, Rule
 from traindiff.core.summary import UNIT_ROUNDOFF, finite_count, largest, norm
 
@@ -106,8 +106,13 @@ class Replayed:
         return int(self.taken.summary["zero"]) == int(self.taken.summary["count"])
 
     def fitting(self, limit: float) -> list[str]:
-        """Known mistakes that leave nothing to explain."""
-        return [name for name, entry in self.variants.items() if float(largest(entry.summary)) <= limit]
+        """Known mistakes that leave nothing to explain; of a subclass, those that nobody makes on purpose."""
+        is_of_its_own = self.may_mean_it and not self.is_read_late
+        return [
+            name
+            for name, entry in self.variants.items()
+            if float(largest(entry.summary)) <= limit and not (is_of_its_own and is_a_method(name))
+        ]
 
 
 class UpdatesFollowSettings(Rule):
@@ -183,7 +188,10 @@ def _wrong(one: Replayed, votes: Counter[str], *, step: int, limit: float) -> Fi
     evidence: dict[str, Any] = {"residual": one.worst, "replayed_norm": size}
     kind = "update-rule"
     off = f"What its settings ask for is up to {one.worst:.3g} roundings away"
-    if (one.never_moved or one.lost_share > LOST_SHARE) and not one.is_read_late:
+    rests = one.never_moved or one.lost_share > LOST_SHARE
+    if rests and one.is_read_late:
+        return None
+    if rests:
         what = f"never moves {path}" if one.never_moved else f"leaves {one.lost_share:.0%} of {path} as it was"
         message = (
             f"{one.optimizer} {what}: its settings ask for an update of norm {size:.3g}, and the largest "

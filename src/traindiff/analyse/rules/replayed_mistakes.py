@@ -134,7 +134,21 @@ MEANINGS = {
 }
 """Meanings of the mistakes in the recording's stages `variant[NAME]`, in words that follow "moves it"."""
 
+SLIPS = frozenset(
+    {
+        "no-bias-correction", "eps-inside-root", "eps-before-correction", "coupled-decay", "decoupled-decay",
+        "no-decay", "decay-without-lr", "state-one-step-late", "state-late", "step-one-behind", "step-one-ahead",
+        "other-sign", "no-amsgrad", "other-nesterov",
+    }
+)  # fmt: skip
+"""Mistakes that a subclass with a step of its own may have made; others may be what it is for, as in AdaBelief."""
+
 _SETTING = re.compile(r"(?P<name>[^=]+)=(?P<value>\S+)(?: \(of (?P<where>.+)\))?")
+
+
+def is_a_method(variant: str) -> bool:
+    """True if a mistake may be another method, which a subclass computes on purpose."""
+    return variant not in SLIPS and _SETTING.fullmatch(variant) is None
 
 
 def meaning(variant: str) -> str:

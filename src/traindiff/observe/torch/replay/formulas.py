@@ -66,28 +66,30 @@ def _settings_of_deepspeed(optimizer: Any, group: Mapping[str, Any]) -> dict[str
     return {**group, **short, "betas": betas, "decoupled_weight_decay": bool(optimizer.adam_w_mode)}
 
 
-_ADAM = Formula(name="Adam", after=adam.adam, mistakes=adam.ADAM_MISTAKES, settings=_settings_of_adam)
-
-OF_TORCH: dict[type[Optimizer], Formula] = {
-    optim.SGD: Formula(name="SGD", after=sgd.sgd, mistakes=sgd.SGD_MISTAKES),
-    optim.ASGD: Formula(name="ASGD", after=sgd.asgd, mistakes=sgd.ASGD_MISTAKES),
-    optim.Rprop: Formula(name="Rprop", after=sgd.rprop, mistakes=sgd.RPROP_MISTAKES),
-    optim.Adagrad: Formula(name="Adagrad", after=adagrad.adagrad, mistakes=adagrad.ADAGRAD_MISTAKES),
-    optim.Adadelta: Formula(name="Adadelta", after=adagrad.adadelta, mistakes=adagrad.ADADELTA_MISTAKES),
-    optim.RMSprop: Formula(name="RMSprop", after=adagrad.rmsprop, mistakes=adagrad.RMSPROP_MISTAKES),
-    optim.AdamW: Formula(name="AdamW", after=adam.adam, mistakes=adam.ADAM_MISTAKES, settings=_settings_of_adam),
-    optim.Adam: _ADAM,
-    optim.SparseAdam: Formula(name="SparseAdam", after=adam.sparse_adam, mistakes=adam.SPARSE_ADAM_MISTAKES),
-    optim.Adamax: Formula(name="Adamax", after=adam.adamax, mistakes=adam.ADAMAX_MISTAKES),
-    optim.NAdam: Formula(name="NAdam", after=adam.nadam, mistakes=adam.NADAM_MISTAKES),
-    optim.RAdam: Formula(name="RAdam", after=adam.radam, mistakes=adam.RADAM_MISTAKES),
-    optim.Adafactor: Formula(
+_FORMULAS = (
+    Formula(name="SGD", after=sgd.sgd, mistakes=sgd.SGD_MISTAKES),
+    Formula(name="ASGD", after=sgd.asgd, mistakes=sgd.ASGD_MISTAKES),
+    Formula(name="Rprop", after=sgd.rprop, mistakes=sgd.RPROP_MISTAKES),
+    Formula(name="Adagrad", after=adagrad.adagrad, mistakes=adagrad.ADAGRAD_MISTAKES),
+    Formula(name="Adadelta", after=adagrad.adadelta, mistakes=adagrad.ADADELTA_MISTAKES),
+    Formula(name="RMSprop", after=adagrad.rmsprop, mistakes=adagrad.RMSPROP_MISTAKES),
+    Formula(name="Adam", after=adam.adam, mistakes=adam.ADAM_MISTAKES, settings=_settings_of_adam),
+    Formula(name="AdamW", after=adam.adam, mistakes=adam.ADAM_MISTAKES, settings=_settings_of_adam),
+    Formula(name="SparseAdam", after=adam.sparse_adam, mistakes=adam.SPARSE_ADAM_MISTAKES),
+    Formula(name="Adamax", after=adam.adamax, mistakes=adam.ADAMAX_MISTAKES),
+    Formula(name="NAdam", after=adam.nadam, mistakes=adam.NADAM_MISTAKES),
+    Formula(name="RAdam", after=adam.radam, mistakes=adam.RADAM_MISTAKES),
+    Formula(
         name="Adafactor", after=adafactor.adafactor, mistakes=adafactor.ADAFACTOR_MISTAKES, needs_whole=True,
         settings=adafactor.adafactor_settings,
     ),
-    optim.Muon: Formula(name="Muon", after=muon.muon, mistakes=muon.MUON_MISTAKES, needs_whole=True),
-}  # fmt: skip
-"""The formulas of torch's optimizers; subclasses come before the classes that they extend."""
+    Formula(name="Muon", after=muon.muon, mistakes=muon.MUON_MISTAKES, needs_whole=True),
+)  # fmt: skip
+
+OF_TORCH: dict[type, Formula] = {
+    getattr(optim, formula.name): formula for formula in _FORMULAS if hasattr(optim, formula.name)
+}
+"""The formulas of torch's optimizers; torch has had Adafactor since 2.5 and Muon since 2.9."""
 
 OF_DEEPSPEED = {
     name: Formula(name=name, after=adam.adam, mistakes=adam.ADAM_MISTAKES, settings=_settings_of_deepspeed)

@@ -107,8 +107,8 @@ def newton_schulz(
         x = matrix / (scale * max(norm, eps));   x = a x + (b x x^T + c (x x^T)^2) x   for each (a, b, c)
 
     Trainings compute this in a short dtype, and the iterations raise its noise where singular values are small. So the
-    bound is not derived but measured: the same iterations run again, with each result disturbed at random within its
-    rounding. Along rows and columns, an element may be off by six standard deviations of this.
+    bound is not derived but measured: the same iterations run again in that dtype, from a matrix that is disturbed at
+    random within its rounding. Along rows and columns, an element may be off by six standard deviations of this.
 
     Args:
         matrix: [..., rows, columns], what a formula is given, or a tensor of floats. It is not changed.
@@ -121,40 +121,29 @@ def newton_schulz(
         The matrix, float64, of the same shape; `Rounded` if the argument is. NaN if an element is not finite.
     """
     values = torch.as_tensor(matrix.value if isinstance(matrix, Rounded) else matrix)
-    found = _iterate(values, coefficients, eps, scale, None, 0.0)
+    found = _iterate(values, coefficients, eps, scale, torch.float32)
     if not isinstance(matrix, Rounded):
         return found
     unit = max(torch.finfo(dtype).eps / 2.0, matrix.unit)
     generator = torch.Generator(device=values.device).manual_seed(0)
     square = torch.zeros_like(found)
     for _ in range(DRAWS):
-        square += (_iterate(values, coefficients, eps, scale, generator, unit) - found).square() / DRAWS
+        noise = torch.rand(values.shape, generator=generator, device=values.device, dtype=torch.float32)
+        disturbed = values * (1.0 + unit * (2.0 * noise - 1.0))
+        square += (_iterate(disturbed, coefficients, eps, scale, dtype) - found).square_().div_(DRAWS)
     of_rows, of_columns = square.mean(dim=-1, keepdim=True), square.mean(dim=-2, keepdim=True)
     spread = (of_rows * of_columns / of_rows.mean(dim=-2, keepdim=True).clamp(min=1e-300)).maximum(square).sqrt()
     return Rounded(found, DEVIATIONS * (spread + unit * found.abs()), unit=matrix.unit, tiny=matrix.tiny)
 
 
 def _iterate(
-    matrix: Tensor,
-    coefficients: Sequence[tuple[float, float, float]],
-    eps: float,
-    scale: float,
-    generator: torch.Generator | None,
-    unit: float,
+    matrix: Tensor, coefficients: Sequence[tuple[float, float, float]], eps: float, scale: float, dtype: torch.dtype
 ) -> Tensor:
-    """The iterations in float32, which is exact beside the short dtypes; disturbed, if there is a generator."""
-
-    def stored(x: Tensor) -> Tensor:
-        if generator is None:
-            return x
-        noise = torch.rand(x.shape, generator=generator, device=x.device, dtype=x.dtype)
-        return x * (1.0 + unit * (2.0 * noise - 1.0))
-
+    """The iterations in a dtype; float32 is exact beside short ones."""
     tall = matrix.shape[-2] > matrix.shape[-1]
-    x = matrix / (torch.linalg.matrix_norm(matrix, keepdim=True).clamp(min=eps) * scale)
-    x = stored((x.mT if tall else x).to(torch.float32))
-    x = stored(x)  # cast and divided
+    scaled: Tensor = matrix / (torch.linalg.matrix_norm(matrix, keepdim=True).clamp(min=eps) * scale)
+    x = (scaled.mT if tall else scaled).to(dtype)
     for a, b, c in coefficients:
-        gram = stored(x @ x.mT)
-        x = stored(a * x + stored(b * gram + c * (gram @ gram)) @ x)
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
     return (x.mT if tall else x).to(torch.float64)

@@ -314,16 +314,23 @@ def sqrt(number: Any) -> Any:
 
 def _larger(one: Any, other: Any, of_tensors: Callable[..., Tensor], of_numbers: Callable[..., float]) -> Any:
     if isinstance(one, Rounded) or isinstance(other, Rounded):
-        first: Rounded = one if isinstance(one, Rounded) else other.operand(one)
-        second = first.operand(other)
-        if not isinstance(one, Rounded):
-            first = second.operand(one)
+        first: Rounded = one if isinstance(one, Rounded) else _stored_like(one, other)
+        second = other if isinstance(other, Rounded) else _stored_like(other, first)
         value = _larger(first.value, second.value, of_tensors, of_numbers)
         return first.result(second, value, _larger(first.error, second.error, torch.maximum, max))
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         like: Tensor = one if isinstance(one, Tensor) else other
-        return of_tensors(*(x if isinstance(x, Tensor) else torch.as_tensor(x).to(like) for x in (one, other)))
+        about: Any = {"dtype": like.dtype, "device": like.device}
+        return of_tensors(*(x if isinstance(x, Tensor) else torch.tensor(x, **about) for x in (one, other)))
     return of_numbers(one, other)
+
+
+def _stored_like(constant: Any, like: Rounded) -> Rounded:
+    """An operand; a constant that may become an element is rounded to the dtype of the elements."""
+    found = like.operand(constant)
+    if isinstance(found.value, float) and found.error:
+        return Rounded(found.value, like.unit * abs(found.value), tiny=found.tiny)
+    return found
 
 
 def _cast(value: Value, unit: float) -> Value:
