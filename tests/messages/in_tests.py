@@ -10,7 +10,7 @@ import pytest
 from tests.made_up import FC, record, scaled
 from tests.messages.provoking import Chapter
 from tests.run.verify.recipes import mlp, one_thread
-from traindiff.testing import Golden, assert_equivalent
+from traindiff.testing import Golden, assert_equivalent, formula
 
 chapter = Chapter("Tests: assert_equivalent and golden recordings", [])
 situation = chapter.situation
@@ -70,3 +70,8 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     with one_thread():
         golden.recipe(mlp(), name="mlp", steps=1, replicas=())
         golden.recipe(mlp(), name="mlp", steps=1, replicas=())
+
+
+@situation("a formula of an optimizer that is no class")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    formula("Lion")  # type: ignore[arg-type]

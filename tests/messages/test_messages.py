@@ -18,6 +18,14 @@ NOT_PROVOKED = {
     "_config_error(error, self._asked_by(name))": "what a rank in a process of its own raised, raised again",
     "TraindiffError(told)": "other ranks, of what rank 0 has raised; tests/run/processes/test_present_ranks.py",
     "rank 0 can no longer be reached: {}": "needs ranks of a launcher that die",
+    **dict.fromkeys(
+        (
+            "it returned {} instead of the parameter after the step",
+            "a formula can use the norm with p=2 only, not p={}",
+            "a formula cannot use torch.{}, because its rounding is unknown; it can use + - * / ** and {}",
+        ),
+        "the recording says it; tests/observe/replay/test_user_formulas.py",
+    ),
     "interrupted": "needs somebody who interrupts",
     "LockstepError(told['error'])": "other ranks, of what rank 0 has raised; tests/run/lockstep/test_on_ranks.py",
 }
