@@ -266,6 +266,7 @@ def _under_ortmodule() -> Iterator[Feature]:
         problem = "the original wrote nothing"
     yield compared(
         name, problem,
-        f"3 steps each, {sum(one.num_files for one in found)} files (torch 1.13): names, order, extremes, counts and "
-        "printed elements are equal, also of an output that its module uses",
+        f"3 steps each, {sum(one.num_files for one in found)} files (torch 1.13, with which the original's hooks of "
+        "inputs fail; they are mended here): names, order, extremes, counts and printed elements are equal, also of an "
+        "output that its module uses",
     )  # fmt: skip

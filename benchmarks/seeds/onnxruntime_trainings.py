@@ -476,9 +476,28 @@ def _rank(rank: int, module: str, directory: str) -> None:
     distributed.destroy_process_group()
 
 
+def _mend_hooks_of_inputs() -> None:
+    """Let the original's hooks return keyword arguments, which torch 1.13 would take for further inputs."""
+    from torch import nn
+
+    register = nn.Module.register_forward_pre_hook
+
+    def registered(module: Any, hook: Callable[..., Any]) -> Any:
+        def positional(*given: Any) -> Any:
+            found = hook(*given)
+            has_keywords = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)
+            return found[0] if has_keywords else found
+
+        return register(module, positional)
+
+    nn.Module.register_forward_pre_hook = registered  # type: ignore[assignment,method-assign]
+
+
 def _ortmodule(tool: ModuleType) -> Results:
     """The same model under ORTModule, subscribed before and after it is wrapped."""
     from onnxruntime.training.ortmodule import DebugOptions, LogLevel, ORTModule
+
+    _mend_hooks_of_inputs()
 
     def wrapped(model: Any) -> Any:
         return ORTModule(model, DebugOptions(log_level=LogLevel.ERROR))
