@@ -9,7 +9,7 @@ MINDSPORE := .venv-mindspore
 ORTMODULE := .venv-ortmodule
 SEEDS := .venv-seeds
 
-.PHONY: help demo test test-all lint format unit no-torch package mindspore-if-installed \
+.PHONY: corruption help demo test test-all lint format unit no-torch package mindspore-if-installed \
 	test-release test-deepspeed test-browser test-integrations test-mindspore test-ortmodule test-campaigns \
 	campaigns bench faults zoo mutation seeds clean
 
@@ -156,6 +156,9 @@ faults: $(VENV)/ready
 
 zoo: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.zoo.measure
+
+corruption: $(VENV)/ready
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m benchmarks.corruption
 
 mutation: $(MUTATION)/ready
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(MUTATION)/bin/python -m benchmarks.mutation

@@ -183,14 +183,15 @@ class Lockstep:
             ConfigError: There is nothing to train on.
             LockstepError: Another rank has run out of batches or failed, or the sides step at different times.
         """
-        if not (hasattr(self._data, "__iter__") or hasattr(self._data, "__getitem__")):
+        data = self._data
+        if data is None or not (hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
             fix = "Give Lockstep(baseline, candidate, batches), or call step(batch) for each batch, then finish()."
             self.close()
-            what = "was not given." if self._data is None else f"is {type_of(self._data)}, which holds no batches."
+            what = "was not given." if data is None else f"is {type_of(data)}, which holds no batches."
             problem = Problem(where="Lockstep(data=...)", what=what, fix=fix)
             raise ConfigError("Lockstep.go()", [problem], consequence="nothing was trained")
         with self._told_to_others():
-            for batch in self._batches(self._data):
+            for batch in self._batches(data):
                 if not self._train(batch) and not self._settings.resync:
                     break
         return self._finish()
