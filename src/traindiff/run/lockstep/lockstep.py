@@ -183,7 +183,7 @@ class Lockstep:
             ConfigError: There is nothing to train on.
             LockstepError: Another rank has run out of batches or failed, or the sides step at different times.
         """
-        if not (hasattr(self._data, "__iter__") or hasattr(self._data, "__getitem__")):
+        if self._data is None or not (hasattr(self._data, "__iter__") or hasattr(self._data, "__getitem__")):
             fix = "Give Lockstep(baseline, candidate, batches), or call step(batch) for each batch, then finish()."
             self.close()
             what = "was not given." if self._data is None else f"is {type_of(self._data)}, which holds no batches."
