@@ -152,7 +152,7 @@ class PrecisionDebugger:
             return
         recorder.close()
         self._monitored = None
-        if self._files is not None and not (self._files.seen or self._files.partial):
+        if self._files is not None and recorder.sees_steps and not (self._files.seen or self._files.partial):
             reason = self._files.reason.removeprefix(f"{NO_GRADIENT}: ")
             why = f"in the steps that were asked for, {reason}" if reason else NO_STEP
             warnings.warn(f"stop(): no gradient was seen: {why}.", TraindiffWarning, stacklevel=level_of_caller())

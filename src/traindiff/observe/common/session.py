@@ -77,6 +77,11 @@ class Session(ABC, Generic[Buffer]):
         """True if observations are still written."""
         return self._writer is not None and not self._faults.is_disabled("writer")
 
+    @property
+    def sees_steps(self) -> bool:
+        """False after an error has disabled what sees the steps of optimizers; a warning has said why."""
+        return not self._faults.is_disabled("optimizer_step")
+
     def log(
         self, name: str, value: Any, *, merge: Literal["mean", "sum"] = "mean", weight: float | None = None
     ) -> None:
