@@ -183,12 +183,8 @@ class Lockstep:
             ConfigError: There is nothing to train on.
             LockstepError: Another rank has run out of batches or failed, or the sides step at different times.
         """
-<<<<<<< HEAD
         data = self._data
         if data is None or not (hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
-=======
-        if self._data is None or not (hasattr(self._data, "__iter__") or hasattr(self._data, "__getitem__")):
->>>>>>> wt-seeds
             fix = "Give Lockstep(baseline, candidate, batches), or call step(batch) for each batch, then finish()."
             self.close()
             what = "was not given." if data is None else f"is {type_of(data)}, which holds no batches."
