@@ -26,6 +26,24 @@ NOT_PROVOKED = {
         ),
         "the recording says it; tests/observe/replay/test_user_formulas.py",
     ),
+    **dict.fromkeys(
+        (
+            "its result is {}, which may be cut off at the largest number",
+            "its result is scaled",
+            "its scales are of blocks",
+            "a bias is added to its groups",
+            "it is a product of {}",
+            "a factor is a nested tensor",
+            "a factor is {}",
+            "there is no float64 on {}",
+        ),
+        "check lists it as not checked; tests/observe/products",
+    ),
+    "RuntimeError(_COMPILED)": "the recording says it; tests/observe/hooks/test_operators.py",
+    '--products | asks for matrix products, and {} has none. | Record some steps with record(observe=["products"], '
+    'steps="0-1"), or leave it out.': "tests/cli/test_check_products.py",
+    "check | nothing was printed": "the consequence of the one before",
+    "subscribe(subscribers=...) | is {}, and no list.": "tests/compat/onnxruntime",
     "interrupted": "needs somebody who interrupts",
     "LockstepError(told['error'])": "other ranks, of what rank 0 has raised; tests/run/lockstep/test_on_ranks.py",
 }

@@ -88,8 +88,8 @@ TAPS: tuple[Tap, ...] = (
     Tap(name="model_state", observe=("param", "update"), loses=_PARAMETERS),
     Tap(name="parameter_gradients", observe=("grad.micro",), loses=(("grad", "micro"),)),
     Tap(name="gradient_stages", observe=("grad", "grad.stages"), loses=_STAGES),
-    Tap(name="witness", observe=("witness",), loses=(("grad", WITNESS),)),
     Tap(name="state_marks", observe=("witness",), loses=()),
+    Tap(name="witness", observe=("witness",), loses=(("grad", WITNESS),)),
     Tap(name="optimizer_replay", part_of="optimizers", observe=("replay",), by_default=True, loses=(("update", None),)),
     Tap(name="optimizer_step", part_of="optimizers", loses=_STEP),
     Tap(name="optimizer_discovery", part_of="optimizers", loses=_STEP),
@@ -99,10 +99,10 @@ TAPS: tuple[Tap, ...] = (
 )
 """In the order in which they are attached: hooks on one module or call run in this order."""
 
-OBSERVED_BY_DEFAULT = (*PHASES, *(name for tap in TAPS if tap.by_default for name in tap.own))
+OBSERVED_BY_DEFAULT = (*PHASES, *dict.fromkeys(name for tap in TAPS if tap.by_default for name in tap.own))
 """Names that are observed by default."""
 
-NOT_BY_DEFAULT = tuple(name for tap in TAPS if not tap.by_default for name in tap.own)
+NOT_BY_DEFAULT = tuple(dict.fromkeys(name for tap in TAPS if not tap.by_default for name in tap.own))
 """Names that are observed only if they are chosen."""
 
 OBSERVABLE = (*OBSERVED_BY_DEFAULT, *NOT_BY_DEFAULT)

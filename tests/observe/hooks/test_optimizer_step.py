@@ -16,7 +16,7 @@ from tests.observe.hooks.trainings import TRAININGS, batches
 from traindiff.core.kernels import summarize
 from traindiff.core.shards import Shard
 from traindiff.core.summary import add
-from traindiff.observe.torch.hooks import optimizer_step as sparse_gradients
+from traindiff.observe.torch.hooks import nested as sparse_gradients
 from traindiff.storage import open_recording
 
 PARAMETERS = ["0.weight", "0.bias", "2.weight", "2.bias"]

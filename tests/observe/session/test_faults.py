@@ -34,7 +34,7 @@ FAULTS: dict[str, tuple[str, list[Loses]]] = {
         [{"phase": "param", "stage": "before"}, {"phase": "param", "slot": "buffer"}],
     ),
     "optimizer_step": (
-        "traindiff.observe.torch.hooks.optimizer_step.OptimizerTap._selected",
+        "traindiff.observe.torch.hooks.optimizer_step.OptimizerTap._gradient",
         [{"phase": "grad", "stage": ""}, {"phase": "optimizer"}, {"phase": "param", "stage": ""}],
     ),
     "optimizer_replay": (

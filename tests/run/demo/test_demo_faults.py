@@ -82,7 +82,7 @@ def run(loop: TrainingLoop, steps: int = LAST_STEP + 1) -> list[StepNumbers]:
     return [loop.run_step(step) for step in range(steps)]
 
 
-OBSERVED = [name for name in OBSERVABLE if name not in ("grad.stages", "operators")]
+OBSERVED = [name for name in OBSERVABLE if name not in ("grad.stages", "operators", "products", "witness")]
 """Everything outside of operators, but of gradients only each contribution and what the optimizer sees."""
 
 

@@ -1,4 +1,4 @@
-"""Observe both sides of the identity by which a gradient is checked; see `traindiff.core.witness`."""
+"""Observe whether gradients follow from what their layers were given and returned: the witness of each gradient."""
 
 from __future__ import annotations
 
