@@ -25,7 +25,7 @@ _ACTIVATIONS: Losses = (("forward", None), ("backward", None))
 _BATCH: Losses = (("batch", None),)
 _LOSS: Losses = (("loss", None),)
 _PARAMETERS: Losses = (("param", None), ("update", None))
-_STEP: Losses = (("grad", ""), ("optimizer", None), *_PARAMETERS)
+_STEP: Losses = (("grad", ""), ("grad", WITNESS), ("optimizer", None), *_PARAMETERS)
 _OPERATORS: Losses = tuple(
     (phase, stage) for stage in (OPERATOR, RECOMPUTED_OPERATOR) for phase in ("forward", "backward")
 )

@@ -35,7 +35,12 @@ FAULTS: dict[str, tuple[str, list[Loses]]] = {
     ),
     "optimizer_step": (
         "traindiff.observe.torch.hooks.optimizer_step.OptimizerTap._gradient",
-        [{"phase": "grad", "stage": ""}, {"phase": "optimizer"}, {"phase": "param", "stage": ""}],
+        [
+            {"phase": "grad", "stage": ""},
+            {"phase": "grad", "stage": "witness"},
+            {"phase": "optimizer"},
+            {"phase": "param", "stage": ""},
+        ],  # fmt: skip
     ),
     "optimizer_replay": (
         "traindiff.observe.torch.hooks.optimizer_replay.OptimizerReplayTap._replay",
