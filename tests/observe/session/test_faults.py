@@ -40,7 +40,7 @@ FAULTS: dict[str, tuple[str, list[Loses]]] = {
             {"phase": "grad", "stage": "witness"},
             {"phase": "optimizer"},
             {"phase": "param", "stage": ""},
-        ],  # fmt: skip
+        ],
     ),
     "optimizer_replay": (
         "traindiff.observe.torch.hooks.optimizer_replay.OptimizerReplayTap._replay",
