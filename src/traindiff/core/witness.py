@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traindiff.core.kernels.reference import BLOCK, splitmix64, summarize_array
-from traindiff.core.observation import WITNESS
 from traindiff.core.shards import Shard
 
 EXPECTED = "expected"
@@ -51,7 +50,7 @@ SIZE = 8
 """Numbers of a vector, in float64. The errors are root mean squares, of the same unit as the probes."""
 
 __all__ = [
-    "CONVERTED", "EDITED", "EXPECTED", "GIVEN", "GROWTH", "PROBES", "ROUNDED", "SIZE", "TERMS", "WITNESS", "elements",
+    "CONVERTED", "EDITED", "EXPECTED", "GIVEN", "GROWTH", "PROBES", "ROUNDED", "SIZE", "TERMS", "elements",
     "signs",
 ]  # fmt: skip
 

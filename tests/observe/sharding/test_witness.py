@@ -53,21 +53,6 @@ def in_bf16_fsdp2(model: Model) -> nn.Module:
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-RIGHT_TRAININGS: dict[str, tuple[Callable[[Model], nn.Module], dict[str, Any]]] = {
-    "ddp": (in_ddp, {}),
-    "ddp with micro-batches": (in_ddp, {"micro_batches": 2, "no_sync": True, "before_step": clipped}),
-    "ddp with checkpointing": (checkpointed, {}),
-    "ddp with tied weights": (tied, {}),
-    "ddp under autocast": (in_ddp, {"autocast": True, "loss_scale": 8.0}),
-    "fsdp1": (sharded, {}),
-    "fsdp1, flat": (partial(sharded, use_orig_params=False), {"micro_batches": 2}),
-    "fsdp2": (in_fsdp2, {"micro_batches": 2, "before_step": clipped}),
-    "fsdp2 in bfloat16": (in_bf16_fsdp2, {}),
-    "by hand": (lambda model: model, {"before_step": "averaged"}),
-    "tensor parallel": (in_tensor_parallel, {"shares": False}),
-}
-
-
 def averaged(model: nn.Module, *, forgotten: str = "", only: int | None = None) -> None:
     """Average gradients over ranks, as trainings do by hand."""
     for name, parameter in model.named_parameters():
@@ -79,9 +64,23 @@ def averaged(model: nn.Module, *, forgotten: str = "", only: int | None = None) 
         parameter.grad /= distributed.get_world_size()
 
 
+RIGHT_TRAININGS: dict[str, tuple[Callable[[Model], nn.Module], dict[str, Any]]] = {
+    "ddp": (in_ddp, {}),
+    "ddp with micro-batches": (in_ddp, {"micro_batches": 2, "no_sync": True, "before_step": clipped}),
+    "ddp with checkpointing": (checkpointed, {}),
+    "ddp with tied weights": (tied, {}),
+    "ddp under autocast": (in_ddp, {"autocast": True, "loss_scale": 8.0}),
+    "fsdp1": (sharded, {}),
+    "fsdp1, flat": (partial(sharded, use_orig_params=False), {"micro_batches": 2}),
+    "fsdp2": (in_fsdp2, {"micro_batches": 2, "before_step": clipped}),
+    "fsdp2 in bfloat16": (in_bf16_fsdp2, {}),
+    "by hand": (lambda model: model, {"before_step": averaged}),
+    "tensor parallel": (in_tensor_parallel, {"shares": False}),
+}
+
+
 def train_several(directory: str) -> None:
-    for name, (prepare, about) in RIGHT_TRAININGS.items():
-        settings = {**about, **({"before_step": averaged} if about.get("before_step") == "averaged" else {})}
+    for name, (prepare, settings) in RIGHT_TRAININGS.items():
         train(f"{directory}/{name}", prepare, observe=OBSERVED, **settings)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import NamedTuple
 
 from traindiff.analyse.findings import Finding, more_text
@@ -11,7 +12,6 @@ from traindiff.analyse.merge.witnessed import Vector, Witnessed, rms, witnessed
 from traindiff.analyse.rules.rule import Limit, Rule
 from traindiff.analyse.rules.witness_causes import Before, Cause, cause_of, on_ranks
 from traindiff.core.observation import WITNESS
-from traindiff.core.shards import OPEN
 from traindiff.core.witness import EXPECTED
 
 _SAME_FACTOR = 1e-2
@@ -102,10 +102,7 @@ class GradientsFollow(Rule):
             if key.phase != "grad":
                 continue
             if key == SiteKey("grad", "", key.path, "grad") and not entry.unobserved:
-                size = 1
-                for length in entry.shape:
-                    size *= 1 if length == OPEN else length
-                self._sizes[key.path] = size
+                self._sizes[key.path] = prod(entry.shape)
             elif key.stage == WITNESS and key.slot == EXPECTED and entry.unobserved:
                 self._reasons.setdefault(key.path, entry.unobserved)
 

@@ -81,10 +81,15 @@ def _further(groups: Sequence[Group]) -> Iterator[str]:
     if not groups:
         return
     shown = "" if len(groups) <= MOST else f", the first {MOST}"
+    yield from _folded(f"Further findings: {len(groups)}{shown}", _table(groups[:MOST]))
+
+
+def _folded(summary: str, lines: Iterable[str]) -> Iterator[str]:
+    """Lines that the reader unfolds."""
     yield ""
-    yield f"<details><summary>Further findings: {len(groups)}{shown}</summary>"
+    yield f"<details><summary>{summary}</summary>"
     yield ""
-    yield from _table(groups[:MOST])
+    yield from lines
     yield ""
     yield "</details>"
 
@@ -116,14 +121,12 @@ def _of_products(products: ProductTable) -> Iterator[str]:
     if not rows:
         return
     shown = "" if len(rows) <= MOST else f", the {MOST} that are furthest from what their formats allow"
-    yield ""
-    yield f"<details><summary>Matrix products and convolutions, by operator and line: {len(rows)}{shown}</summary>"
-    yield ""
-    yield f"| {' | '.join(PRODUCT_COLUMNS)} |"
-    yield "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- |"
-    yield from (f"| {' | '.join(map(escaped, row.cells))} |" for row in rows[:MOST])
-    yield ""
-    yield "</details>"
+    table = (
+        f"| {' | '.join(PRODUCT_COLUMNS)} |",
+        "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- |",
+        *(f"| {' | '.join(map(escaped, row.cells))} |" for row in rows[:MOST]),
+    )
+    yield from _folded(f"Matrix products and convolutions, by operator and line: {len(rows)}{shown}", table)
 
 
 def _code_in_cell(text: str) -> str:

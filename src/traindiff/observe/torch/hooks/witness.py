@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -229,9 +229,10 @@ class _Witness:
 
     def _note_left(self, parameter: Tensor, pieces: Iterable[Piece]) -> None:
         """Note the gradient as the backward pass leaves it."""
-        gradient = parameter.grad
-        for piece in pieces if gradient is not None else ():
-            if (expected := self._expected.get(piece.path)) is not None and gradient is not None:
+        if (gradient := parameter.grad) is None:
+            return
+        for piece in pieces:
+            if (expected := self._expected.get(piece.path)) is not None:
                 expected.left[id(parameter)] = gradient, version_of(gradient)
 
     def _drop_cleared(self) -> None:
@@ -260,27 +261,24 @@ class _Witness:
             self._evaluation = evaluation
             self._read.clear()
         fresh = [
-            (parameter, pieces)
+            (parameter, pieces, gradient)
             for parameter, pieces in held
-            if (tap.name, id(parameter)) not in self._read and tap.gradient_of(parameter) is not None
+            if (tap.name, id(parameter)) not in self._read and (gradient := tap.gradient_of(parameter)) is not None
         ]
         if not fresh:
             return
-        self._read.update((tap.name, id(parameter)) for parameter, _ in fresh)
-        read = self._read_with(tap, fresh)
+        self._read.update((tap.name, id(parameter)) for parameter, _, _ in fresh)
+        read = self._read_with(tap, {piece.path for _, pieces, _ in fresh for piece in pieces})
         with self._sink.together():
             for path in read:
                 self._emit_expected(tap, path)
-            for parameter, pieces in fresh:
-                gradient = tap.gradient_of(parameter)
-                if gradient is not None:
-                    self._emit_given(tap, parameter, gradient, pieces, scaled=scaled)
+            for parameter, pieces, gradient in fresh:
+                self._emit_given(tap, parameter, gradient, pieces, scaled=scaled)
         for path in read:
             self._expected[path].is_read = True
 
-    def _read_with(self, tap: OptimizerTap, held: Sequence[tuple[Tensor, Sequence[Piece]]]) -> list[str]:
+    def _read_with(self, tap: OptimizerTap, own: Collection[str]) -> list[str]:
         """The parameters whose gradients an optimizer reads, on this rank or on another one, and which are expected."""
-        own = {piece.path for _, pieces in held for piece in pieces}
         others = {
             piece.path
             for other in self._context.optimizers.values()

@@ -168,7 +168,7 @@ class Layers:
         """Uses in a call of a normalization."""
         x = given[0]
         weight, bias = (self.held(path, module, name, x, output) for name in ("weight", "bias"))
-        if any(one is not None and one.local.shape != _shape_of(module, one) for one in (weight, bias)):
+        if any(one is not None and one.local.shape != _shape_of(module) for one in (weight, bias)):
             raise NotWitnessedError("ranks divide a normalization")
         axis = None if isinstance(module, (nn.LayerNorm, RMSNorm)) else 1 if is_batched(module, x) else 0
         if weight is not None:
@@ -221,18 +221,18 @@ class Layers:
     def _own_sums(self, held: Held, found: Callable[[Tensor], Products], output: Tensor) -> Use:
         """A use whose sum over rows is in the dtype of the parameter."""
         own = max(roundoff(held.local), roundoff(output))  # autocast converts parameters, too
-        exact = FLOAT32 if own >= FLOAT32 else own
         return Use(
-            path=held.path, leaf=held.leaf, products=found, result=own, operand=0.0, sums=max(own, exact),
+            path=held.path, leaf=held.leaf, products=found, result=own, operand=0.0, sums=own,
             width=sum(held.extent.shape), smallest=smallest(held.local), size=held.local.numel(), is_own=held.divided,
         )  # fmt: skip
 
 
-def _shape_of(module: Any, held: Held) -> tuple[int, ...]:
+def _shape_of(module: Any) -> tuple[int, ...]:
+    """Shape of the weight of a normalization."""
     found = getattr(module, "normalized_shape", None)
     if found is not None:
         return tuple(found)
-    return (getattr(module, "num_features", None) or module.num_channels,) if held.extent else ()
+    return (getattr(module, "num_features", None) or module.num_channels,)
 
 
 def _given_second(function: Callable[[Tensor, Tensor], Products], signs: Tensor, gradient: Tensor) -> Products:
