@@ -46,6 +46,12 @@ EXTENTS: tuple[Kernel, ...] = (
 )
 """Kernels that give an extent when they are called, by `reads(tensor)` and `extent(tensor)`."""
 
+PROJECTIONS: tuple[Kernel, ...] = (
+    Kernel(module="traindiff.core.kernels.cpu.projection", device_types=frozenset({"cpu"}), needs="llvmlite"),
+)
+"""Kernels that multiply matrices by signs when they are called: `reads(matrix)`, `projected(matrix, signs)`, `summed(left,
+right)`."""
+
 PUT_OFF: tuple[Kernel, ...] = (
     Kernel(module="traindiff.core.kernels.gpu.rows", device_types=frozenset({"cuda"}), needs="triton"),
 )

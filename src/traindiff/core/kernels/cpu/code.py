@@ -26,6 +26,11 @@ def host() -> str:
     return name
 
 
+def has_feature(name: str) -> bool:
+    """True if the processor has these instructions, as LLVM calls them."""
+    return bool(llvm.get_host_cpu_features().get(name, False))
+
+
 def machine_code(name: str, build: Callable[[], ir.Module]) -> Callable[..., Any]:
     """Build a module, once per process and name; takes 0.1 to 0.2 s.
 
@@ -144,14 +149,20 @@ class Code:
 
     def load_first(self, pointer: Value, kind: ir.VectorType, count: Value) -> Value:
         """Read the first `count` lanes; the others are zero and their memory is not touched."""
-        lanes = self.constants(I32, range(LANES))
-        mask = lanes < self.spread(count.narrowed(I32))
-        suffix = f"v{LANES}{_short(kind.element)}"
-        signature = ir.FunctionType(kind, [POINTER, I32, vector(I1), kind])
+        lanes = self.constants(I32, range(kind.count))
+        mask = lanes < self.spread(count.narrowed(I32), kind.count)
+        suffix = f"v{kind.count}{_short(kind.element)}"
+        signature = ir.FunctionType(kind, [POINTER, I32, ir.VectorType(I1, kind.count), kind])
         masked_load = self._declared(f"llvm.masked.load.{suffix}.p0", signature)
         align = ir.Constant(I32, _bytes(kind.element))
-        nothing = ir.Constant(kind, [ir.Constant(kind.element, 0)] * LANES)
+        nothing = ir.Constant(kind, [ir.Constant(kind.element, 0)] * kind.count)
         return Value(self, self.builder.call(masked_load, [pointer.ir, align, mask.ir, nothing]))
+
+    def prefetch(self, pointer: Value) -> None:
+        """Bring memory that will be read soon into the second-level cache; the address need not exist."""
+        function = self._declared("llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [POINTER, I32, I32, I32]))
+        for_reading, second_level, data = (ir.Constant(I32, number) for number in (0, 2, 1))
+        self.builder.call(function, [pointer.ir, for_reading, second_level, data])
 
     def intrinsic(self, name: str, value: Value) -> Value:
         """Result of the LLVM intrinsic `name`, which maps a type to itself."""

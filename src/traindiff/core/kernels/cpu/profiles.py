@@ -100,7 +100,7 @@ def _segment(code: Code, dtype: FloatDtype, x: Value, length: Value) -> tuple[Va
         size = magnitude(value)
         size = (size < float("inf")).choose(size, 0.0)
         long = size.widened(F64)
-        squares.value = squares.value.plus_square(long, exact=dtype.bits < 64)
+        squares.value = squares.value.plus_product(long, long, exact=dtype.bits < 64)
         largest.value = size.larger(largest.value)
 
     kind = vector(dtype.stored)

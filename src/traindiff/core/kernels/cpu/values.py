@@ -133,7 +133,7 @@ class Value:
         return (self > other).choose(self, other)
 
     def _cast(self, element: ir.Type, how: str) -> Value:
-        kind = vector(element) if isinstance(self.type, ir.VectorType) else element
+        kind = ir.VectorType(element, self.type.count) if isinstance(self.type, ir.VectorType) else element
         return self if kind == self.type else Value(self.code, getattr(self.code.builder, how)(self.ir, kind))
 
     def widened(self, element: ir.Type) -> Value:
@@ -153,11 +153,11 @@ class Value:
         pairs = Value(self.code, self.code.builder.bitcast(self.ir, ir.VectorType(I64, LANES // 2)))
         return pairs & 0xFFFFFFFF, pairs >> 32
 
-    def plus_square(self, other: Value, *, exact: bool) -> Value:
-        """`self + other * other`; where the square is `exact`, fused or not is the same."""
+    def plus_product(self, left: Value, right: Value, *, exact: bool) -> Value:
+        """`self + left * right`; where the product is `exact`, fused or not is the same."""
         flags = ("contract",) if exact else ()
-        square = self.code.builder.fmul(other.ir, other.ir, flags=flags)
-        return Value(self.code, self.code.builder.fadd(self.ir, square, flags=flags))
+        product = self.code.builder.fmul(left.ir, right.ir, flags=flags)
+        return Value(self.code, self.code.builder.fadd(self.ir, product, flags=flags))
 
     def to_float(self, *, signed: bool) -> Value:
         """Integers as float64, rounded to nearest."""
