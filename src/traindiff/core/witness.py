@@ -51,23 +51,37 @@ SIZE = 8
 
 __all__ = [
     "CONVERTED", "EDITED", "EXPECTED", "GIVEN", "GROWTH", "PROBES", "ROUNDED", "SIZE", "TERMS", "elements",
-    "signs",
+    "signs", "signs_of",
 ]  # fmt: skip
 
 
-def signs(path: str, side: str, first: int, count: int) -> NDArray[np.int8]:
-    """Random signs of some rows, or columns, of a parameter. They depend on nothing else, so all ranks have the same.
+def signs_of(path: str, side: str) -> str:
+    """The name of the signs of a parameter, given by its canonical path.
+
+    Axis 0 of a parameter has its rows; columns are all other axes, flattened. Rows have the signs of the module, so that
+    a bias has those of its weight. Columns have the signs of the module around it, so that layers which are given the
+    same input, such as those of queries, keys and values, have the same. Then they are multiplied once.
 
     Args:
-        path: Canonical path of the parameter.
-        side: `rows` or `columns`. Axis 0 of the parameter has its rows; columns are all other axes, flattened.
+        path: Canonical path.
+        side: `rows` or `columns`.
+    """
+    module = path.rpartition(".")[0]
+    return f"rows {module}" if side == "rows" else f"columns {module.rpartition('.')[0]}"
+
+
+def signs(name: str, first: int, count: int) -> NDArray[np.int8]:
+    """Random signs of some rows, or columns. They depend on nothing else, so all ranks have the same.
+
+    Args:
+        name: As `signs_of` gives it.
         first: First row or column, from 0.
         count: Number of rows or columns.
 
     Returns:
         1 and -1, shape (count, PROBES).
     """
-    seed = np.uint64(crc32(f"{side} {path}".encode())) << np.uint64(32)
+    seed = np.uint64(crc32(name.encode())) << np.uint64(32)
     index: NDArray[Any] = np.arange(first, first + count, dtype=np.uint64)[:, None] * np.uint64(PROBES)
     index = index + np.arange(PROBES, dtype=np.uint64)
     words, place = np.unique(index // np.uint64(BLOCK), return_inverse=True)

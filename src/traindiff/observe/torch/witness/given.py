@@ -7,15 +7,13 @@ from math import prod
 import torch
 from torch import Tensor
 
+from traindiff.core.kernels.projection import projected, summed
 from traindiff.core.shards import Piece, Region, Shard
 from traindiff.core.witness import EDITED, PROBES, SIZE
 from traindiff.observe.torch.hooks.context import elements
 from traindiff.observe.torch.hooks.nested import as_dense
 from traindiff.observe.torch.sharding.layout import Layout, kept_here
 from traindiff.observe.torch.witness.probes import Extent, Probes
-
-_AT_ONCE = 1 << 24
-"""Elements of a gradient in a short dtype that are converted to float32 at once."""
 
 
 def given_vector(
@@ -67,7 +65,7 @@ def _of_region(probes: Probes, path: str, local: Tensor, region: Region) -> tupl
     if extent is None:
         return None
     flat = local.reshape(extent.shape)
-    total = probed(flat, probes.rows(path, extent, local), probes.columns(path, extent, local))
+    total = probed(flat, probes.row_factors(path, extent, local), probes.columns(path, extent, local))
     columns = prod(region.shape[1:])
     first = extent.rows[0][0] * columns + extent.columns[0][0]
     return total, first + (region.term or 0) * prod(region.shape)
@@ -83,7 +81,7 @@ def _of_range(probes: Probes, path: str, local: Tensor, shard: Shard) -> tuple[T
         filled[first - top * columns :][:size] = local.reshape(-1)
         local = filled
     extent = Extent(((top, end - top),), ((0, columns),))
-    rows, signs = probes.rows(path, extent, local), probes.columns(path, extent, local)
+    rows, signs = probes.row_factors(path, extent, local), probes.columns(path, extent, local)
     return probed(local.reshape(end - top, columns), rows, signs), first
 
 
@@ -92,15 +90,10 @@ def probed(gradient: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 
     Args:
         gradient: G, of any floating dtype, with two axes.
-        rows: a, shape (rows, PROBES).
-        columns: b, shape (columns, PROBES).
+        rows: a, float64, shape (rows, PROBES).
+        columns: b, shape (PROBES, columns); see `projected`.
 
     Returns:
         float64, shape (PROBES,).
     """
-    at_once = max(1, _AT_ONCE // max(1, gradient.shape[1]))
-    total = torch.zeros(PROBES, dtype=torch.float64, device=gradient.device)
-    for first in range(0, gradient.shape[0], at_once):
-        part = gradient[first : first + at_once].to(columns.dtype)
-        total += ((part @ columns).double() * rows[first : first + at_once].double()).sum(0)
-    return total
+    return summed(projected(gradient, columns), rows)[:PROBES]

@@ -6,18 +6,20 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, distributed, nn
 
 from traindiff.core.shards import Region
 from traindiff.core.site import canonical_path
+from traindiff.core.torch_compat.execution import version_of
 from traindiff.core.torch_compat.training import AnyBatchNorm, AnyInstanceNorm
+from traindiff.core.witness import PROBES
 from traindiff.observe.torch.session.targets import Targets
 from traindiff.observe.torch.sharding.distributed_tensor import is_distributed, region_of
 from traindiff.observe.torch.witness import products as of
 from traindiff.observe.torch.witness.errors import NotWitnessedError
-from traindiff.observe.torch.witness.given import probed
 from traindiff.observe.torch.witness.normalized import Normalized, RMSNorm, is_batched
 from traindiff.observe.torch.witness.probes import Extent, Probes
 from traindiff.observe.torch.witness.products import Products
@@ -36,6 +38,7 @@ class Layers:
     targets: Targets
     probes: Probes
     _flat: dict[str, Tensor] = field(init=False)
+    _latest: tuple[ReferenceType[Tensor], int, Tensor, Tensor] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._flat = {member.path: one.tensor for one in self.targets.layout.flat for member in one.members}
@@ -108,9 +111,9 @@ class Layers:
         if weight is not None:
             x = _local(given)
             b = self.probes.columns(weight.path, weight.extent, x)
-            if x.shape[-1] != b.shape[0]:
+            if x.shape[-1] != b.shape[1]:
                 raise NotWitnessedError("its layer was given another part of its input than the weight is of")
-            p = of.projected(x, b)
+            p = self._products(given, x, b)
             yield self._use(weight, partial(self._rows, weight, p), given, output, width=sum(weight.extent.shape))
         if bias is not None:
             yield self._use(bias, partial(self._sums, bias), output, output, width=bias.extent.shape[0])
@@ -144,7 +147,7 @@ class Layers:
             return
         if weight.divided:
             raise NotWitnessedError("ranks divide an embedding")
-        rows = self.probes.rows(weight.path, weight.extent, weight.local)
+        rows = self.probes.row_factors(weight.path, weight.extent, weight.local)
         found = of.embedding(module, given[0], rows)
         columns = self.probes.columns(weight.path, weight.extent, weight.local)
         yield self._own_sums(weight, partial(_given_second, found, columns), output)
@@ -159,7 +162,7 @@ class Layers:
         if module.mode == "max":
             raise NotWitnessedError("an EmbeddingBag with mode max is not linear in it")
         tokens, offsets, weights = (*given, None, None)[:3]
-        rows = self.probes.rows(weight.path, weight.extent, weight.local)
+        rows = self.probes.row_factors(weight.path, weight.extent, weight.local)
         found = of.embedding_bag(module, tokens, offsets, weights, rows)
         columns = self.probes.columns(weight.path, weight.extent, weight.local)
         yield self._own_sums(weight, partial(_given_second, found, columns), output)
@@ -181,28 +184,41 @@ class Layers:
     def _rows(self, weight: Held, p: Tensor, gradient: Tensor) -> Products:
         g = _local(gradient)
         a = self.probes.rows(weight.path, weight.extent, g)
-        if g.shape[-1] != a.shape[0] or g[..., 0].numel() != p.shape[0]:
+        if g.shape[-1] != a.shape[1] or g[..., 0].numel() != p.shape[0]:
             raise NotWitnessedError("the gradient of its layer's output is another part than the weight is of")
-        return of.of_rows(of.projected(g, a), p)
+        return of.of_rows(self._products(gradient, g, a), p)
 
     def _sums(self, bias: Held, gradient: Tensor, *, channels: int = -1) -> Products:
-        g = _local(gradient).movedim(channels, -1)
+        g = _local(gradient)
         a = self.probes.rows(bias.path, bias.extent, g)
-        if g.shape[-1] != a.shape[0]:
+        if g.shape[channels] != a.shape[1]:
             raise NotWitnessedError("the gradient of its layer's output is another part than the bias is of")
-        return of.of_sums(g, a * self.probes.columns(bias.path, bias.extent, g))
+        q = self._products(gradient, g, a) if channels == -1 else of.of_tensor(g.movedim(channels, -1), a)
+        return of.of_rows(q, self.probes.column_factors(bias.path, bias.extent, g))
 
     def _scaled(self, held: Held, axis: int | None, normalized: Normalized | None, gradient: Tensor) -> Products:
         g = _local(gradient)
         x = None if normalized is None else normalized()
         if x is not None and x.shape != g.shape:
             raise NotWitnessedError("the gradient of its layer's output is another part than its input is of")
-        total, squares, rows = of.scaled(x, g, held.local, axis=axis)
-        a = self.probes.rows(held.path, held.extent, g)
-        b = self.probes.columns(held.path, held.extent, g)
-        return Products(
-            sums=probed(total.reshape(held.extent.shape), a.double(), b.double()), squares=squares, rows=rows
-        )
+        terms = of.scaled(x, g, held.local.dim(), axis=axis)
+        q = of.of_tensor(terms, self.probes.elements(held.path, held.extent, terms))
+        return of.of_rows(q, q.new_ones(1, PROBES))
+
+    def _products(self, tensor: Tensor, local: Tensor, signs: Tensor) -> Tensor:
+        """Rows of a tensor times signs; several layers may be given one tensor, and a bias has its weight's gradient.
+
+        Args:
+            tensor: The tensor that layers were given, or returned.
+            local: Its local elements.
+            signs: From `probes`.
+        """
+        latest, version = self._latest, version_of(tensor)
+        if latest is not None and latest[0]() is tensor and latest[1] == version and latest[2] is signs:
+            return latest[3]
+        found = of.of_tensor(local, signs)
+        self._latest = ref(tensor), version, signs, found
+        return found
 
     def _use(
         self, held: Held, found: Callable[[Tensor], Products], given: Tensor, output: Tensor, *, width: int,

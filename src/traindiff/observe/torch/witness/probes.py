@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from traindiff.core.shards import Ranges, Region
-from traindiff.core.witness import signs
+from traindiff.core.witness import signs, signs_of
 
 
 class Extent(NamedTuple):
@@ -42,22 +43,44 @@ class Probes:
     """Makes each tensor of signs once."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[str, str, Ranges, torch.device, torch.dtype], Tensor] = {}
+        self._made: dict[tuple[str, Ranges, torch.device, torch.dtype], Tensor] = {}
 
     def rows(self, path: str, extent: Extent, like: Tensor) -> Tensor:
-        """Signs of the rows, on the device of a tensor; float32, or float64 for float64; shape (rows, PROBES)."""
-        return self._signs(path, "rows", extent.rows, like)
+        """Signs of the rows, on the device of a tensor; float32, or float64 for float64; shape (PROBES, rows)."""
+        return self._signs(signs_of(path, "rows"), extent.rows, like)
 
     def columns(self, path: str, extent: Extent, like: Tensor) -> Tensor:
-        """The same for the columns; shape (columns, PROBES)."""
-        return self._signs(path, "columns", extent.columns, like)
+        """The same for the columns; shape (PROBES, columns)."""
+        return self._signs(signs_of(path, "columns"), extent.columns, like)
 
-    def _signs(self, path: str, side: str, ranges: Ranges, like: Tensor) -> Tensor:
+    def row_factors(self, path: str, extent: Extent, like: Tensor) -> Tensor:
+        """Signs of the rows as factors of products; float64, shape (rows, PROBES)."""
+        return self._factors(signs_of(path, "rows"), extent.rows, like)
+
+    def column_factors(self, path: str, extent: Extent, like: Tensor) -> Tensor:
+        """The same for the columns; shape (columns, PROBES)."""
+        return self._factors(signs_of(path, "columns"), extent.columns, like)
+
+    def elements(self, path: str, extent: Extent, like: Tensor) -> Tensor:
+        """The same for the elements, in row-major order: products of both; shape (PROBES, rows * columns)."""
+        rows, columns = self.rows(path, extent, like), self.columns(path, extent, like)
+        return (rows[:, :, None] * columns[:, None, :]).flatten(1)
+
+    def _signs(self, name: str, ranges: Ranges, like: Tensor) -> Tensor:
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        key = (path, side, ranges, like.device, dtype)
+        key = (name, ranges, like.device, dtype)
         found = self._made.get(key)
         if found is None:
-            held = np.concatenate([signs(path, side, first, length) for first, length in ranges])
-            # Probe after probe in memory: products with so few columns are several times as fast then.
-            found = self._made[key] = torch.from_numpy(held.T.copy()).to(like.device, dtype).T
+            found = self._made[key] = torch.from_numpy(_drawn(name, ranges).T.copy()).to(like.device, dtype)
         return found
+
+    def _factors(self, name: str, ranges: Ranges, like: Tensor) -> Tensor:
+        key = (f"factors {name}", ranges, like.device, torch.float64)
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = torch.from_numpy(_drawn(name, ranges)).to(like.device, torch.float64)
+        return found
+
+
+def _drawn(name: str, ranges: Ranges) -> NDArray[np.int8]:
+    return np.concatenate([signs(name, first, length) for first, length in ranges])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from traindiff.core.kernels.projection import projected, summed
 from traindiff.core.witness import PROBES
 
 
@@ -22,38 +23,24 @@ class Products:
     """What one call of a layer contributes to `aᵀ (dL/dW) b`.
 
     Attributes:
-        sums: For each probe, float64, shape (PROBES,).
-        squares: The sum over rows of the mean square of their terms over the probes, float64, without axes.
+        totals: For each probe the sum of its terms over rows, then the sum of the squares of all terms; float64, shape
+            (PROBES + 1,).
         rows: Number of terms that are added up to each element of the gradient.
     """
 
-    sums: Tensor
-    squares: Tensor
+    totals: Tensor
     rows: int | Tensor
 
 
 def of_rows(left: Tensor, right: Tensor, *, rows: int | Tensor | None = None) -> Products:
-    """Terms `(g·a)(x·b)`, given by their two factors."""
-    terms = left.reshape(-1, PROBES).double() * right.reshape(-1, PROBES).double()
-    return Products(
-        sums=terms.sum(0),
-        squares=terms.square().sum() / PROBES,
-        rows=terms.shape[0] if rows is None else rows,
-    )
+    """Terms `(g·a)(x·b)`, given by their two factors; a single row on the right counts for all rows."""
+    left, right = (one.reshape(-1, PROBES).double().contiguous() for one in (left, right))
+    return Products(totals=summed(left, right), rows=left.shape[0] if rows is None else rows)
 
 
-def of_sums(gradient: Tensor, signs: Tensor) -> Products:
-    """The gradient of a bias: the sum over rows of the gradient of the output."""
-    terms = projected(gradient, signs).double()
-    return Products(sums=terms.sum(0), squares=terms.square().sum() / PROBES, rows=terms.shape[0])
-
-
-def projected(given: Tensor, signs: Tensor) -> Tensor:
-    """Each row times each probe, in float32 at least; shape (R, K)."""
-    flat = given.detach().reshape(-1, given.shape[-1])
-    return flat.to(torch.promote_types(flat.dtype, torch.float32)) @ signs.to(
-        torch.promote_types(flat.dtype, torch.float32)
-    )
+def of_tensor(given: Tensor, signs: Tensor) -> Tensor:
+    """Each row of a tensor, along its last axis, times each probe; float64, shape (R, K)."""
+    return projected(given.detach().reshape(-1, given.shape[-1]), signs)
 
 
 def convolution(
@@ -64,24 +51,24 @@ def convolution(
     Args:
         given: The input, with or without a batch axis.
         module: Has stride, padding, dilation and groups.
-        b: Signs of the columns of the weight; shape (columns, K).
+        b: Signs of the columns of the weight; shape (K, columns).
         padding: Pads the input as the module does, so that the convolution does not.
 
     Returns:
-        A function of the gradient of the output and the signs of the weight's rows, shape (O, K).
+        A function of the gradient of the output and the signs of the weight's rows, shape (K, O).
     """
     groups, kernel = module.groups, module.kernel_size
     dims = len(kernel)
     batched = given.dim() == dims + 2
     x = padding(_as_float(given if batched else given[None]))
-    weight = b.T.reshape(PROBES, -1, *kernel).repeat(groups, *(1 for _ in range(dims + 1)))
+    weight = b.reshape(PROBES, -1, *kernel).repeat(groups, *(1 for _ in range(dims + 1)))
     projected_input = _CONVOLUTIONS[dims](
         x, weight.to(x.dtype), None, module.stride, 0, module.dilation, groups
     ).unflatten(1, (groups, PROBES))
 
     def products(gradient: Tensor, signs: Tensor) -> Products:
         g = _as_float(gradient if batched else gradient[None]).unflatten(1, (groups, -1)).flatten(3)
-        q = torch.einsum("ngop,gok->ngpk", g, signs.to(g.dtype).unflatten(0, (groups, -1)))
+        q = torch.einsum("ngop,kgo->ngpk", g, signs.to(g.dtype).unflatten(1, (groups, -1)))
         return of_rows(q, projected_input.flatten(3).transpose(2, 3), rows=g.shape[0] * g.shape[3])
 
     return products
@@ -104,12 +91,12 @@ def transposed_convolution(given: Tensor, module: Any, signs: Tensor) -> Callabl
     x = _as_float(given if batched else given[None])
     places = x.shape[2:]
     p = torch.einsum(
-        "ngip,gik->ngpk", x.unflatten(1, (groups, -1)).flatten(3), signs.to(x.dtype).unflatten(0, (groups, -1))
+        "ngip,kgi->ngpk", x.unflatten(1, (groups, -1)).flatten(3), signs.to(x.dtype).unflatten(1, (groups, -1))
     )
 
     def products(gradient: Tensor, columns: Tensor) -> Products:
         g = _as_float(gradient if batched else gradient[None])
-        weight = columns.T.reshape(PROBES, -1, *kernel).repeat(groups, *(1 for _ in range(dims + 1)))
+        weight = columns.reshape(PROBES, -1, *kernel).repeat(groups, *(1 for _ in range(dims + 1)))
         found = _CONVOLUTIONS[dims](g, weight.to(g.dtype), None, module.stride, module.padding, module.dilation, groups)
         for dim, length in enumerate(places, 2):
             found = found.narrow(dim, 0, length)  # output_padding may give one position more
@@ -142,9 +129,9 @@ def padded(module: Any) -> Callable[[Tensor], Tensor]:
 
 
 def embedding(module: nn.Embedding, tokens: Tensor, signs: Tensor) -> Callable[[Tensor, Tensor], Products]:
-    """For an embedding: the signs of the tokens' rows, times the gradient's product with those of the columns."""
+    """For an embedding: the signs of the tokens' rows, of shape (V, K), times the gradient's product with the columns'."""
     flat = tokens.detach().reshape(-1)
-    p = signs[flat].double()
+    p = signs[flat]
     if module.padding_idx is not None:
         p = p * (flat != module.padding_idx)[:, None]
     counts = torch.zeros(module.num_embeddings, dtype=torch.float64, device=flat.device)
@@ -154,7 +141,7 @@ def embedding(module: nn.Embedding, tokens: Tensor, signs: Tensor) -> Callable[[
     most = counts.max()
 
     def products(gradient: Tensor, columns: Tensor) -> Products:
-        return of_rows(projected(gradient, columns), p, rows=most)
+        return of_rows(of_tensor(gradient, columns), p, rows=most)
 
     return products
 
@@ -175,7 +162,7 @@ def embedding_bag(
         marks = torch.zeros(flat.numel() + 1, dtype=torch.long, device=flat.device)
         marks.scatter_add_(0, starts, torch.ones_like(starts))
         bag = marks.cumsum(0)[:-1] - 1
-    p = signs[flat].double()
+    p = signs[flat]
     kept = torch.ones_like(flat, dtype=torch.float64)
     if module.padding_idx is not None:
         kept = kept * (flat != module.padding_idx)
@@ -192,33 +179,27 @@ def embedding_bag(
     most = counts.max()
 
     def products(gradient: Tensor, columns: Tensor) -> Products:
-        return of_rows(projected(gradient, columns), sums, rows=most)
+        return of_rows(of_tensor(gradient, columns), sums, rows=most)
 
     return products
 
 
-def scaled(
-    normalized: Tensor | None, gradient: Tensor, weight: Tensor, *, axis: int | None
-) -> tuple[Tensor, Tensor, int]:
-    """The gradient of a weight that scales a normalized tensor, element by element; or of a bias.
+def scaled(normalized: Tensor | None, gradient: Tensor, dims: int, *, axis: int | None) -> Tensor:
+    """The terms of the gradient of a weight that scales a normalized tensor, element by element; or of a bias.
 
     Args:
         normalized: The normalized tensor; None for a bias.
         gradient: Gradient of the output.
-        weight: Its shape is that of the result.
+        dims: Number of axes of the weight.
         axis: Axis of the tensor that the weight lies along; None for its last axes.
 
     Returns:
-        The gradient in float32 at least; the sum of the squares of its terms; the number of terms of each element.
+        Shape (rows, elements of the weight); in float32 at least, except for a bias.
     """
-    product = _as_float(gradient)
-    if normalized is not None:
-        product = product * normalized
-    along = [axis] if axis is not None else list(range(product.dim() - weight.dim(), product.dim()))
-    others = [dim for dim in range(product.dim()) if dim not in along]
-    total = product.sum(others) if others else product
-    squares = torch.linalg.vector_norm(product).double().square()
-    return total, squares, max(1, product.numel() // max(1, weight.numel()))
+    product = gradient.detach() if normalized is None else _as_float(gradient) * normalized
+    if axis is None:
+        return product.flatten(-dims).flatten(0, -2) if product.dim() > dims else product.reshape(1, -1)
+    return product.movedim(axis, -1).flatten(0, -2) if product.dim() > 1 else product[None]
 
 
 def _as_float(tensor: Tensor) -> Tensor:

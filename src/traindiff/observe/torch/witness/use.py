@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from traindiff.core.kernels.torch_arrays import dtype_name
 from traindiff.core.summary import UNIT_ROUNDOFF
+from traindiff.core.witness import PROBES
 from traindiff.observe.torch.witness.normalized import Normalized
 from traindiff.observe.torch.witness.probes import Extent
 from traindiff.observe.torch.witness.products import Products
@@ -77,13 +79,24 @@ class Use:
     def vector(self, gradient: Tensor) -> Tensor:
         """What it contributes, laid out as `traindiff.core.witness` says; the errors are squared."""
         found = self.products(gradient)
-        mean = found.sums.square().mean()
-        share = 1.0 if self.sums <= FLOAT32 else _SHORT
-        growth = self.sums**2 * share * found.rows
+        rows: Any = found.rows
+        numbers: Any
+        if found.totals.device.type == "cpu":  # where arithmetic in Python is faster
+            numbers, combined = found.totals.tolist(), _tensor
+            rows = int(rows)
+        else:
+            numbers, combined = found.totals.unbind(), torch.stack
+        *sums, squares = numbers
+        mean, squares = sum(one * one for one in sums) / PROBES, squares / PROBES
+        growth = self.sums**2 * (1.0 if self.sums <= FLOAT32 else _SHORT) * rows
         exact = UNIT_ROUNDOFF["float64"] if self.sums < FLOAT32 else FLOAT32
-        terms = (growth + exact**2 * self.width) * found.squares
+        terms = (growth + exact**2 * self.width) * squares
         rounded = self.result**2 * mean + self.smallest**2 * self.size
-        return torch.cat([found.sums, torch.stack([growth * mean, self.operand**2 * found.squares, rounded, terms])])
+        return combined([*sums, growth * mean, self.operand**2 * squares, rounded, terms])
+
+
+def _tensor(numbers: list[float]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
 def roundoff(tensor: Tensor) -> float:
