@@ -52,6 +52,9 @@ PROJECTIONS: tuple[Kernel, ...] = (
 """Kernels that multiply matrices by signs when they are called: `reads(matrix)`, `projected(matrix, signs)`, `summed(left,
 right)`."""
 
+WORDS = Kernel(module="traindiff.core.kernels.cpu.words", device_types=frozenset({"cpu"}), needs="llvmlite")
+"""The kernel that adds up 64-bit words in memory: `sums(address, rows)`."""
+
 PUT_OFF: tuple[Kernel, ...] = (
     Kernel(module="traindiff.core.kernels.gpu.rows", device_types=frozenset({"cuda"}), needs="triton"),
 )

@@ -67,6 +67,8 @@ class Events:
             checkpointing).
         on_gradients: Before something changes the gradients of an optimizer, or the optimizer reads them: with its tap,
             each tensor with the pieces of parameters in it, and whether the gradients contain the loss scale.
+        on_stepped: After an optimizer's step, right after the state and the elements of a parameter were read: with the
+            optimizer's tap, and the parameter.
         on_schedule: When a pipeline's schedule is about to run a batch, with it and with its stages on this rank.
     """
 
@@ -80,6 +82,7 @@ class Events:
     after_backward: Event = field(default_factory=Event)
     on_inner_backward: Event = field(default_factory=Event)
     on_gradients: Event = field(default_factory=Event)
+    on_stepped: Event = field(default_factory=Event)
     on_schedule: Event = field(default_factory=Event)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from traindiff.core.kernels.registry import WORDS
 from traindiff.core.shards import Piece
 
 _LANES = 64
@@ -34,12 +35,17 @@ def mark_of(tensor: Tensor) -> bytes | None:
     size, address = local.nbytes, local.data_ptr()
     if size <= _SHORT_BYTES:
         return ctypes.string_at(address, size) if size else b""
-    memory: Any = (ctypes.c_char * size).from_address(address)
-    words = np.frombuffer(memory, np.int64, size // 8)
-    table = words[: words.size // _LANES * _LANES].reshape(-1, _LANES)
-    rest = size - table.nbytes
-    sums: bytes = table.sum(0).tobytes()
-    return sums + ctypes.string_at(address + table.nbytes, rest)
+    rows, rest = divmod(size, 8 * _LANES)
+    return _column_sums(address, rows) + ctypes.string_at(address + size - rest, rest)
+
+
+def _column_sums(address: int, rows: int) -> bytes:
+    """Sums of 64-bit words in `_LANES` columns, by the CPU kernel if there is one."""
+    if (words := WORDS.load()) is not None:
+        found: bytes = words.sums(address, rows)
+        return found
+    memory: Any = (ctypes.c_int64 * (rows * _LANES)).from_address(address)
+    return np.frombuffer(memory, np.int64).reshape(rows, _LANES).sum(0).tobytes()
 
 
 class Marks:
@@ -48,9 +54,10 @@ class Marks:
     def __init__(self) -> None:
         self._held: list[tuple[ReferenceType[Tensor], Sequence[Piece], bytes]] = []
 
-    def take(self, parameters: Iterable[tuple[Tensor, Sequence[Piece]]]) -> None:
-        """Mark parameters, given with the pieces that they hold. This forgets all earlier marks."""
-        self._held = [(ref(one), pieces, mark) for one, pieces in parameters if (mark := mark_of(one)) is not None]
+    def take(self, parameter: Tensor, pieces: Sequence[Piece], mark: bytes | None = None) -> None:
+        """Mark a parameter, given with the pieces that it holds, and with its mark if that is known."""
+        if mark is not None or (mark := mark_of(parameter)) is not None:
+            self._held.append((ref(parameter), pieces, mark))
 
     def forget(self) -> None:
         """Forget all marks: a step is about to change the parameters."""
