@@ -18,12 +18,25 @@ from traindiff.core.torch_compat.training import AnyBatchNorm, AnyInstanceNorm
 from traindiff.core.witness import PROBES
 from traindiff.observe.torch.session.targets import Targets
 from traindiff.observe.torch.sharding.distributed_tensor import is_distributed, region_of
+from traindiff.observe.torch.sharding.layout import Layout
 from traindiff.observe.torch.witness import products as of
 from traindiff.observe.torch.witness.errors import NotWitnessedError
 from traindiff.observe.torch.witness.normalized import Normalized, RMSNorm, is_batched
 from traindiff.observe.torch.witness.probes import Extent, Probes
 from traindiff.observe.torch.witness.products import Products
 from traindiff.observe.torch.witness.use import FLOAT32, Held, Use, of_matrices, roundoff, smallest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """A parameter as it lies over ranks, found once; see `Held`."""
+
+    tensor: ReferenceType[Tensor]
+    layout: Layout
+    shape: torch.Size
+    path: str
+    extent: Extent
+    divided: bool
 
 
 @dataclass(slots=True)
@@ -38,6 +51,7 @@ class Layers:
     targets: Targets
     probes: Probes
     _flat: dict[str, Tensor] = field(init=False)
+    _places: dict[int, _Place] = field(init=False, default_factory=dict)
     _latest: tuple[ReferenceType[Tensor], int, Tensor, Tensor] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -77,29 +91,39 @@ class Layers:
         own = getattr(owner, name, None)
         if not isinstance(own, Tensor) or not own.requires_grad:
             return None
-        tensor: Tensor = own
-        found = self.targets.names.get(id(tensor)) or self.targets.first_name(
-            canonical_path(f"{path}.{name}".strip("."))
-        )
+        place = self._place_of(path, own, name)
+        if place is None:
+            return None
+        divided = place.divided or any(is_distributed(one) and _is_divided(one) for one in others)
+        tensor = _local(own) if is_distributed(own) else own
+        leaf = self._flat.get(place.path, own)
+        return Held(path=place.path, leaf=id(leaf), local=tensor.detach(), extent=place.extent, divided=divided)
+
+    def _place_of(self, path: str, own: Tensor, name: str) -> _Place | None:
+        """Which parameter it is, and which of its elements this rank has; None if it is not observed."""
+        layout = self.targets.layout
+        known = self._places.get(id(own))
+        if known is not None and known.layout is layout and known.tensor() is own and known.shape == own.shape:
+            return known
+        found = self.targets.names.get(id(own)) or self.targets.first_name(canonical_path(f"{path}.{name}".strip(".")))
         if found not in self.targets.paths or not self.targets.selects(found):
             return None
-        layout = self.targets.layout
-        whole = Region.whole(tuple(tensor.shape))
-        divided = any(is_distributed(one) and _is_divided(one) for one in others)
-        if is_distributed(tensor):
-            region: Region = region_of(tensor)
-            divided = divided or not region.is_whole
-            tensor = _local(tensor)
+        if is_distributed(own):
+            region: Region | None = region_of(own)
+            divided = region is not None and not region.is_whole
         else:
-            known = layout.region_of_parameter(tensor, path=found, phase="param")
-            region, divided = known or whole, divided or known is not None
-            if known is None and layout.data.alike > layout.data.parts:
+            region = layout.region_of_parameter(own, path=found, phase="param")
+            divided = region is not None
+            if region is None and layout.data.alike > layout.data.parts:
                 raise NotWitnessedError("ranks divide the model, and which part of the sum this rank has is not known")
+        region = region or Region.whole(tuple(own.shape))
         extent = Extent.of(region)
         if extent is None or region.term is not None:
             raise NotWitnessedError("ranks divide it along an axis behind the second")
-        leaf = self._flat.get(found, own)
-        return Held(path=found, leaf=id(leaf), local=tensor.detach(), extent=extent, divided=divided)
+        place = _Place(tensor=ref(own), layout=layout, shape=own.shape, path=found, extent=extent, divided=divided)
+        if id(own) in self.targets.names:  # a parameter, and not a view of a flat one that lives for one call
+            self._places[id(own)] = place
+        return place
 
     def linear(self, path: str, module: nn.Module, given: tuple[Any, ...], output: Tensor) -> Iterator[Use]:
         """Uses in a call of a linear layer."""

@@ -64,7 +64,11 @@ class Probes:
     def elements(self, path: str, extent: Extent, like: Tensor) -> Tensor:
         """The same for the elements, in row-major order: products of both; shape (PROBES, rows * columns)."""
         rows, columns = self.rows(path, extent, like), self.columns(path, extent, like)
-        return (rows[:, :, None] * columns[:, None, :]).flatten(1)
+        key = (f"elements {path}", (*extent.rows, *extent.columns), rows.device, rows.dtype)
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = (rows[:, :, None] * columns[:, None, :]).flatten(1)
+        return found
 
     def _signs(self, name: str, ranges: Ranges, like: Tensor) -> Tensor:
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from traindiff.core.kernels.torch_arrays import dtype_name
 from traindiff.core.summary import UNIT_ROUNDOFF
 from traindiff.core.witness import PROBES
 from traindiff.observe.torch.witness.normalized import Normalized
@@ -101,7 +101,12 @@ def _tensor(numbers: list[float]) -> Tensor:
 
 def roundoff(tensor: Tensor) -> float:
     """Unit roundoff of a tensor's dtype; 0 for whole numbers."""
-    return UNIT_ROUNDOFF.get(dtype_name(tensor), 0.0)
+    return _roundoff(tensor.dtype)
+
+
+@cache
+def _roundoff(dtype: torch.dtype) -> float:
+    return UNIT_ROUNDOFF.get(str(dtype).removeprefix("torch."), 0.0)
 
 
 def smallest(*tensors: Tensor) -> float:
