@@ -58,9 +58,9 @@ __all__ = [
 def signs_of(path: str, side: str) -> str:
     """The name of the signs of a parameter, given by its canonical path.
 
-    Axis 0 of a parameter has its rows; columns are all other axes, flattened. Rows have the signs of the module, so that
-    a bias has those of its weight. Columns have the signs of the module around it, so that layers which are given the
-    same input, such as those of queries, keys and values, have the same. Then they are multiplied once.
+    Axis 0 of a parameter has its rows; columns are all other axes, flattened. Rows have signs by the module, so that a
+    bias has those of its weight. Columns have signs by the module around it, so that layers of one module which are
+    given the same input, such as those of queries, keys and values, have the same: the input is multiplied once.
 
     Args:
         path: Canonical path.

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from traindiff.core.witness import PROBES
-
 if TYPE_CHECKING:
     from types import ModuleType
 

@@ -11,7 +11,7 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-from traindiff.core.kernels.cpu.values import I1, I32, I64, LANES, POINTER, Operand, Value, element_of, vector
+from traindiff.core.kernels.cpu.values import I1, I32, I64, LANES, POINTER, Operand, Value, element_of
 
 _engines: dict[str, Any] = {}
 """Owners of the code's memory by name of the module; they live as long as the process."""

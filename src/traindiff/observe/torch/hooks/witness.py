@@ -17,6 +17,7 @@ from traindiff.core.site import path_in_whole
 from traindiff.core.torch_compat.execution import inside_backward, keeps_saved_tensors_elsewhere, version_of
 from traindiff.core.torch_compat.training import ACCUMULATION_HOOKS, GRADIENT_HOOKS, has_communication_hook
 from traindiff.core.witness import EXPECTED, GIVEN, SIZE
+from traindiff.errors import UnsupportedTensorError
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.followed_modules import Following, HeldHooks, takes_hooks
 from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy
@@ -141,7 +142,7 @@ class _Witness:
     def _follow(self, path: str, module: nn.Module, output: Tensor, uses_of: Callable[[], Iterator[Use]]) -> None:
         try:
             found: list[Use] = list(uses_of())
-        except NotWitnessedError as error:
+        except (NotWitnessedError, UnsupportedTensorError) as error:
             for name, _ in module.named_parameters(recurse=False):
                 if own := self._path_of(path, module, name):
                     self._expect(own).reason = str(error)
@@ -177,7 +178,7 @@ class _Witness:
         expected = self._expect(use.path)
         try:
             expected.add(micro_step, use.vector(gradient), is_own=use.is_own)
-        except NotWitnessedError as error:
+        except (NotWitnessedError, UnsupportedTensorError) as error:
             expected.reason = str(error)
 
     def _expect(self, path: str) -> Expected:
