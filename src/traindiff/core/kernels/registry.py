@@ -49,8 +49,7 @@ EXTENTS: tuple[Kernel, ...] = (
 PROJECTIONS: tuple[Kernel, ...] = (
     Kernel(module="traindiff.core.kernels.cpu.projection", device_types=frozenset({"cpu"}), needs="llvmlite"),
 )
-"""Kernels that multiply matrices by signs when they are called: `reads(matrix)`, `projected(matrix, signs)`, `summed(left,
-right)`."""
+"""Kernels that multiply matrices by signs: `reads(matrix)`, `projected(matrix, signs)`, `summed(left, right)`."""
 
 WORDS = Kernel(module="traindiff.core.kernels.cpu.words", device_types=frozenset({"cpu"}), needs="llvmlite")
 """The kernel that adds up 64-bit words in memory: `sums(address, rows)`."""

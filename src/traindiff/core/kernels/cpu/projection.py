@@ -1,8 +1,9 @@
 """Products of matrices on the CPU with vectors of signs, in one pass at about the speed of memory.
 
-A product with a sign is exact, so only sums round. Columns are taken in blocks of BLOCK. In a block, lane l of LANES adds
-up, in float32, the columns l, l + LANES, ... from the block's first one on. Lanes are added up over blocks, and then to
-each other, in float64; elements of float64 are added up in float64 throughout. Every machine computes the same bits.
+A product with a sign is exact, so only sums round. Columns are taken in blocks of BLOCK. In a block, lane l of LANES
+adds up, in float32, the columns l, l + LANES, ... from the block's first one on. Lanes are added up over blocks, and
+then to each other, in float64; elements of float64 are added up in float64 throughout. Every machine computes the same
+bits.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def padded(module: Any) -> Callable[[Tensor], Tensor]:
 
 
 def embedding(module: nn.Embedding, tokens: Tensor, signs: Tensor) -> Callable[[Tensor, Tensor], Products]:
-    """For an embedding: the signs of the tokens' rows, shape (V, K), times the gradient's products with the columns'."""
+    """For an embedding: the signs of the tokens' rows, shape (V, K), times the gradient's product with the columns'."""
     flat = tokens.detach().reshape(-1)
     p = signs[flat]
     if module.padding_idx is not None:
