@@ -33,7 +33,7 @@ def reads(matrix: torch.Tensor) -> bool:
 def projected(matrix: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
     """See `traindiff.core.kernels.projection.projected`; without the interpreter lock."""
     rows, columns = matrix.shape
-    found = torch.empty((rows, PROBES), dtype=torch.float64)
+    found = torch.empty((rows, PROBES), dtype=torch.float64, device="cpu")
     project = _functions(NAMES[matrix.dtype])[0]
     project(address(matrix), rows, matrix.stride(0), columns, address(signs), found.data_ptr())
     return found
@@ -41,7 +41,7 @@ def projected(matrix: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
 
 def summed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """See `traindiff.core.kernels.projection.summed`."""
-    found = torch.empty(PROBES + 1, dtype=torch.float64)
+    found = torch.empty(PROBES + 1, dtype=torch.float64, device="cpu")
     step = PROBES if right.shape[0] == left.shape[0] else 0
     _functions("float64")[1](address(left), address(right), left.shape[0], step, found.data_ptr())
     return found

@@ -45,7 +45,8 @@ def _column_sums(address: int, rows: int) -> bytes:
         found: bytes = words.sums(address, rows)
         return found
     memory: Any = (ctypes.c_int64 * (rows * _LANES)).from_address(address)
-    return np.frombuffer(memory, np.int64).reshape(rows, _LANES).sum(0).tobytes()
+    sums: bytes = np.frombuffer(memory, np.int64).reshape(rows, _LANES).sum(0).tobytes()
+    return sums
 
 
 class Marks:

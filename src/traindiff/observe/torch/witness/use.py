@@ -81,6 +81,7 @@ class Use:
         found = self.products(gradient)
         rows: Any = found.rows
         numbers: Any
+        combined: Callable[[Any], Tensor]
         if found.totals.device.type == "cpu":  # where arithmetic in Python is faster
             numbers, combined = found.totals.tolist(), _tensor
             rows = int(rows)
@@ -96,7 +97,7 @@ class Use:
 
 
 def _tensor(numbers: list[float]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float64)
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 
 def roundoff(tensor: Tensor) -> float:
