@@ -35,10 +35,11 @@ def summary_table(outcomes: Sequence[Outcome]) -> Iterator[str]:
     """Per precision and mode: what was found, located, falsely alarmed about, and with which margin."""
     yield (
         "| precision | mode | faults | found | located exactly | with an effect above one rounding | of these located "
+        "| above a quarter of one | of these located "
         "| legal | false alarms | worst legal ratio | weakest fault ratio | margin |"
     )
-    yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
-    effects = effects_of(outcomes)
+    yield "| --- " * 14 + "|"
+    effects, ineffective = effects_of(outcomes), without_effect(outcomes)
     outcomes = [*outcomes, *either(outcomes)]
     for precision in dict.fromkeys(one.case.precision for one in outcomes):
         for mode in (*MODES, EITHER):
@@ -48,7 +49,13 @@ def summary_table(outcomes: Sequence[Outcome]) -> Iterator[str]:
             if not faults or not legal:
                 continue
             unit = ROUNDING[precision]
-            strong = [one for one in faults if one.located or effects.get(one.case.name, 0.0) > unit]
+            strong, quarter = (
+                [
+                    one for one in faults
+                    if one.located or (effects.get(one.case.name, 0.0) > share * unit and one.case not in ineffective)
+                ]
+                for share in (1.0, 0.25)
+            )  # fmt: skip
             located = [one for one in faults if one.located]
             worst = max(legal, key=lambda one: one.ratio)
             weakest = min(located, key=lambda one: one.ratio)
@@ -57,7 +64,8 @@ def summary_table(outcomes: Sequence[Outcome]) -> Iterator[str]:
             margin = f"{weakest.ratio / worst.ratio:.3g}" if worst.ratio else "-"
             yield (
                 f"| {precision} | {mode} | {len(faults)} | {found} | {len(located)} | {len(strong)} | "
-                f"**{sum(one.located for one in strong)}** | {len(legal)} | "
+                f"**{sum(one.located for one in strong)}** | {len(quarter)} | "
+                f"**{sum(one.located for one in quarter)}** | {len(legal)} | "
                 f"**{alarms}** | {worst.ratio:.2f} ({worst.case.name}, {worst.case.model}) "
                 f"| {weakest.ratio:.3g} ({weakest.case.name}) | **{margin}** |"
             )
@@ -70,6 +78,11 @@ def effects_of(outcomes: Iterable[Outcome]) -> dict[str, float]:
         for one in outcomes
         if one.case.fault and (one.case.precision, one.mode) == ("float32", "forced")
     }
+
+
+def without_effect(outcomes: Iterable[Outcome]) -> set[Case]:
+    """The faults that change no bit of a free run, e.g. a conversion to bfloat16 in a bfloat16 training."""
+    return {one.case for one in outcomes if one.case.fault and (one.mode, one.verdict) == ("free", "identical")}
 
 
 def either(outcomes: Iterable[Outcome]) -> list[Outcome]:
