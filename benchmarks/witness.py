@@ -108,7 +108,7 @@ def main() -> None:
     _, default, witnessed = in_turns(SmallTraining, rounds=3 * rounds)
     each = median(more - less for less, more in zip(default, witnessed, strict=True)) / SMALL_LAYERS * 1e6
     print(
-        f"\n{SMALL_LAYERS} layers of 16 x 16: the witness adds {each:.0f} us for each layer, with its weight and its bias."
+        f"\n{SMALL_LAYERS} layers of 16 x 16: the witness adds {each:.0f} us for each layer (weight and bias)."
     )
 
 

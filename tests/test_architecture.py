@@ -36,7 +36,8 @@ WITHOUT_FRAMEWORK = (
 
 OF_TORCH = (
     "core.torch_compat", "core.kernels.extent", "core.kernels.store", "core.kernels.torch_arrays",
-    "core.kernels.cpu.summarize", "core.kernels.cpu.extent", "core.kernels.gpu",
+    "core.kernels.projection", "core.kernels.cpu.summarize", "core.kernels.cpu.extent", "core.kernels.cpu.projection",
+    "core.kernels.gpu",
 )  # fmt: skip
 
 

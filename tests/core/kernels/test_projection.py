@@ -157,6 +157,13 @@ def test_elements_that_cannot_be_read_are_an_error() -> None:
         assert not kernel.reads(mode.from_tensor(torch.ones(2, 3)))
 
 
+def test_results_are_where_the_matrix_is_whatever_the_default_device() -> None:
+    matrix, signs = torch.ones(2, 3), torch.ones(PROBES, 3)
+    with torch.device("meta"):
+        found = projected(matrix, signs)
+        assert summed(found, found)[0] == 18.0
+
+
 @pytest.mark.parametrize("rows", [0, 1, 2, 513])
 @pytest.mark.parametrize("single", [False, True])
 def test_sums_of_products(rows: int, *, single: bool, monkeypatch: pytest.MonkeyPatch) -> None:
