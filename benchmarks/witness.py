@@ -107,9 +107,7 @@ def main() -> None:
         )
     _, default, witnessed = in_turns(SmallTraining, rounds=3 * rounds)
     each = median(more - less for less, more in zip(default, witnessed, strict=True)) / SMALL_LAYERS * 1e6
-    print(
-        f"\n{SMALL_LAYERS} layers of 16 x 16: the witness adds {each:.0f} us for each layer (weight and bias)."
-    )
+    print(f"\n{SMALL_LAYERS} layers of 16 x 16: the witness adds {each:.0f} us for each layer (weight and bias).")
 
 
 if __name__ == "__main__":
