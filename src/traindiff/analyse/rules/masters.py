@@ -56,8 +56,8 @@ class MastersAreCopied(Rule):
         when = f"when step {step} begins" if worst.key.stage == BEFORE else f"after step {step}"
         message = (
             f"{worst.key.path} is not its master weights rounded to {worst.dtype}, {when}: they are "
-            f"{apart / size:.2g} of their norm apart, and rounding explains {rounding / size:.2g}.{also} Are the master weights copied into "
-            "the model after each step?"
+            f"{apart / size:.2g} of their norm apart, and rounding explains {rounding / size:.2g}.{also} "
+            "Are the master weights copied into the model after each step?"
         )
         yield self.finding(
             worst, message, step=step, paths=[one.key.path for one, _, _ in stale], roundings=apart / rounding

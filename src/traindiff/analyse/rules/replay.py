@@ -12,6 +12,7 @@ from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import best_fit
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.rules.optimizers import learning_rates
+from traindiff.analyse.rules.orthogonal import divided_updates
 from traindiff.analyse.rules.replayed_mistakes import is_a_method, meaning
 from traindiff.analyse.rules.rule import Limit, Rule
 from traindiff.core.summary import UNIT_ROUNDOFF, finite_count, largest, norm
@@ -162,6 +163,7 @@ class UpdatesFollowSettings(Rule):
             if len(rates) > MOST_RATES:
                 del rates[next(iter(rates))]
         found += [_lost(one, step=step) for one in replays if one.worst <= limit and _is_lost(one, share)]
+        found += divided_updates(table, self.facts.held_in, step=step)
         return sorted((one for one in found if one is not None), key=lambda finding: finding.order)
 
     def _earlier(self, one: Replayed, now: Mapping[str, float]) -> dict[float, int]:

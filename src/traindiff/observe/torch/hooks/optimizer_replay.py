@@ -11,14 +11,23 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from traindiff.core.shards import Piece
+from traindiff.core.orthogonality import SIZE, TERMS
+from traindiff.core.shards import Piece, Shard
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.compiled import CallObserver, tap_compiled_calls
 from traindiff.observe.torch.hooks.step_hooks import has_closure, hook_after_step, hook_before_step
-from traindiff.observe.torch.replay.copied_range import CopiedRange, obstacle, of_real_numbers, plain, read_together
+from traindiff.observe.torch.replay.copied_range import (
+    CopiedRange,
+    is_divided,
+    obstacle,
+    of_real_numbers,
+    plain,
+    read_together,
+)
 from traindiff.observe.torch.replay.copying import WHOLE, Held, copy_elements
 from traindiff.observe.torch.replay.formulas import Known, as_numbers, copied_settings, formula_of
 from traindiff.observe.torch.replay.mistakes import mistakes
+from traindiff.observe.torch.replay.muon_parts import division_of
 
 FIRST = 3
 """The number of recorded steps that are replayed at the beginning of a run."""
@@ -59,7 +68,9 @@ class OptimizerReplayTap:
     * stage `taken`: the update that was made, new minus old parameter;
     * stage `rounding`: the largest difference of a correct optimizer from `replayed`, per element;
     * stage `residual`: (taken - replayed) / rounding, so between -1 and 1;
-    * stage `variant[NAME]`: the residual of a formula with a known mistake, if that explains the update better.
+    * stage `variant[NAME]`: the residual of a formula with a known mistake, if that explains the update better;
+    * stage `terms`: of a matrix whose formula needs all of it, and of which this rank has rows or columns, instead of
+      these: what adds up over ranks (`traindiff.core.orthogonality`).
 
     The slot is the optimizer whose formula it is.
 
@@ -224,23 +235,33 @@ class OptimizerReplayTap:
         for number, parameter, pieces in self._parameters_held():
             if not parameter.numel() or not (has_closure or parameter.grad is not None):
                 continue
-            state, fine = self._state_of(parameter), []
-            for piece in pieces:
-                if not self._selects(piece.path):
-                    continue
-                if known.formula.needs_whole and parameter.numel() > WHOLE:
-                    self._not_replayed(
-                        f"{known.formula.name} needs all {parameter.numel():,} elements at once, and at most {WHOLE:,} "
-                        "are replayed", piece.path,
-                    )  # fmt: skip
-                elif reason := obstacle(parameter, piece, known.formula):
-                    self._not_replayed(reason, "" if known.formula.needs_whole else piece.path)
-                elif known.formula.needs_whole:
-                    fine.append(piece)
-                else:
-                    yield Held(number=number, parameter=parameter, pieces=(piece,), state=state)
-            if fine:
-                yield Held(number=number, parameter=parameter, pieces=tuple(fine), state=state)
+            whole = known.formula.needs_whole
+            divided = whole and any(is_divided(parameter, piece) for piece in pieces)
+            fine = tuple(
+                piece for piece in pieces if self._selects(piece.path) and self._can_replay(known, parameter, piece)
+            )
+            for held in [fine] if whole and fine else [(piece,) for piece in fine]:
+                state = self._state_of(parameter)
+                yield Held(number=number, parameter=parameter, pieces=held, state=state, divided=divided)
+
+    def _can_replay(self, known: Known, parameter: Tensor, piece: Piece) -> bool:
+        """True if the update of a piece, or a part of what it needs, can be replayed; if not, that is recorded."""
+        name, whole = known.formula.name, known.formula.needs_whole
+        if whole and is_divided(parameter, piece):
+            adds_up = known.formula.terms is not None and division_of(piece.shard) is not None
+            rest = ": only what adds up over ranks is checked" if adds_up else ""
+            self._not_replayed(f"{name} needs the whole parameter, and each rank holds a part{rest}")
+            if not adds_up:
+                return False
+        elif whole and parameter.numel() > WHOLE:
+            self._not_replayed(
+                f"{name} needs all {parameter.numel():,} elements at once, and at most {WHOLE:,} are replayed",
+                piece.path,
+            )
+            return False
+        if reason := obstacle(parameter, piece):
+            self._not_replayed(reason, "" if whole else piece.path)
+        return not reason
 
     def _replay_all(self, read: Callable[[Tensor], float]) -> list[float]:
         """The largest residual of each copied parameter. Synchronizes once per device for all of them."""
@@ -252,6 +273,9 @@ class OptimizerReplayTap:
         gradient = copied.latest_gradient()
         nothing = torch.zeros((), dtype=torch.float64, device=copied.elements.device)
         if gradient is None:
+            return nothing
+        if copied.divided:
+            self._emit_terms(copied, gradient, read)
             return nothing
         try:
             update = copied.replay(gradient, read)
@@ -289,6 +313,23 @@ class OptimizerReplayTap:
             if float(residual.square().mean().sqrt()) < limit:
                 self._emit(copied, residual, f"variant[{mistake.name}]")
                 helpful.add(mistake.name)
+
+    def _emit_terms(self, copied: CopiedRange, gradient: Tensor, read: Callable[[Tensor], float]) -> None:
+        """Record this rank's terms of what adds up."""
+        (placed,), make = copied.placed, copied.formula.terms
+        division = division_of(placed.shard)
+        if make is None or division is None or (copied.overflowed is not None and read(copied.overflowed)):
+            return
+        start = copied.start(gradient, read, rounded=False)
+        vector = make(
+            start.parameter, start.gradient, start.state, start.settings, division=division, path=placed.path,
+            new=start.parameter + copied.taken().reshape(copied.shape), unit=copied.unit,
+        )  # fmt: skip
+        if vector is not None:
+            self._sink.emit(
+                vector, phase="update", path=placed.path, slot=self._label, stage=TERMS, optimizer=self._name,
+                shard=Shard.whole((SIZE,)), merge="sum", term=division.first, micro_step=0,
+            )  # fmt: skip
 
     def _emit(self, copied: CopiedRange, tensor: Tensor, stage: str) -> None:
         is_complex = copied.parameter.is_complex()
