@@ -191,6 +191,11 @@ class CopiedRange:
         return found
 
 
+def in_roundings(residual: Tensor, rounding: Tensor) -> Tensor:
+    """A residual in units of the rounding bound; NaN where it is not finite, which other rules judge."""
+    return torch.where(residual.isfinite(), residual / rounding, torch.nan)
+
+
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """The same values as numbers of Python, without bounds."""
     return {name: _plain(value) for name, value in values.items()}
