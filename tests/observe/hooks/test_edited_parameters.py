@@ -65,10 +65,10 @@ def test_a_write_between_two_steps_is_the_first_divergence(tmp_path: Path) -> No
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """Trains y = (1 - b) z + b x, and evaluates the average x. Source: Defazio et al., The Road Less Scheduled, 2024."""
+    """Trains y = (1 - b) z + b x and evaluates x, an average. Source: Defazio et al., The Road Less Scheduled, 2024."""
 
     def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.01, "beta": 0.9})
+        super().__init__(parameters, {"lr": 0.5, "beta": 0.9})
         self._steps = 0
 
     @torch.no_grad()

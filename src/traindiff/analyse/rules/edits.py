@@ -36,14 +36,14 @@ class OptimizersAloneChangeParameters(Rule):
     def begin(self) -> None:
         """Nothing was told so far."""
         self._told: set[tuple[str, str]] = set()
-        self._left: dict[tuple[str, str, str], Any] = {}  # summaries after the latest step, by phase, path and slot
+        self._left: dict[tuple[str, str], Any] = {}  # the parameters' summaries after the latest step, by path and slot
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """One finding for all parameters of a step; each parameter is named once."""
         found = [entry for key, entry in table.items() if key.stage == EDITED and not self._is_rounding(entry)]
         for key, entry in table.items():
-            if key.phase in ("param", "optimizer") and not key.stage and not key.group and not entry.unobserved:
-                self._left[key.phase, key.path, key.slot] = np.array(entry.summary)[()]  # a copy: see GradientsTogether
+            if key.phase == "param" and not key.stage and not entry.unobserved:
+                self._left[key.path, key.slot] = np.array(entry.summary)[()]  # a copy: see GradientsTogether
         for phase in ("param", "optimizer"):
             edited = [entry for entry in found if entry.key.phase == phase]
             fresh = [entry for entry in edited if (entry.key.path, entry.key.slot) not in self._told]
@@ -52,10 +52,10 @@ class OptimizersAloneChangeParameters(Rule):
                 yield _finding(table, fresh, step=step)
 
     def _is_rounding(self, entry: MergedSite) -> bool:
-        """True if a tensor is as the latest step left it but for rounding; False if that is not known."""
+        """True if a parameter is as the latest step left it but for rounding; False if that is not known."""
         key = entry.key
-        before, u = self._left.get((key.phase, key.path, key.slot)), UNIT_ROUNDOFF.get(entry.dtype, 0.0)
-        if before is None or entry.unobserved:
+        before, u = self._left.get((key.path, key.slot)), UNIT_ROUNDOFF.get(entry.dtype, 0.0)
+        if key.phase != "param" or before is None or entry.unobserved:
             return False
         return bool(distance(before, entry.summary) <= _ROUNDINGS * u * norm(before))
 
