@@ -140,3 +140,15 @@ def test_settings_with_which_the_candidate_is_the_baseline_are_refused_at_once(
     assert "baseline and candidate are the same training" in result.output
     assert "--like compare_loss" in result.output
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("flag", ["--use_torch_adam", "--use-torch-adam"])
+def test_an_optimizer_that_is_named_twice_is_refused_at_once(flag: str, tmp_path: Path) -> None:
+    result = invoke(tmp_path, "--engine", "ddp", flag, "--optimizer", "engine")
+
+    assert result.exit_code == 2
+    assert "--use-torch-adam means --optimizer torch" in result.output
+    assert not (tmp_path / "runs").exists()
+
+    _, options = read("verify", "--engine ddp --use_torch_adam --optimizer torch")
+    assert options["optimizer"] == "torch"

@@ -133,10 +133,19 @@ class SetupOptions:
     """Given by launchers; the environment says the same."""
 
     def requested(self) -> dict[str, Any]:
-        """The options as `traindiff.run.verify.request.setups` takes them."""
+        """The options as `traindiff.run.verify.request.setups` takes them.
+
+        Raises:
+            typer.BadParameter: If the optimizer is named twice, and not the same one.
+        """
         options = asdict(self)
         del options["local_rank"], options["like"]
         if options.pop("use_torch_adam"):
+            if self.optimizer == "engine":
+                raise typer.BadParameter(
+                    "--use-torch-adam means --optimizer torch, so it cannot be given with --optimizer engine. "
+                    "Leave one of them out."
+                )
             options["optimizer"] = "torch"
         return like(self.like, options) if self.like else options
 
