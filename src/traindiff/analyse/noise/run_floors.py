@@ -84,6 +84,10 @@ class RunFloors:
     latest: dict[str, Any] = field(default_factory=dict)
     _passes: tuple[Floors, ...] = ()
 
+    def correction(self, key: SiteKey) -> float:
+        """Relative error that bias corrections may put into an adaptive update; 0 for anything else."""
+        return self.corrections if key.phase == "update" and key.path in self.adaptive else 0.0
+
     def begin(self, pairs: Iterable[Pair], floors: tuple[Floors, ...]) -> None:
         """Note the floors of a step that begins.
 
