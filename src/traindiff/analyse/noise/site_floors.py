@@ -301,7 +301,7 @@ class SiteFloors:
             # (its inner products), a few draws.
             if self._run.settings_differ or self._run.mixing:
                 return max(measured, derived)
-            # and only its implementation of the optimizer
+            # Nor do they show another implementation of the optimizer.
             measured = max(measured, self._run.coefficients) + self._run.correction(pair.baseline.key)
         if self._run.exceeded_noise:
             return max(measured, derived)
