@@ -17,7 +17,7 @@ from traindiff.analyse.noise.gradients import (
     terms_by_module,
     turned_share,
 )
-from traindiff.analyse.noise.measured import FEW, SAFETY, Calibration, StepNoise, basis
+from traindiff.analyse.noise.measured import ALONE, FEW, SAFETY, Calibration, StepNoise, basis
 from traindiff.analyse.noise.moments import MomentFloors, Moved
 from traindiff.analyse.noise.run_floors import (
     FIRST_MOMENTS,
@@ -297,11 +297,10 @@ class SiteFloors:
         if measured is None:
             return derived
         if pair.baseline.key.phase in ("optimizer", "update"):
-            # Replicas only show the baseline's settings; and of the few numbers on which LBFGS' whole update depends
-            # (its inner products), a few draws.
+            if self._run.mixing:  # a whole update depends on a few inner products: of these, each replica is one draw
+                measured *= ALONE / SAFETY
             if self._run.settings_differ or self._run.mixing:
-                return max(measured, derived)
-            # Nor do they show another implementation of the optimizer.
+                return max(measured, derived)  # replicas only show the baseline's settings
             measured = max(measured, self._run.coefficients) + self._run.correction(pair.baseline.key)
         if self._run.exceeded_noise:
             return max(measured, derived)
