@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,47 @@ def test_a_recording_that_disturbs_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     result, message = found["same bits with and without a recording"]
     assert result == "fail"
     assert message.startswith("with a recording, ")
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def rearranging(graph: Any, _: Any, *, always: bool = False) -> Callable[..., Any]:
+    """A compiler that rounds in another way if a graph observes activations, as inductor may."""
+    observes = any("traindiff.observe" in str(node.target) for node in graph.graph.nodes)
+    factor = 1.0 + 2.0**-20 * (observes or (always and is_recording()))
+    return lambda *args: tuple(one * factor for one in graph(*args))
+
+
+def is_recording() -> bool:
+    from traindiff.observe.torch.hooks import compiled
+
+    return bool(compiled._calls)
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_compiled_code_that_activations_change_is_told_from_code_that_any_recording_changes(always: bool) -> None:
+    found = checked(lambda: training(Own()), backend=partial(rearranging, always=always))
+
+    result, message = next(one for name, one in found.items() if "recording, compiled with" in name)
+    assert result == "fail"
+    assert "differs (at most by " in message
+    assert ("record(observe=['batch', " in message) is not always
+    assert ("also if no activations are observed" in message) is always
+
+
+def test_a_model_that_torch_does_not_compile_is_not_said_to_keep_its_bits() -> None:
+    found = checked(lambda: training(nn.Sequential(nn.Linear(4, 2))), backend="eager")
+
+    result, message = found["same bits with and without a recording, compiled with eager"]
+    assert (result, message[:23]) == ("skip", "torch compiled nothing:")
+    assert found["every slot is written, compiled"][0] == "skip"
 
 
 def test_a_slot_that_is_not_written_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

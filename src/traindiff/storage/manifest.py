@@ -145,7 +145,9 @@ RANK: Demand = shaped(
         "parameters": _TENSORS,
         "buffers": _TENSORS,
         "tied": mapped(TEXT),
-        "optimizers": listed(shaped({"name": TEXT, "type": TEXT, "groups": listed(listed(TEXT))})),
+        "optimizers": listed(
+            shaped({"name": TEXT, "type": TEXT, "groups": listed(listed(TEXT))}, {"counts_in_float32": FLAG})
+        ),
         "world_size": whole(1, MOST_RANKS),
         "mesh": _MESH,
         "pid": _COUNT,

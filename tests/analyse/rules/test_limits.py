@@ -203,12 +203,15 @@ def test_parameters_that_something_else_changed_are_named_with_the_steps_around_
 
     (finding,) = judge.step(step_table(edited("a", "b", "c", "d", "e")), step=7)
 
-    assert finding.message == "a, b, c and 2 more parameters changed between step 6 and step 7, not by the optimizer."
+    assert (
+        finding.message
+        == "a, b, c and 2 more parameters changed between step 6 and step 7, not by the optimizer's step."
+    )
     assert finding.evidence == {"paths": ["a", "b", "c", "d", "e"]}
     assert (finding.kind, finding.step, finding.path, finding.rank) == ("edited", 7, "a", 0)
     assert list(judge.step(step_table(edited("b", "e")), step=8)) == []  # they are known
     (later,) = judge.step(step_table(edited("b", "f")), step=9)
-    assert later.message == "f changed between step 8 and step 9, not by the optimizer."
+    assert later.message == "f changed between step 8 and step 9, not by the optimizer's step."
 
 
 def test_ranks_that_changed_parameters_are_named_if_others_did_not() -> None:

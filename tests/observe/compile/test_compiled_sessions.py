@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import config
 from torch._dynamo.utils import counters
-from torch.optim import SGD, Adam
+from torch.optim import SGD, Adam, AdamW, Optimizer, RAdam
 
 import traindiff
 from tests.observe.compile.compiling import (
@@ -30,6 +30,7 @@ from tests.observe.hooks.trainings import Outcome, batches, final_state
 from traindiff.core.site import PHASES
 from traindiff.observe.torch.hooks import compiled
 from traindiff.observe.torch.hooks.module_outputs import SCRIPTED
+from traindiff.storage import open_recording
 
 pytestmark = torch_may_warn
 
@@ -202,6 +203,42 @@ def test_a_compiled_optimizer_step_is_seen_as_an_eager_one(tmp_path: Path) -> No
                 assert run.step == number + 1
 
     assert_same_observations(tmp_path)
+
+
+ADAPTIVE: dict[str, Callable[[Any], Optimizer]] = {
+    "AdamW": lambda parameters: AdamW(parameters, lr=0.01),
+    "betas": lambda parameters: AdamW(parameters, lr=0.01, betas=(0.95, 0.9999)),
+    "RAdam": lambda parameters: RAdam(parameters, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.001])
+@pytest.mark.parametrize("kind", ADAPTIVE)
+def test_bias_corrections_in_float32_are_no_divergence_and_hide_none(kind: str, factor: float, tmp_path: Path) -> None:
+    """A compiled optimizer counts its steps in float32; a factor in its updates is a fault."""
+    for name in ("eager", "compiled"):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = ADAPTIVE[kind](model.parameters())
+        update = torch.compile(optimizer.step, backend="aot_eager") if name == "compiled" else optimizer.step
+        with traindiff.record(tmp_path / name, model, optimizer, strict=True):
+            for batch in [*batches(), *batches()]:
+                model(batch).square().mean().backward()
+                before = [one.detach().clone() for one in model.parameters()]
+                update()
+                if name == "compiled" and factor != 1.0:
+                    with torch.no_grad():
+                        for one, old in zip(model.parameters(), before, strict=True):
+                            one.add_(one - old, alpha=factor - 1.0)
+                optimizer.zero_grad()
+
+    found = traindiff.compare(tmp_path / "eager", tmp_path / "compiled")
+    content = open_recording(str(tmp_path / "compiled")).rank_content(0)
+    assert content["optimizers"][0]["counts_in_float32"] is True
+    assert found.verdict == ("equivalent" if factor == 1.0 else "diverged")
+    if found.first_divergence is not None:
+        assert (found.first_divergence.step, found.first_divergence.phase) == (0, "update")
 
 
 class Hidden(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +57,71 @@ def test_a_write_between_two_steps_is_the_first_divergence(tmp_path: Path) -> No
     first = traindiff.compare(right, wrong).first_divergence
     assert first is not None
     assert (first.step, first.phase, first.path, first.kind) == (3, "param", "2.weight", "edited")
-    assert first.message == "In the candidate, 2.weight changed between step 2 and step 3, not by the optimizer."
+    assert first.message == "In the candidate, 2.weight changed between step 2 and step 3, not by the optimizer's step."
     verdict = traindiff.check(wrong)
     assert verdict.verdict == "healthy"
     (warning,) = verdict.warnings
-    assert warning.message == "2.weight changed between step 2 and step 3, not by the optimizer."
+    assert warning.message == "2.weight changed between step 2 and step 3, not by the optimizer's step."
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Trains y = (1 - b) z + b x and evaluates x, an average. Source: Defazio et al., The Road Less Scheduled, 2024."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.5, "beta": 0.9})
+        self._steps = 0
+
+    @torch.no_grad()
+    def move(self, *, evaluate: bool) -> None:
+        """From y to x, or back."""
+        for group in self.param_groups:
+            weight = 1.0 - (1.0 / group["beta"] if evaluate else group["beta"])
+            for one in group["params"]:
+                one.lerp_(self.state[one]["z"], weight)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self._steps += 1
+        share = 1.0 / self._steps
+        for group in self.param_groups:
+            for one in group["params"]:
+                z = self.state[one].setdefault("z", one.detach().clone())
+                one.lerp_(z, share).add_(one.grad, alpha=group["lr"] * (group["beta"] * (1.0 - share) - 1.0))
+                z.sub_(one.grad, alpha=group["lr"])
+
+
+def schedule_free(path: Path, *, evaluated: Collection[int] = (), wrong: int | None = None) -> Path:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 40), nn.GELU(), nn.Linear(40, 2))
+    optimizer = ScheduleFree(model.parameters())
+    with traindiff.record(path, model, optimizer):
+        for step in range(8):
+            model(torch.randn(4, 6, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step in evaluated:
+                optimizer.move(evaluate=True)
+                with torch.no_grad():
+                    model(torch.ones(4, 6))
+                if step != wrong:
+                    optimizer.move(evaluate=False)
+    return path
+
+
+def test_weights_that_are_moved_for_an_evaluation_and_back_are_no_edit(tmp_path: Path) -> None:
+    never = schedule_free(tmp_path / "never")
+    often = schedule_free(tmp_path / "often", evaluated=range(8))
+    assert edited(often)  # they are not back to the bit
+    assert traindiff.check(often, rules="edited").warnings == ()
+    assert traindiff.compare(never, often).verdict == "equivalent"
+
+
+def test_weights_that_are_not_moved_back_are_found(tmp_path: Path) -> None:
+    right = schedule_free(tmp_path / "right", evaluated=range(8))
+    wrong = schedule_free(tmp_path / "wrong", evaluated=range(8), wrong=3)
+    first = traindiff.compare(right, wrong).first_divergence
+    assert first is not None
+    assert (first.step, first.phase, first.kind) == (4, "param", "edited")
 
 
 def test_edits_of_both_runs_do_not_tell_them_apart(tmp_path: Path) -> None:
@@ -70,7 +130,7 @@ def test_edits_of_both_runs_do_not_tell_them_apart(tmp_path: Path) -> None:
     assert found.verdict == "identical"
     assert [note for note in found.notes if "not by the optimizer" in note] == [
         "In both runs: 0.weight, 0.bias, 2.weight and 3 more parameters changed between step 0 and step 1, not by the "
-        "optimizer."
+        "optimizer's step."
     ]
 
 

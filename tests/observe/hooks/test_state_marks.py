@@ -68,7 +68,9 @@ def test_a_bit_that_flips_is_named_with_its_tensor_and_step(tmp_path: Path) -> N
 
     (warning,) = traindiff.check(str(path), rules="edited").warnings
     assert warning.step == 2
-    assert warning.message == f"exp_avg_sq of {found[1]} changed between step 1 and step 2, not by the optimizer."
+    assert (
+        warning.message == f"exp_avg_sq of {found[1]} changed between step 1 and step 2, not by the optimizer's step."
+    )
 
 
 def test_state_that_is_loaded_again_is_the_same_state(tmp_path: Path) -> None:

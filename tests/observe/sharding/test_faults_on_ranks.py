@@ -235,7 +235,7 @@ def test_a_weight_that_becomes_stale_is_found_at_once_and_the_rank_named(runs: P
 
     assert (first.step, first.phase, first.path, first.kind) == (1, "param", "blocks.1.up.weight", "edited")
     assert first.message == (
-        "In the candidate, blocks.1.up.weight changed on rank 3 between step 0 and step 1, not by the optimizer."
+        "In the candidate, blocks.1.up.weight changed on rank 3 between step 0 and step 1, not by the optimizer's step."
     )
     assert (following.step, following.rank, following.phase, following.path, following.kind) == (
         1, 3, "param", "blocks.1.up.weight", "ranks-disagree",

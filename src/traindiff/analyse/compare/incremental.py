@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from traindiff.analyse.align.exact import EXACT_KINDS, SettingChanges, check_random_state
@@ -50,6 +51,7 @@ from traindiff.analyse.merge.recorded_calls import clips, contributions, samples
 from traindiff.analyse.merge.renames import Renaming
 from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.site import Part, SiteKey, loss_scale, num_micro_steps
+from traindiff.analyse.noise.corrections import correction_error, counts_in_float32
 from traindiff.analyse.noise.measured import Calibration, StepNoise
 from traindiff.analyse.noise.run_floors import is_mixing
 from traindiff.analyse.noise.tolerance import Tolerances
@@ -125,9 +127,11 @@ class RunningComparison:
         contents = [[run.rank_content(rank) for rank in run.ranks] for run in runs.runs]
         self._configurations = Configurations(contents[0], contents[1], rename)
         self._forced = bool(candidate.run.get("forced_by"))
-        coefficients = coefficient_error(run.rank_content(rank) for run in runs.runs for rank in run.ranks)
         self._history = history
-        self._judge = Judge(tolerance, forced=self._forced, coefficients=coefficients, history=history)
+        self._judge = Judge(
+            tolerance, forced=self._forced, coefficients=coefficient_error(chain(*contents)), history=history
+        )
+        self._counts_in_float32 = counts_in_float32(chain(*contents))
         self._settings = SettingChanges()
         self._remarks = ""  # on the first finding, and the evidence for them
         self._evidence: dict[str, Any] = {}
@@ -198,6 +202,7 @@ class RunningComparison:
 
     def _step(self, given: AlignedStep) -> list[Finding]:
         self._judge.run.mixing = self._judge.run.mixing or is_mixing(given.tables[0])
+        self._judge.run.corrections = correction_error(given.tables[0], self._counts_in_float32)
         last = self._noise(given)
         noise = dict(enumerate(self._measured.earlier if given.recorded[0].earlier else ()))
         # What is of the whole step, and was before its first forward pass, comes first.

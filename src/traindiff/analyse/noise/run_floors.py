@@ -50,6 +50,7 @@ class RunFloors:
         adaptive: Parameters whose optimizer keeps a moment that it divides by.
         settings_differ: Whether the optimizers are set differently.
         coefficients: Relative error that the optimizers' own coefficients may have.
+        corrections: Relative error that bias corrections may have in this step.
         states: Norm of each running average of an optimizer after the latest step.
         exceeded_noise: Whether any site has exceeded its measured floor. From then on inputs differ by more than noise,
             and what follows from that is not a further divergence.
@@ -72,6 +73,7 @@ class RunFloors:
     adaptive: set[str] = field(default_factory=set)
     settings_differ: bool = False
     coefficients: float = 0.0
+    corrections: float = 0.0
     states: dict[SiteKey, float] = field(default_factory=dict)
     exceeded_noise: bool = False
     permuted: set[str] = field(default_factory=set)
@@ -81,6 +83,10 @@ class RunFloors:
     canceled: float = 1.0
     latest: dict[str, Any] = field(default_factory=dict)
     _passes: tuple[Floors, ...] = ()
+
+    def correction(self, key: SiteKey) -> float:
+        """Relative error that bias corrections may put into an adaptive update; 0 for anything else."""
+        return self.corrections if key.phase == "update" and key.path in self.adaptive else 0.0
 
     def begin(self, pairs: Iterable[Pair], floors: tuple[Floors, ...]) -> None:
         """Note the floors of a step that begins.

@@ -261,7 +261,7 @@ class SiteFloors:
         """Floor of a difference that is only a constant factor; see `Floors.factor`."""
         dtypes = (pair.baseline.dtype, pair.candidate.dtype)
         derived = self._floors.factor(pair.baseline.key.path, dtypes, left_over=left_over, storage=self.storage(pair))
-        return self._joined(pair, self.measured(pair), derived)
+        return self._joined(pair, self.measured(pair), derived + self._run.correction(pair.baseline.key))
 
     def moved(self, pair: Pair, floor: float) -> Moved | None:
         """The norm or sum of a pair, if it moved further than rounding moves it; None if that cannot be told.
@@ -301,7 +301,7 @@ class SiteFloors:
                 measured *= ALONE / SAFETY
             if self._run.settings_differ or self._run.mixing:
                 return max(measured, derived)  # replicas only show the baseline's settings
-            measured = max(measured, self._run.coefficients)  # and only its implementation of the optimizer
+            measured = max(measured, self._run.coefficients) + self._run.correction(pair.baseline.key)
         if self._run.exceeded_noise:
             return max(measured, derived)
         flow = max(self._floors.flow, self._floors.parameters)
@@ -353,7 +353,7 @@ class SiteFloors:
             unseen = 0.0 if is_seen else gradient_floor(pair, self._terms, floors, accumulated=self._micro_steps)
             floor = floors.update(key.path, dtypes[0], adaptive=adaptive, storage=self.storage(pair), unseen=unseen)
             turned = self._turned(pair, floors) if adaptive and not self._forced else 0.0
-            return max(floor, turned, self._together.floor(pair))
+            return max(floor, turned, self._together.floor(pair)) + self._run.correction(pair.baseline.key)
         return max(floors.activation(key.path.rpartition(".")[0], dtypes), self._summation(pair))  # a buffer
 
     def _summation(self, pair: Pair) -> float:

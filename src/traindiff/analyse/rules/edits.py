@@ -3,39 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
 
 from traindiff.analyse.findings import Finding, more_text, ranks_text
 from traindiff.analyse.merge.site import MergedSite, StepTable, finding_at, only_rank
 from traindiff.analyse.rules.rule import Rule
 from traindiff.core.observation import EDITED
+from traindiff.core.summary import UNIT_ROUNDOFF, distance, norm
 
 _MOST_NAMED = 3
+
+_ROUNDINGS = 2.0
+"""Roundings of all elements that moving weights away and back leaves: one each way."""
 
 
 class OptimizersAloneChangeParameters(Rule):
     """Parameters changed between two steps, after one step of the optimizer and before the next forward pass.
 
     With `observe="witness"`, the same is known of the optimizer's state, until the next step. Some trainings do this on
-    purpose: they clip weights, load other weights, or replace them by averages. So the rule only warns.
+    purpose: they clip weights, load other weights, or replace them by averages, as schedule-free optimizers do for an
+    evaluation. So the rule only warns. If weights were moved and moved back, rounding is left: changes of up to two
+    roundings are no finding.
     """
 
     name = "edited"
-    finds = "Something else than the optimizer changed a parameter, or its own state, between two steps."
+    finds = "Something else than the optimizer's step changed a parameter, or the optimizer's state, between two steps."
     warns = True
     tells_runs_apart = True
 
     def begin(self) -> None:
         """Nothing was told so far."""
         self._told: set[tuple[str, str]] = set()
+        self._left: dict[tuple[str, str], Any] = {}  # the parameters' summaries after the latest step, by path and slot
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """One finding for all parameters of a step; each parameter is named once."""
+        found = [entry for key, entry in table.items() if key.stage == EDITED and not self._is_rounding(entry)]
+        for key, entry in table.items():
+            if key.phase == "param" and not key.stage and not entry.unobserved:
+                self._left[key.path, key.slot] = np.array(entry.summary)[()]  # a copy: see GradientsTogether
         for phase in ("param", "optimizer"):
-            edited = [entry for key, entry in table.items() if key[:2] == (phase, EDITED)]
+            edited = [entry for entry in found if entry.key.phase == phase]
             fresh = [entry for entry in edited if (entry.key.path, entry.key.slot) not in self._told]
             if fresh:
                 self._told.update((entry.key.path, entry.key.slot) for entry in fresh)
                 yield _finding(table, fresh, step=step)
+
+    def _is_rounding(self, entry: MergedSite) -> bool:
+        """True if a parameter is as the latest step left it but for rounding; False if that is not known."""
+        key = entry.key
+        before, u = self._left.get((key.path, key.slot)), UNIT_ROUNDOFF.get(entry.dtype, 0.0)
+        if key.phase != "param" or before is None or entry.unobserved:
+            return False
+        return bool(distance(before, entry.summary) <= _ROUNDINGS * u * norm(before))
 
 
 def _finding(table: StepTable, fresh: Sequence[MergedSite], *, step: int) -> Finding:
@@ -49,5 +71,5 @@ def _finding(table: StepTable, fresh: Sequence[MergedSite], *, step: int) -> Fin
     return finding_at(
         fresh[0], step=step, kind="edited", rank=only_rank(fresh[0]),
         evidence={"paths": [one.key.path for one in fresh]},
-        message=f"{said} changed{where} between step {step - 1} and step {step}, not by the optimizer.",
+        message=f"{said} changed{where} between step {step - 1} and step {step}, not by the optimizer's step.",
     )  # fmt: skip

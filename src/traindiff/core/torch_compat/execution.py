@@ -335,19 +335,34 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
 
 
-def patch_hook_guards() -> Callable[[], None]:
-    """Have compiled code check the hooks of modules before it is reused; returns a function that undoes it.
+def compile_with_hooks(has_others: Callable[[torch.nn.Module], bool]) -> Callable[[], None]:
+    """Have hooks traced into compiled code, without a change in what is compiled; returns a function that undoes it.
 
-    By default it does not, so that code compiled for one module is used for another of its class
-    that has hooks, and they never run. (`torch._dynamo.config.skip_nnmodule_hook_guards`)
+    By default torch does not check the hooks of modules before it reuses code, so that code compiled for one module is
+    used for another of its class that has hooks, and they never run. (`torch._dynamo.config.skip_nnmodule_hook_guards`)
+
+    If torch cannot compile the call of a module of `torch.nn` by itself (`nn.Sequential(...).compile()`, or layers in
+    code that it has given up), it runs the module as it is, unless the module has hooks (`trace_rules.check_verbose`,
+    since torch 2.11). Then hooks that only observe would have code compiled that the training runs uncompiled.
+
+    Args:
+        has_others: True for modules that have hooks which count for the second, too.
     """
     import torch._dynamo.config as config
+    from torch._dynamo import utils as of_dynamo
 
-    before = config.skip_nnmodule_hook_guards
+    utils: Any = of_dynamo
+    guards, has_hooks = config.skip_nnmodule_hook_guards, utils.nnmodule_has_hooks
+
+    def counts(module: torch.nn.Module, *args: Any, **kwargs: Any) -> bool:
+        return bool(has_hooks(module, *args, **kwargs)) and has_others(module)
+
     config.skip_nnmodule_hook_guards = False
+    utils.nnmodule_has_hooks = counts
 
     def undo() -> None:
-        config.skip_nnmodule_hook_guards = before
+        config.skip_nnmodule_hook_guards = guards
+        utils.nnmodule_has_hooks = has_hooks
 
     return undo
 

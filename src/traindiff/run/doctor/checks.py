@@ -13,9 +13,19 @@ import torch
 
 from traindiff.core.kernels import cpu_kernel_in_use
 from traindiff.core.site import canonical_paths
+from traindiff.core.tap_registry import OBSERVED_BY_DEFAULT
+from traindiff.core.torch_compat.execution import compiled_code_ran
 from traindiff.run.config.training import Training
 from traindiff.run.doctor.timing import interleaved
-from traindiff.run.doctor.training import explain, first_difference, prepare, recorded, returning_modules, train
+from traindiff.run.doctor.training import (
+    explain,
+    first_difference,
+    largest_distance,
+    prepare,
+    recorded,
+    returning_modules,
+    train,
+)
 from traindiff.run.verify.recipe import Recipe
 from traindiff.storage import open_recording
 
@@ -68,6 +78,21 @@ def run_checks(plan: Plan) -> Iterator[Check]:
         yield _guarded("overhead", lambda: _overhead(plan, where / "timed"))
 
 
+_WITHOUT_ACTIVATIONS = tuple(name for name in OBSERVED_BY_DEFAULT if name not in ("forward", "backward"))
+
+_NOT_COMPILED = (
+    "torch compiled nothing: compile() of a module that torch.nn defines, such as nn.Sequential, has no effect; put it "
+    "into a module of your own"
+)
+
+_ONLY_ACTIVATIONS = (
+    ": the compiler arranges operators in another way if activations are observed. With "
+    f"record(observe={list(_WITHOUT_ACTIVATIONS)}) all bits are the same; see docs/compile.md"
+)
+
+_ALWAYS = ", and also if no activations are observed"
+
+
 def _guarded(name: str, check: Callable[[], Check]) -> Check:
     try:
         return check()
@@ -86,12 +111,22 @@ def _equality(plan: Plan, path: Path, *, backend: str | None) -> Iterator[Check]
 
     def check() -> Check:
         plain, again = (train(plan.recipe, steps=plan.steps, backend=backend, path=None) for _ in range(2))
+        if backend is not None and not compiled_code_ran():
+            return Check(name=name, result="skip", message=_NOT_COMPILED)
         recorded = train(plan.recipe, steps=plan.steps, backend=backend, path=path)
         if (by_itself := first_difference(again, plain)) is not None:
             message = f"two trainings without a recording differ, first in {by_itself}, so this cannot be told"
             return Check(name=name, result="skip", message=message)
         if (differs := first_difference(recorded, plain)) is not None:
-            return Check(name=name, result="fail", message=f"with a recording, {differs} differs")
+            size = largest_distance(recorded, plain)
+            message = f"with a recording, {differs} differs (at most by {size:.1e} of the L2 norm of a tensor)"
+            if backend is not None:
+                where = path.with_name(f"{path.name}-without-activations")
+                without = train(
+                    plan.recipe, steps=plan.steps, backend=backend, path=where, observe=_WITHOUT_ACTIVATIONS
+                )
+                message += _ONLY_ACTIVATIONS if first_difference(without, plain) is None else _ALWAYS
+            return Check(name=name, result="fail", message=message, evidence={"difference": size})
         message = f"{len(plain)} losses, gradients, parameters and random states of {plan.steps} steps"
         return Check(name=name, result="pass", message=message, evidence={"tensors": len(plain)})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from itertools import cycle, islice
 from pathlib import Path
@@ -27,11 +27,23 @@ _SKIPPED_STEPS = 16
 """Steps that a loss scaler may skip at the beginning: it starts at 2^16 and halves each time."""
 
 
+class _Network(nn.Module):
+    """A class of its own, because torch does not compile a bare `nn.Sequential`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        block = (nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(inplace=True), nn.Dropout(0.1))
+        self.layers = nn.Sequential(nn.Linear(width, width), *block, nn.LayerNorm(width), nn.Linear(width, 16))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = self.layers(inputs)
+        return found
+
+
 def built_in() -> Training:
     """A small network that a wrong hook would easily disturb: dropout, batch statistics, in-place operations."""
     width, samples = 256, 2048
-    block = (nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(inplace=True), nn.Dropout(0.1))
-    model = nn.Sequential(nn.Linear(width, width), *block, nn.LayerNorm(width), nn.Linear(width, 16))
+    model = _Network(width)
     optimizer = AdamW(model.parameters(), lr=1e-3)
 
     def step(_: int) -> Tensor:
@@ -95,15 +107,25 @@ def prepare(recipe: Recipe, *, backend: str | None) -> Training:
     return training
 
 
-def train(recipe: Recipe, *, steps: int, backend: str | None, path: Path | None) -> Outcome:
-    """Losses, gradients, parameters, buffers and random state of a training, recorded if `path` is given."""
+def train(
+    recipe: Recipe, *, steps: int, backend: str | None, path: Path | None, observe: Sequence[str] = ()
+) -> Outcome:
+    """Losses, gradients, parameters, buffers and random state of a training, recorded if `path` is given.
+
+    Args:
+        recipe: Prepares the training.
+        steps: Number of steps.
+        backend: Backend of `torch.compile`; None does not compile.
+        path: Of the recording; None records nothing.
+        observe: What is recorded, if not what the recipe says.
+    """
     if backend is not None:
         torch.compiler.reset()
     training = prepare(recipe, backend=backend)
     outcome: Outcome = {}
     with ExitStack() as stack:
         if path is not None:
-            stack.enter_context(recorded(training, path))
+            stack.enter_context(recorded(training, path, observe))
         handle = register_optimizer_step_pre_hook(
             lambda optimizer, *_: outcome.update(_gradients(optimizer, len(outcome)))
         )
@@ -117,9 +139,10 @@ def train(recipe: Recipe, *, steps: int, backend: str | None, path: Path | None)
     return outcome
 
 
-def recorded(training: Training, path: Path) -> Recorder:
-    """A recording of the training that raises any error in it."""
-    return record(path, training.model, training.optimizer, **{**training.record, "strict": True})
+def recorded(training: Training, path: Path, observe: Sequence[str] = ()) -> Recorder:
+    """A recording of the training that raises any error in it; of `observe` if that is not empty."""
+    settings = {**training.record, **({"observe": observe} if observe else {}), "strict": True}
+    return record(path, training.model, training.optimizer, **settings)
 
 
 def _gradients(optimizer: Optimizer, number: int) -> Iterator[tuple[str, Tensor]]:
@@ -159,6 +182,18 @@ def first_difference(actual: Outcome, expected: Outcome) -> str | None:
         if not _same_bits(actual[name], tensor):
             return name
     return None
+
+
+def largest_distance(actual: Outcome, expected: Outcome) -> float:
+    """The largest relative L2 distance of two tensors with the same name and shape; 0 if none can be told."""
+    return max((_distance(actual[name], one) for name, one in expected.items() if name in actual), default=0.0)
+
+
+def _distance(actual: Tensor, expected: Tensor) -> float:
+    if actual.shape != expected.shape or not expected.is_floating_point() or expected.layout != torch.strided:
+        return 0.0
+    apart, size = (actual.double() - expected.double()).norm(), expected.double().norm()
+    return float(apart / size) if size else 0.0
 
 
 def _same_bits(actual: Tensor, expected: Tensor) -> bool:

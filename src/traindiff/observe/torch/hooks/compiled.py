@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from traindiff.core.torch_compat.execution import (
+    compile_with_hooks,
     exclude_from_compilation,
     forget_compiled_code,
     is_exporting,
-    patch_hook_guards,
     register_ordered_effect,
 )
 from traindiff.observe.torch.hooks.followed_modules import HeldHooks
-from traindiff.observe.torch.hooks.inert_on_copy import NUMBER, InertOnCopy
+from traindiff.observe.torch.hooks.inert_on_copy import NUMBER, InertOnCopy, has_hooks_of_others
 from traindiff.observe.torch.hooks.nested import tensors
 from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
 
@@ -121,7 +121,7 @@ def trace_hooks() -> ExitStack:
     another of its class, and the hooks would record nothing.
     """
     forget_compiled_code()
-    _tracing.append(_tracing[0] if _tracing else patch_hook_guards())
+    _tracing.append(_tracing[0] if _tracing else compile_with_hooks(has_hooks_of_others))
     undo = ExitStack()
     undo.callback(_trace_no_hooks)
     return undo

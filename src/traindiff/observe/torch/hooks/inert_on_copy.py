@@ -54,6 +54,12 @@ class _NoHook(InertOnCopy):
         pass
 
 
+def has_hooks_of_others(module: nn.Module) -> bool:
+    """True if a module has hooks on its forward pass that are not of this kind."""
+    hooks = (vars(module).get(name) or {} for name in (FORWARD_HOOKS, FORWARD_PRE_HOOKS))
+    return any(not isinstance(hook, InertOnCopy) for one in hooks for hook in one.values())
+
+
 def leave_hooks_behind(things: Iterable[Any]) -> ExitStack:
     """Have modules and optimizers copied, pickled and scripted as if no session were attached to them.
 

@@ -53,6 +53,7 @@ class OptimizerTap:
     Attributes:
         was_held: Paths of the observed parameters that the optimizer, or the one before it, held in recorded steps.
         marks: Of the parameters as its latest step left them, if that was recorded.
+        is_compiled: Whether a step of it ran in compiled code.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class OptimizerTap:
         self._hooks = HeldHooks()
         self.was_held: set[str] = set()
         self.marks = Marks()
+        self.is_compiled = False
         self._backward: tuple[Tensor, int, int] | None = None  # a parameter, its version, and the calls until then
         self._left: tuple[Tensor, int, int] | None = None  # a parameter, and the versions of it and its gradient then
         self._num_evaluations = 0  # calls of the closure in this step
@@ -206,6 +208,12 @@ class OptimizerTap:
             self._sink.guarded("optimizer_step", self.after_step)()
             self._on_end(self.name)
 
+    def counts_in_float32(self) -> bool:
+        """True if it computes with the number of its steps in float32, and not in Python."""
+        choices = ("capturable", "differentiable")
+        groups = inner_optimizer(self.optimizer).param_groups
+        return self.is_compiled or any(group.get(choice) for group in groups for choice in choices)
+
     def groups(self) -> list[list[str]]:
         """Canonical paths of the parameters in each group."""
         by_group: dict[int, list[str]] = {number: [] for number in range(len(self.optimizer.param_groups))}
@@ -299,6 +307,7 @@ class OptimizerTap:
 
     def _begin_compiled(self) -> None:
         self.settle()
+        self.is_compiled = True
         self.before_step()
 
     def _end_compiled(self) -> None:

@@ -216,9 +216,14 @@ class FollowedOptimizers:
             tap.settle()
 
     def describe(self) -> list[dict[str, Any]]:
-        """Names, types and groups of parameters, for `rank.json`."""
+        """Names, types, groups of parameters, and the optimizers that count in float32, for `rank.json`."""
         return [
-            {"name": name, "type": type(tap.optimizer).__qualname__, "groups": tap.groups()}
+            {
+                "name": name,
+                "type": type(tap.optimizer).__qualname__,
+                "groups": tap.groups(),
+                **({"counts_in_float32": True} if tap.counts_in_float32() else {}),
+            }
             for name, tap in self.taps.items()
         ]
 
