@@ -16,7 +16,7 @@ from torch import Tensor
 
 from traindiff.core.orthogonality import PROBES, SIZE
 from traindiff.core.shards import Shard
-from traindiff.core.witness import signs
+from traindiff.core.witness import signs, signs_of
 from traindiff.observe.torch.replay.muon import adjustment, momentum_of
 
 
@@ -83,7 +83,7 @@ def terms(
         update, momentum = update.mT, momentum.mT
     short = momentum.float()
     gram = short.mT @ short if short.shape[0] > short.shape[1] else short @ short.mT
-    probes = signs(path, "columns", 0, update.shape[1])[:, :PROBES]
+    probes = signs(signs_of(path, "columns"), 0, update.shape[1])[:, :PROBES]
     seen = update @ torch.from_numpy(probes).to(update)
     found = [
         torch.tensor(-1.0 if division.dim else 1.0, dtype=torch.float64, device=update.device) * len(update),
