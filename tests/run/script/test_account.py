@@ -59,7 +59,7 @@ def test_a_script_without_torch_or_optimizers_is_said_to_have_none(tmp_path: Pat
         ("", "the script did not import torch."),
         (
             "import torch",
-            "the script made no optimizer of torch's kind, and what trains is found by its optimizers.",
+            "traindiff finds what trains by its torch.optim.Optimizer, and the script made none.",
         ),
     ):
         (tmp_path / "script.py").write_text(source)
@@ -91,14 +91,14 @@ if __name__ == "__main__":
         "Not followed: Adam with 1 parameter, 3 steps: they belong to none of the recorded models.",
         "Not recorded: Linear, 2 parameters, which no optimizer trains.",
         "Not followed: 1 process that the script started. Start ranks with torchrun ... -m traindiff run ..., "
-        "so that each is recorded.",
+        "so that each is recorded. In a process that is no rank, call traindiff.record(...).",
     ]
 
 
 UNSEEN = (
     "Not seen: the forward pass of the first step, in which no module was called in a way that can be observed "
-    "(compiled together with other code, or called by its forward method). The recording begins with the gradients of "
-    "that step."
+    "(compiled together with other code, or called by its forward method). The recording begins with the parameters "
+    "and gradients of that step."
 )
 
 
@@ -124,6 +124,20 @@ def test_a_model_that_is_never_called_is_recorded_from_its_first_step_on(tmp_pat
 
     assert (found.verdict, found.findings, found.steps) == ("incomplete", (), (0, 1, 2))
     assert {row.phase for row in found.differences} >= {"grad", "update", "loss"}
+
+
+def test_parameters_before_the_first_step_are_known_where_no_module_is_called(tmp_path: Path) -> None:
+    """A model may be called by its forward method, or layer by layer: what the runs began with still tells them apart."""
+    others = "for one in model.parameters():\n    nn.init.normal_(one)\n"
+    for output, begins in (("run", ""), ("other", others)):
+        (tmp_path / "script.py").write_text(f"{MODEL}{begins}train(2, model.forward)")
+        assert recorded_warm("script.py", output=output, cwd=tmp_path).code == 0
+
+    found = traindiff.compare(tmp_path / "run", tmp_path / "other")
+
+    assert (found.verdict, found.findings[0].kind) == ("misaligned", "initial-parameter")
+    changed = {row.path for row in found.differences if row.phase == "update" and row.step == 0}
+    assert len(changed) == 4  # the update of the first step has both its ends
 
 
 @pytest.mark.parametrize(
@@ -315,7 +329,7 @@ if "child" not in sys.argv:
     assert run(tmp_path, source).said == [
         *RECORDED,
         "Not followed: 1 process that the script started. Start ranks with torchrun ... -m traindiff run ..., "
-        "so that each is recorded.",
+        "so that each is recorded. In a process that is no rank, call traindiff.record(...).",
     ]
 
 

@@ -57,6 +57,7 @@ class Events:
         before_forward: Before every forward pass of the root.
         after_forward: After it; also if only its end was seen.
         before_step: Before the first forward pass of each step that keeps gradients.
+        before_update: When the optimizer that counts steps is called, unless a closure computes the gradients.
         after_step: After a step of the optimizer that counts them, before the next one begins.
         at_end: Before the last observations are written.
         at_backward: When a backward pass that can reach the model's parameters begins, before anything of it is seen.
@@ -73,6 +74,7 @@ class Events:
     before_forward: Event = field(default_factory=Event)
     after_forward: Event = field(default_factory=Event)
     before_step: Event = field(default_factory=Event)
+    before_update: Event = field(default_factory=Event)
     after_step: Event = field(default_factory=Event)
     at_end: Event = field(default_factory=Event)
     at_backward: Event = field(default_factory=Event)
