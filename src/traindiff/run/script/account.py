@@ -148,8 +148,8 @@ class Account:
         if self.models and self.attached_late:
             yield (
                 "Not seen: the forward pass of the first step, in which no module was called in a way that can be "
-                "observed (compiled together with other code, or called by its forward method). The recording begins "
-                "with the parameters and gradients of that step."
+                "observed (compiled together with other code, called by its forward method, or called before its "
+                "optimizer was made). The recording begins with the parameters and gradients of that step."
             )
         yield from (f"Not followed: {one}" for one in self.not_followed())
         for model in self.untrained[:MOST]:

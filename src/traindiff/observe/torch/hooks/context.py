@@ -66,6 +66,7 @@ class Events:
         after_backward: After it, also if it raised.
         on_inner_backward: Before a backward pass inside of another one, with the tensors it starts from (reentrant
             checkpointing).
+        on_clipping: Before gradients are clipped, with the parameters that have them.
         on_gradients: Before something changes the gradients of an optimizer, or the optimizer reads them: with its tap,
             each tensor with the pieces of parameters in it, and whether the gradients contain the loss scale.
         on_schedule: When a pipeline's schedule is about to run a batch, with it and with its stages on this rank.
@@ -81,6 +82,7 @@ class Events:
     before_backward: Event = field(default_factory=Event)
     after_backward: Event = field(default_factory=Event)
     on_inner_backward: Event = field(default_factory=Event)
+    on_clipping: Event = field(default_factory=Event)
     on_gradients: Event = field(default_factory=Event)
     on_schedule: Event = field(default_factory=Event)
 
