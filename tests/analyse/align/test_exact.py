@@ -176,7 +176,7 @@ def test_another_learning_rate_names_values_and_parameters(compared: Compared) -
 
     assert (finding.kind, finding.step, finding.slot) == ("hyper-parameter", 1, "lr")
     assert finding.message == (
-        "lr is 0.1 in the baseline and 0.2 in the candidate, for 2 parameters (fc.weight, head.weight, ...)."
+        "lr is 0.1 in the baseline and 0.2 in the candidate, for 2 parameters (fc.weight, head.weight)."
     )
     assert finding.evidence["paths"] == ["fc.weight", "head.weight"]
 

@@ -45,22 +45,24 @@ def rows(first: int, count: int, spacing: tuple[int, int] | None = None) -> Shar
     return Shard.of_batch((count, 6), first=first, spacing=spacing)
 
 
+GAPS = "its rows leave gaps (batches differ in size, or one was not seen), so their places are not known"
+OVERLAP = "rows of batches of different sizes overlap, so which sample is which is not known"
+
+
 @pytest.mark.parametrize(
-    ("shards", "what"),
+    ("shards", "why"),
     [
-        ((rows(0, 2), rows(3, 2)), "leave gaps"),
-        ((rows(1, 2), rows(3, 2)), "leave gaps"),
-        ((rows(0, 3), rows(2, 2)), "overlap"),
-        ((rows(0, 4, (2, 4)), rows(6, 2)), "leave gaps"),
-        ((rows(0, 4, (2, 4)), rows(1, 2)), "overlap"),
+        ((rows(0, 2), rows(3, 2)), GAPS),
+        ((rows(1, 2), rows(3, 2)), GAPS),
+        ((rows(0, 3), rows(2, 2)), OVERLAP),
+        ((rows(0, 4, (2, 4)), rows(6, 2)), GAPS),
+        ((rows(0, 4, (2, 4)), rows(1, 2)), OVERLAP),
     ],
 )
-def test_rows_of_ranks_that_make_no_batch_are_named(shards: tuple[Shard, Shard], what: str) -> None:
+def test_rows_of_ranks_that_make_no_batch_are_named(shards: tuple[Shard, Shard], why: str) -> None:
     parts = [part(random(*shard.shape, seed=rank), rank=rank, shard=shard) for rank, shard in enumerate(shards)]
 
-    assert only(parts).unobserved == (
-        f"rows of batches of different sizes {what}, so which sample is which is not known"
-    )
+    assert only(parts).unobserved == why
 
 
 @pytest.mark.parametrize(

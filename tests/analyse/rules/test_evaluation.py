@@ -192,3 +192,20 @@ def test_looking_at_spectral_norms_changes_no_vector(tmp_path: Path) -> None:
 
     for one, other in zip(plain.state_dict().values(), recorded.state_dict().values(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_text_that_grows_by_zeros_is_another_batch(tmp_path: Path) -> None:
+    """Zeros add nothing to a fingerprint. A model that generates is given its own output, token by token."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer, evaluation=True):
+        for _ in range(2):
+            model(torch.tensor([[1, 2]])).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for zeros in range(3):
+                    model(torch.tensor([[3, *[0] * zeros]]))
+
+    assert not [note for note in traindiff.check(tmp_path / "run").notes if "same batch" in note]

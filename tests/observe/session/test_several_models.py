@@ -283,3 +283,49 @@ def test_a_part_that_is_called_after_the_model_is_no_further_forward_pass(tmp_pa
     assert {one.call for one in observations(tmp_path / "run") if one.path == "decoder" and one.phase == "forward"} == {
         0, 1
     }  # fmt: skip
+
+
+def thought_unseen(path: Path) -> set[tuple[int, str]]:
+    """Steps and paths of modules that may have been called without their hooks."""
+    return {
+        (number, one.path)
+        for number, step in enumerate(open_recording(str(path)).steps(0))
+        for one in step.observations
+        if "although its parameters got gradients" in one.unobserved
+    }
+
+
+def test_a_model_that_rests_for_a_step_is_not_called_unseen_because_its_old_gradients_are_still_there(
+    tmp_path: Path,
+) -> None:
+    """Each optimizer clears its own gradients, when its turn comes: an actor that learns in every second step."""
+    torch.manual_seed(0)
+    critic, actor = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)), nn.Sequential(nn.Linear(4, 4))
+    ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.01) for one in (critic, actor))
+    with traindiff.record(tmp_path / "run", {"critic": critic, "actor": actor}, [ours, theirs], strict=True):
+        for number in range(6):
+            x = torch.randn(3, 4)
+            critic(x).square().mean().backward()
+            ours.step()
+            ours.zero_grad()
+            if number % 2:
+                theirs.zero_grad()
+                critic(actor(x)).mean().backward()
+                theirs.step()
+                ours.zero_grad()
+
+    assert not thought_unseen(tmp_path / "run")
+
+
+def test_a_model_that_is_called_unseen_is_told_of_by_its_new_gradients(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    critic, actor = nn.Linear(4, 1), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD([*critic.parameters(), *actor.parameters()], lr=0.01)
+    with traindiff.record(tmp_path / "run", {"critic": critic, "actor": actor}, optimizer, strict=True):
+        for number in range(4):
+            act = actor if number != 2 else actor.forward
+            critic(act(torch.randn(3, 4))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=number != 1)
+
+    assert thought_unseen(tmp_path / "run") == {(2, "actor")}

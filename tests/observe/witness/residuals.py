@@ -24,11 +24,14 @@ RIGHT = 2.0
 def record(
     path: Path, model: nn.Module, batches: Sequence[Any], loss_of: Callable[[nn.Module, Any], Tensor], *,
     per_step: int = 1, change: Callable[[nn.Module, int], None] = lambda model, step: None, zero: bool = True,
-    optimizer: torch.optim.Optimizer | None = None, **settings: Any,
+    optimizer: torch.optim.Optimizer | None = None, given: bool = True, **settings: Any,
 ) -> Path:  # fmt: skip
-    """Train with `per_step` backward passes in each step; `change` may change gradients before the optimizer."""
+    """Train with `per_step` backward passes in each step; `change` may change gradients before the optimizer.
+
+    The recording finds the optimizer by itself if it is not `given`.
+    """
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
-    with traindiff.record(path, model, optimizer, strict=True, **{"observe": OBSERVED, **settings}):
+    with traindiff.record(path, model, optimizer if given else None, strict=True, **{"observe": OBSERVED, **settings}):
         for number, batch in enumerate(batches):
             (loss_of(model, batch) / per_step).backward()
             if (number + 1) % per_step == 0:

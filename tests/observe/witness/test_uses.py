@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 import traindiff
-from tests.observe.witness.residuals import OBSERVED, RIGHT, ratios, reasons, record
+from tests.observe.witness.residuals import OBSERVED, RIGHT, gradients, ratios, reasons, record
 
 
 def _model() -> nn.Sequential:
@@ -305,3 +305,104 @@ def test_the_training_is_not_changed(tmp_path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in zip(plain, recorded, strict=True))
     assert F.linear.__module__.startswith("torch")
     assert F.linear is torch._C._nn.linear
+
+
+def _clip_norm(model: nn.Module, step: int) -> None:  # noqa: ARG001
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def _clip_value(model: nn.Module, step: int) -> None:  # noqa: ARG001
+    nn.utils.clip_grad_value_(model.parameters(), 1e-4)
+
+
+@pytest.mark.parametrize("clip", [_clip_norm, _clip_value])
+def test_gradients_are_read_before_they_are_clipped_also_in_the_first_step_of_an_optimizer_that_was_not_given(
+    tmp_path: Path, clip: Callable[[nn.Module, int], None]
+) -> None:
+    path = record(tmp_path / "run", _model(), _batches(2), _loss, change=clip, given=False)
+
+    assert [len(step) for step in gradients(path)] == [7, 7]
+    assert max(ratios(path).values()) < RIGHT
+    _healthy(path)
+
+
+def test_gradients_that_are_clipped_by_hand_in_the_first_step_of_an_optimizer_that_was_not_given_are_a_note(
+    tmp_path: Path,
+) -> None:
+    def clip(model: nn.Module, step: int) -> None:  # noqa: ARG001
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.1)
+
+    path = record(tmp_path / "run", _model(), _batches(2), _loss, change=clip, given=False)
+
+    _healthy(path)
+    notes = traindiff.check(str(path), rules="wrong-gradient").notes
+    assert notes[0] == "The training multiplies all gradients by one factor after the backward pass (2 steps, first 0)."
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_several_optimizers_that_were_not_given_are_each_known_before_their_gradients_are_clipped(
+    tmp_path: Path, together: bool
+) -> None:
+    model = _model()
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.01) for part in (model[:2], model[2:])]
+    with traindiff.record(tmp_path / "run", model, observe=OBSERVED, strict=True):
+        for batch in _batches(2):
+            _loss(model, batch).backward()
+            if together:  # which of the two will step is not known
+                _clip_norm(model, 0)
+            for part, optimizer in zip((model[:2], model[2:]), optimizers, strict=True):
+                if not together:
+                    _clip_norm(part, 0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    _healthy(tmp_path / "run")
+    if not together:
+        assert len(ratios(tmp_path / "run")) == 7
+        assert max(ratios(tmp_path / "run").values()) < RIGHT
+
+
+def test_what_is_not_witnessed_is_said_of_the_last_evaluation_of_a_step(tmp_path: Path) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.head = nn.GRUCell(6, 4), nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.head(self.cell(x))
+            return found
+
+    model, (batch,) = Recurrent(), _batches(1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = _loss(model, batch)
+        loss.backward()
+        return loss
+
+    with traindiff.record(tmp_path / "run", model, optimizer, observe=OBSERVED, strict=True):
+        optimizer.step(closure)
+
+    notes = traindiff.check(str(tmp_path / "run"), rules="wrong-gradient").notes
+    assert any(note.startswith("Not witnessed: cell.weight_ih") for note in notes), notes
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_gradient_that_grew_in_the_micro_step_before_was_not_there_before_the_recording(
+    tmp_path: Path, given: bool
+) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = nn.Linear(6, 2), nn.Parameter(torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.layer(x) * self.scale
+            return found
+
+    path = record(tmp_path / "run", Scaled(), _batches(4), _loss, per_step=2, given=given)
+
+    assert reasons(path) == {"scale": "no call of a layer that can be witnessed has used it"}

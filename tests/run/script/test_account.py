@@ -59,7 +59,7 @@ def test_a_script_without_torch_or_optimizers_is_said_to_have_none(tmp_path: Pat
         ("", "the script did not import torch."),
         (
             "import torch",
-            "the script made no optimizer of torch's kind, and what trains is found by its optimizers.",
+            "traindiff finds what trains by its torch.optim.Optimizer, and the script made none.",
         ),
     ):
         (tmp_path / "script.py").write_text(source)
@@ -91,14 +91,14 @@ if __name__ == "__main__":
         "Not followed: Adam with 1 parameter, 3 steps: they belong to none of the recorded models.",
         "Not recorded: Linear, 2 parameters, which no optimizer trains.",
         "Not followed: 1 process that the script started. Start ranks with torchrun ... -m traindiff run ..., "
-        "so that each is recorded.",
+        "so that each is recorded. In a process that is no rank, call traindiff.record(...).",
     ]
 
 
 UNSEEN = (
     "Not seen: the forward pass of the first step, in which no module was called in a way that can be observed "
-    "(compiled together with other code, or called by its forward method). The recording begins with the gradients of "
-    "that step."
+    "(compiled together with other code, called by its forward method, or called before its optimizer was made). The "
+    "recording begins with the parameters and gradients of that step."
 )
 
 
@@ -106,6 +106,16 @@ def test_a_first_forward_pass_that_was_not_seen_is_said(tmp_path: Path) -> None:
     ended = run(tmp_path, "train(3, torch.compile(lambda x: model(x).square(), backend='eager'))")
 
     assert ended.said == ["Recorded in run: 3 steps of SGD.", RECORDED[1], UNSEEN]
+
+
+def test_a_forward_pass_before_the_optimizer_was_made_is_said_not_to_be_seen(tmp_path: Path) -> None:
+    """A library may make the optimizer when it is first used."""
+    source = "loss = model(torch.ones(3, 4)).sum()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    steps = "loss.backward()\noptimizer.step()\noptimizer.zero_grad()\ntrain(1)\n"
+    late = MODEL.replace("optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n", "")
+    (tmp_path / "script.py").write_text(f"{late}{source}{steps}")
+
+    assert UNSEEN in recorded_warm("script.py", output="run", cwd=tmp_path).said
 
 
 def test_a_model_that_is_never_called_is_recorded_from_its_first_step_on(tmp_path: Path) -> None:
@@ -124,6 +134,20 @@ def test_a_model_that_is_never_called_is_recorded_from_its_first_step_on(tmp_pat
 
     assert (found.verdict, found.findings, found.steps) == ("incomplete", (), (0, 1, 2))
     assert {row.phase for row in found.differences} >= {"grad", "update", "loss"}
+
+
+def test_parameters_before_the_first_step_are_known_where_no_module_is_called(tmp_path: Path) -> None:
+    """A model may be called by its forward method, or layer by layer: what they began with tells runs apart."""
+    others = "for one in model.parameters():\n    nn.init.normal_(one)\n"
+    for output, begins in (("run", ""), ("other", others)):
+        (tmp_path / "script.py").write_text(f"{MODEL}{begins}train(2, model.forward)")
+        assert recorded_warm("script.py", output=output, cwd=tmp_path).code == 0
+
+    found = traindiff.compare(tmp_path / "run", tmp_path / "other")
+
+    assert (found.verdict, found.findings[0].kind) == ("misaligned", "initial-parameter")
+    updates = [row.num_steps for row in found.differences if row.phase == "update"]
+    assert updates == [2] * 4  # the update of the first step has both its ends
 
 
 @pytest.mark.parametrize(
@@ -315,7 +339,7 @@ if "child" not in sys.argv:
     assert run(tmp_path, source).said == [
         *RECORDED,
         "Not followed: 1 process that the script started. Start ranks with torchrun ... -m traindiff run ..., "
-        "so that each is recorded.",
+        "so that each is recorded. In a process that is no rank, call traindiff.record(...).",
     ]
 
 

@@ -280,7 +280,8 @@ def check_hyper_parameters(baseline: Settings, candidate: Settings, *, step: int
         if (path, slot) in candidate and not _same_setting(value, other := candidate[path, slot][0]):
             differing.setdefault((slot, value, other), (entry, []))[1].append(path)
     for (slot, before, after), (entry, paths) in differing.items():
-        among = paths[0] if len(paths) == 1 else f"{len(paths)} parameters ({', '.join(paths[:2])}, ...)"
+        named = ", ".join(paths[:2]) + (", ..." if len(paths) > 2 else "")
+        among = named if len(paths) == 1 else f"{len(paths)} parameters ({named})"
         digits = 6 if f"{before:g}" != f"{after:g}" else 9
         values = f"{before:.{digits}g} in the baseline and {after:.{digits}g} in the candidate"
         message = f"{slot} is {values}, for {among}."

@@ -294,8 +294,9 @@ def _misplaced_rows(shards: Iterable[Shard]) -> str:
     ends = [0, *(first + count for first, count in rows)]
     for (first, _), end in zip(rows, ends, strict=False):
         if first != end:
-            what = "overlap" if first < end else "leave gaps"
-            return f"rows of batches of different sizes {what}, so which sample is which is not known"
+            if first < end:
+                return "rows of batches of different sizes overlap, so which sample is which is not known"
+            return "its rows leave gaps (batches differ in size, or one was not seen), so their places are not known"
     return ""
 
 

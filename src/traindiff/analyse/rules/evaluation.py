@@ -87,18 +87,25 @@ def _dropout_rate(settings: Mapping[str, str]) -> tuple[str, str] | None:
     return None
 
 
+_Known = tuple[str, tuple[int, ...], int]  # slot, shape and fingerprint
+
+
 def _evaluated_twice(table: StepTable) -> bool:
-    """True if two evaluations in one step have the same inputs and other outputs of the model."""
-    inputs: dict[int, list[tuple[str, int]]] = {}
-    outputs: dict[int, list[tuple[str, int]]] = {}
+    """True if two evaluations in one step have the same inputs and other outputs of the model.
+
+    A tensor is known by its shape and its fingerprint, to which zeros add nothing: a text that grows by the token 0
+    keeps its fingerprint.
+    """
+    inputs: dict[int, list[_Known]] = {}
+    outputs: dict[int, list[_Known]] = {}
     for key, entry in table.items():
         if key.stage != EVALUATION or key.path or entry.unobserved:
             continue
         kept = inputs if key.phase == "batch" else outputs if key.phase == "forward" else None
         if kept is not None:
-            bits = [(key.slot, int(part.summary["fingerprint"])) for part in entry.parts]
+            bits = [(key.slot, entry.shape, int(part.summary["fingerprint"])) for part in entry.parts]
             kept.setdefault(key.call, []).extend(bits)
-    seen: dict[tuple[tuple[str, int], ...], list[tuple[str, int]]] = {}
+    seen: dict[tuple[_Known, ...], list[_Known]] = {}
     for call, given in inputs.items():
         returned = outputs.get(call)
         if returned and seen.setdefault(tuple(given), returned) != returned:

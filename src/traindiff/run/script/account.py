@@ -134,7 +134,8 @@ class Account:
         if not self.torch_imported:
             return "the script did not import torch."
         if not self.optimizers:
-            return "the script made no optimizer of torch's kind, and what trains is found by its optimizers."
+            inside = ", and the processes that it started are not followed" if self.num_processes else ""
+            return f"traindiff finds what trains by its torch.optim.Optimizer, and the script made none{inside}."
         kinds = ", ".join(one.kind for one in self.optimizers)
         return (
             f"no module that holds parameters of {kinds} was called where gradients are enabled: "
@@ -147,8 +148,8 @@ class Account:
         if self.models and self.attached_late:
             yield (
                 "Not seen: the forward pass of the first step, in which no module was called in a way that can be "
-                "observed (compiled together with other code, or called by its forward method). The recording begins "
-                "with the gradients of that step."
+                "observed (compiled together with other code, called by its forward method, or called before its "
+                "optimizer was made). The recording begins with the parameters and gradients of that step."
             )
         yield from (f"Not followed: {one}" for one in self.not_followed())
         for model in self.untrained[:MOST]:
@@ -162,7 +163,8 @@ class Account:
         if self.num_processes:
             yield (
                 f"Not followed: {_count(self.num_processes, 'process')} that the script started. Start ranks with "
-                "torchrun ... -m traindiff run ..., so that each is recorded."
+                "torchrun ... -m traindiff run ..., so that each is recorded. In a process that is no rank, call "
+                "traindiff.record(...)."
             )
 
 

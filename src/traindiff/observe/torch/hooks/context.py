@@ -57,6 +57,7 @@ class Events:
         before_forward: Before every forward pass of the root.
         after_forward: After it; also if only its end was seen.
         before_step: Before the first forward pass of each step that keeps gradients.
+        before_update: When the optimizer that counts steps is called, unless a closure computes the gradients.
         after_step: After a step of the optimizer that counts them, before the next one begins.
         at_end: Before the last observations are written.
         at_backward: When a backward pass that can reach the model's parameters begins, before anything of it is seen.
@@ -65,6 +66,7 @@ class Events:
         after_backward: After it, also if it raised.
         on_inner_backward: Before a backward pass inside of another one, with the tensors it starts from (reentrant
             checkpointing).
+        on_clipping: Before gradients are clipped, with the parameters that have them.
         on_gradients: Before something changes the gradients of an optimizer, or the optimizer reads them: with its tap,
             each tensor with the pieces of parameters in it, and whether the gradients contain the loss scale.
         on_stepped: After an optimizer's step, right after the state and the elements of a parameter were read: with the
@@ -75,12 +77,14 @@ class Events:
     before_forward: Event = field(default_factory=Event)
     after_forward: Event = field(default_factory=Event)
     before_step: Event = field(default_factory=Event)
+    before_update: Event = field(default_factory=Event)
     after_step: Event = field(default_factory=Event)
     at_end: Event = field(default_factory=Event)
     at_backward: Event = field(default_factory=Event)
     before_backward: Event = field(default_factory=Event)
     after_backward: Event = field(default_factory=Event)
     on_inner_backward: Event = field(default_factory=Event)
+    on_clipping: Event = field(default_factory=Event)
     on_gradients: Event = field(default_factory=Event)
     on_stepped: Event = field(default_factory=Event)
     on_schedule: Event = field(default_factory=Event)

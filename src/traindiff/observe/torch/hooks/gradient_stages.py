@@ -133,6 +133,7 @@ class _GradientStages:
     def __init__(self, context: TapContext) -> None:
         guarded = partial(context.sink.guarded, "gradient_stages")
         self._optimizers = context.optimizers
+        self._on_clipping = context.events.on_clipping
         self._names = context.targets.names
         self._sink = context.sink
         self._stages: dict[str, tuple[int, str]] = {}  # by optimizer: the step, and the next stage to be recorded
@@ -153,6 +154,7 @@ class _GradientStages:
                 self._next(tap, "unscaled")
 
     def _before_clipping(self, clipped: Sequence[Tensor]) -> None:
+        self._on_clipping(clipped)
         for tap in self._concerned(clipped):
             self._record(tap)
 

@@ -20,6 +20,7 @@ def attach(context: TapContext) -> None:
     tap, guarded = ModelStateTap(context), partial(context.sink.guarded, "model_state")
     context.events.before_forward.append(guarded(tap.before_forward))
     context.events.before_step.append(guarded(tap.before_step))
+    context.events.before_update.append(guarded(tap.before_step))
     context.events.after_step.append(guarded(tap.after_step))
 
 
@@ -61,7 +62,10 @@ class ModelStateTap:
         self._training = {path: module.training for path, module in context.targets.modules.items()}
 
     def before_step(self) -> None:
-        """Record parameters and buffers, unless the step before was recorded."""
+        """Record parameters and buffers, unless the step before was recorded.
+
+        That is before the step's first forward pass, or before its update if no forward pass was seen.
+        """
         progress = self._sink.progress
         recorded = {progress.step} if self._context.before_every_step else {progress.step, progress.step - 1}
         if not progress.observing or inside_transform():  # `torch.func` puts its own tensors in place of the model's

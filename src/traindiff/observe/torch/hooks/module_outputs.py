@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
+from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
 
 from traindiff.core.observation import MAYBE_UNSEEN, NOT_CALLED, UNSEEN
 from traindiff.core.site import path_in_whole
-from traindiff.core.torch_compat.execution import compiled_code_ran
+from traindiff.core.torch_compat.execution import compiled_code_ran, version_of
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.activations import Activations
 from traindiff.observe.torch.hooks.compiled import ModuleObserver, tap_compiled_module
@@ -30,7 +31,7 @@ COMPILED = (
     "code without its hooks, called by its forward method, or not called"
 )
 QUIET = (
-    "it returned nothing that its hooks saw, although its parameters have gradients: it was called without its hooks, "
+    "it returned nothing that its hooks saw, although its parameters got gradients: it was called without its hooks, "
     "by its forward method for example, or others used its parameters"
 )
 SCRIPTED = f"{NOT_CALLED}: TorchScript takes no hooks on modules"
@@ -111,8 +112,9 @@ class SilentModules:
     compiled code it still does if the forward pass of the module around it is known to have been traced with hooks,
     or if the module has parameters to train and none of them has a gradient.
 
-    If a module was heard in earlier steps and is silent in a later one, although its parameters have gradients, that
-    step is recorded as unknown.
+    If a module was heard in earlier steps and is silent in a later one, although its parameters got gradients in it,
+    that step is recorded as unknown. Gradients that an earlier step has left do not count: with several optimizers,
+    each may clear only its own, and only when its turn comes.
 
     Args:
         modules: The observed modules by canonical path.
@@ -128,6 +130,7 @@ class SilentModules:
         self._heard: set[str] = set()
         self._now: set[str] = set()
         self._beside_roots: set[str] = set()
+        self._left: dict[int, tuple[ReferenceType[Tensor], int]] = {}  # by id of the parameter: its latest gradient
 
     def heard(self, path: str, *, compiled: bool, beside_roots: bool = False) -> None:
         """Note that the module at `path` returned something: in compiled code, or outside all forward passes."""
@@ -153,10 +156,22 @@ class SilentModules:
         if progress.observing and progress.forward_done:
             for path in sorted(self._heard - self._now):
                 module = self._modules.get(path)
-                if module is not None and any(one.grad is not None for one in module.parameters()):
+                if module is not None and any(map(self._has_new_gradient, module.parameters())):
                     self.unseen(path, QUIET, how=MAYBE_UNSEEN)
             self._heard |= self._now
         self._now.clear()
+        self._left.clear()
+        for module in self._modules.values():
+            for parameter in module.parameters(recurse=False):
+                if (gradient := parameter.grad) is not None:
+                    self._left[id(parameter)] = ref(gradient), version_of(gradient)
+
+    def _has_new_gradient(self, parameter: Tensor) -> bool:
+        """True if a gradient is there that the step before has not left."""
+        if (gradient := parameter.grad) is None:
+            return False
+        before, version = self._left.get(id(parameter), (None, 0))
+        return before is None or before() is not gradient or version_of(gradient) != version
 
     def report(self) -> None:
         """Record the silent modules after the first recorded step in which the root has run."""

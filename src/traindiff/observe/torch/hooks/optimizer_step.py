@@ -73,6 +73,7 @@ class OptimizerTap:
         self._on_end = on_end
         self._on_gradients = context.events.on_gradients
         self._on_stepped = context.events.on_stepped
+        self._before_update = context.events.before_update
         self._unsettled = False
         self._has_closure = False
         self._counts_skipped = context.settings.counts_skipped
@@ -232,6 +233,8 @@ class OptimizerTap:
         self._left_out = not self._counts_skipped and leaves_out(self.optimizer)
         if self._left_out or not self._sink.progress.observing:
             return
+        if self.name == self._sink.progress.optimizer and not self._has_closure:
+            self._before_update()
         if "optimizer" in self._observe:
             self._hyper_parameters()
         if not self._has_closure:

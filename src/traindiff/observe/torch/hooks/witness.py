@@ -80,6 +80,7 @@ class _Witness:
         self._running = False
         self._read: set[tuple[str, int]] = set()  # optimizer and id of the tensors that were read in this step
         self._evaluation = -1, -1
+        self._met: set[str] = set()  # paths of parameters whose gradient was looked at before a backward pass
         self._said: set[str] = set()  # paths of parameters of which it was said why they are not checked
 
     def attach(self) -> None:
@@ -199,6 +200,7 @@ class _Witness:
     def _begin_backward(self, roots: Sequence[Tensor], inputs: Sequence[Any] | None) -> None:
         if not self._sink.progress.observing:
             self._expected.clear()  # gradients now hold what was not seen
+            self._met.clear()
             return
         self._inputs = None if inputs is None else frozenset(map(id, inputs))
         self._drop_cleared()
@@ -224,9 +226,20 @@ class _Witness:
                 for path in paths:
                     self._expect(path).reason = BESIDE.format(used=used, seen=seen)
         self._note_hooks()
+        for parameter, pieces in self._selected():
+            self._note_left(parameter, pieces)
+
+    def _selected(self) -> Iterator[tuple[Tensor, Sequence[Piece]]]:
+        """The parameters that optimizers hold, and those whose optimizer is not known before its first step."""
+        targets, held = self._context.targets, set[str]()
         for tap in self._context.optimizers.values():
             for parameter, pieces in tap.selected():
-                self._note_left(parameter, pieces)
+                held.update(piece.path for piece in pieces)
+                yield parameter, pieces
+        for leaf in () if targets.optimizers else targets.leaves:
+            pieces = targets.pieces_of(leaf) or ()
+            if rest := [one for one in pieces if one.path not in held and targets.selects(one.path)]:
+                yield leaf, rest
 
     def _note_left(self, parameter: Tensor, pieces: Iterable[Piece]) -> None:
         """Note the gradient as the backward pass leaves it."""
@@ -238,17 +251,17 @@ class _Witness:
 
     def _drop_cleared(self) -> None:
         """Forget what belongs to gradients that were cleared since the last backward pass."""
-        for tap in self._context.optimizers.values():
-            for parameter, pieces in tap.selected():
-                for piece in pieces:
-                    expected = self._expected.get(piece.path)
-                    if expected is None:
-                        if _is_nonzero(parameter.grad):
-                            self._expected[piece.path] = Expected(reason=BEFORE)
-                        continue
-                    left = None if expected.is_read else expected.left.get(id(parameter))
-                    if left is not None and _is_cleared(parameter.grad, *left):
-                        expected.begin()
+        for parameter, pieces in self._selected():
+            for piece in pieces:
+                expected = self._expected.get(piece.path)
+                if expected is None:
+                    if piece.path not in self._met and _is_nonzero(parameter.grad):
+                        self._expected[piece.path] = Expected(reason=BEFORE)
+                    self._met.add(piece.path)
+                    continue
+                left = None if expected.is_read else expected.left.get(id(parameter))
+                if left is not None and _is_cleared(parameter.grad, *left):
+                    expected.begin()
 
     def _gradients_are_read(
         self,
@@ -261,6 +274,8 @@ class _Witness:
         if evaluation != self._evaluation:
             self._evaluation = evaluation
             self._read.clear()
+            if self._sink.progress.evaluation:
+                self._said.clear()  # rules look at the last evaluation of a step
         fresh = [
             (parameter, pieces, gradient)
             for parameter, pieces in held

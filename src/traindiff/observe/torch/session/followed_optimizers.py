@@ -90,6 +90,7 @@ class FollowedOptimizers:
         self._made_before = WeakSet(given) if given else None
         if not self._targets.optimizers:
             undo.enter_context(tap_loss_scaler(ScalerListener(before=self.follow)))  # it may skip the very first step
+            events.on_clipping.append(guarded("optimizer_discovery", self._follow_holder))
             undo.callback(register_optimizer_step_pre_hook(self.follow).remove)
 
     def follow(self, optimizer: Optimizer, *call: Any) -> None:
@@ -102,6 +103,20 @@ class FollowedOptimizers:
         self._known.update((optimizer, inner_optimizer(optimizer)))
         if self._holds_some(optimizer) or (not self.taps and self._is_of_copies()):
             self._context.sink.guarded("optimizer_discovery", self._discover)(optimizer, *call)
+
+    def _follow_holder(self, clipped: Sequence[Tensor]) -> None:
+        """Follow the optimizer whose gradients are clipped before its first step, if only one can be meant.
+
+        Otherwise the gradients before the clipping would be unknown in that step.
+        """
+        ids = {id(one) for one in clipped} & self._targets.names.keys()
+        if not ids or any(not ids.isdisjoint(_held_by(tap.optimizer)) for tap in self.taps.values()):
+            return
+        holders = [one for one in _live_optimizers() if not ids.isdisjoint(_held_by(one))]
+        inner = {id(inner_optimizer(one)) for one in holders if inner_optimizer(one) is not one}
+        outermost = [one for one in holders if id(one) not in inner]
+        if len(found := [one for one in outermost if not _is_around(one, outermost)]) == 1:
+            self.follow(found[0])
 
     def _holds_some(self, optimizer: Optimizer) -> bool:
         """True if the optimizer holds parameters of the model."""
@@ -301,6 +316,12 @@ class FollowedOptimizers:
 
 def _live_optimizers() -> WeakSet[Optimizer]:
     return WeakSet(one for one in gc.get_objects() if issubclass(type(one), Optimizer))
+
+
+def _is_around(optimizer: Optimizer, others: Sequence[Optimizer]) -> bool:
+    """True for an optimizer that only calls another one, as Accelerate's does: hooks run at the other one's step."""
+    held = {id(one) for one in vars(optimizer).values()}
+    return any(id(other) in held for other in others if other is not optimizer)
 
 
 def _held_by(optimizer: Optimizer) -> set[int]:
