@@ -78,8 +78,19 @@ class Layers:
         found = self.targets.names.get(id(tensor)) or self.targets.first_name(
             canonical_path(f"{path}.{name}".strip("."))
         )
+        return self.held_tensor(found, tensor, *others)
+
+    def held_tensor(self, found: str, tensor: Tensor, *others: Tensor) -> Held | None:
+        """The same for the tensor of a parameter.
+
+        Args:
+            found: Canonical path of the parameter.
+            tensor: The tensor that operations use.
+            others: Inputs and outputs of the operation.
+        """
         if found not in self.targets.paths or not self.targets.selects(found):
             return None
+        leaf = id(self._flat.get(found, tensor))
         layout = self.targets.layout
         whole = Region.whole(tuple(tensor.shape))
         divided = any(is_distributed(one) and _is_divided(one) for one in others)
@@ -95,8 +106,7 @@ class Layers:
         extent = Extent.of(region)
         if extent is None or region.term is not None:
             raise NotWitnessedError("ranks divide it along an axis behind the second")
-        leaf = self._flat.get(found, own)
-        return Held(path=found, leaf=id(leaf), local=tensor.detach(), extent=extent, divided=divided)
+        return Held(path=found, leaf=leaf, local=tensor.detach(), extent=extent, divided=divided)
 
     def linear(self, path: str, module: nn.Module, given: tuple[Any, ...], output: Tensor) -> Iterator[Use]:
         """Uses in a call of a linear layer."""
@@ -111,9 +121,9 @@ class Layers:
             if x.shape[-1] != b.shape[0]:
                 raise NotWitnessedError("its layer was given another part of its input than the weight is of")
             p = of.projected(x, b)
-            yield self._use(weight, partial(self._rows, weight, p), given, output, width=sum(weight.extent.shape))
+            yield self.use(weight, partial(self._rows, weight, p), given, output, width=sum(weight.extent.shape))
         if bias is not None:
-            yield self._use(bias, partial(self._sums, bias), output, output, width=bias.extent.shape[0])
+            yield self.use(bias, partial(self._sums, bias), output, output, width=bias.extent.shape[0])
 
     def convolution(self, path: str, module: Any, given: tuple[Any, ...], output: Tensor) -> Iterator[Use]:
         """Uses in a call of a convolution, transposed or not."""
@@ -131,9 +141,9 @@ class Layers:
             else:
                 found = of.convolution(x, module, columns, padding=of.padded(module))
                 found = partial(_given_second, found, rows)
-            yield self._use(weight, found, x, output, width=sum(weight.extent.shape), is_convolution=True)
+            yield self.use(weight, found, x, output, width=sum(weight.extent.shape), is_convolution=True)
         if bias is not None:
-            yield self._use(
+            yield self.use(
                 bias, partial(self._sums, bias, channels=-1 - dims), output, output, width=bias.extent.shape[0]
             )
 
@@ -147,7 +157,7 @@ class Layers:
         rows = self.probes.rows(weight.path, weight.extent, weight.local)
         found = of.embedding(module, given[0], rows)
         columns = self.probes.columns(weight.path, weight.extent, weight.local)
-        yield self._own_sums(weight, partial(_given_second, found, columns), output)
+        yield self.own_sums(weight, partial(_given_second, found, columns), output)
 
     def embedding_bag(self, path: str, module: Any, given: tuple[Any, ...], output: Tensor) -> Iterator[Use]:
         """Uses in a call of an embedding with bags."""
@@ -162,7 +172,7 @@ class Layers:
         rows = self.probes.rows(weight.path, weight.extent, weight.local)
         found = of.embedding_bag(module, tokens, offsets, weights, rows)
         columns = self.probes.columns(weight.path, weight.extent, weight.local)
-        yield self._own_sums(weight, partial(_given_second, found, columns), output)
+        yield self.own_sums(weight, partial(_given_second, found, columns), output)
 
     def norm(self, path: str, module: Any, given: tuple[Any, ...], output: Tensor) -> Iterator[Use]:
         """Uses in a call of a normalization."""
@@ -174,9 +184,9 @@ class Layers:
         if weight is not None:
             normalized = Normalized(module, _local(x))
             found = partial(self._scaled, weight, axis, normalized)
-            yield replace(self._own_sums(weight, found, output), normalized=normalized)
+            yield replace(self.own_sums(weight, found, output), normalized=normalized)
         if bias is not None:
-            yield self._own_sums(bias, partial(self._scaled, bias, axis, None), output)
+            yield self.own_sums(bias, partial(self._scaled, bias, axis, None), output)
 
     def _rows(self, weight: Held, p: Tensor, gradient: Tensor) -> Products:
         g = _local(gradient)
@@ -204,7 +214,7 @@ class Layers:
             sums=probed(total.reshape(held.extent.shape), a.double(), b.double()), squares=squares, rows=rows
         )
 
-    def _use(
+    def use(
         self, held: Held, found: Callable[[Tensor], Products], given: Tensor, output: Tensor, *, width: int,
         is_convolution: bool = False,
     ) -> Use:  # fmt: skip
@@ -218,7 +228,7 @@ class Layers:
             is_own=held.divided,
         )  # fmt: skip
 
-    def _own_sums(self, held: Held, found: Callable[[Tensor], Products], output: Tensor) -> Use:
+    def own_sums(self, held: Held, found: Callable[[Tensor], Products], output: Tensor) -> Use:
         """A use whose sum over rows is in the dtype of the parameter."""
         own = max(roundoff(held.local), roundoff(output))  # autocast converts parameters, too
         return Use(
