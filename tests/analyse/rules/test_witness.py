@@ -192,14 +192,16 @@ def test_noise_on_all_gradients_is_a_note(tmp_path: Path) -> None:
     assert "The training changes gradients after the backward pass" in str(verdict)
 
 
-def test_what_was_not_witnessed_is_listed_with_the_reason(tmp_path: Path) -> None:
+def test_how_much_was_witnessed_is_told_with_the_reasons(tmp_path: Path) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inner, self.scale = model(), nn.Parameter(torch.ones(4))
+            self.slope, self.hooked = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+            self.hooked.register_post_accumulate_grad_hook(_halved)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.scale * self.inner(x)
+            return self.scale * self.inner(x) * self.slope.exp() + self.hooked
 
     trained = Scaled()
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.05)
@@ -207,9 +209,18 @@ def test_what_was_not_witnessed_is_listed_with_the_reason(tmp_path: Path) -> Non
         trained(points(0)[0]).square().mean().backward()
         optimizer.step()
 
-    notes = traindiff.check(str(tmp_path / "run")).notes
-    assert "Witnessed are the gradients of 99.4% of 680 parameters." in notes
-    assert "Not witnessed: scale, because no call of a layer that can be witnessed has used it." in notes
+    verdict = traindiff.check(str(tmp_path / "run"))
+    assert verdict.verdict == "healthy"
+    assert "Witnessed are the gradients of 99.4% of 688 parameters." in verdict.notes
+    assert (
+        "Of 0.6% of the parameters, the witness knows what backward passes contributed, but not what these should "
+        "contribute: slope." in verdict.notes
+    )
+    assert "Not witnessed: hooked, because it has a hook, which may change its gradient after it is added." in verdict.notes
+
+
+def _halved(parameter: Any) -> None:
+    parameter.grad.mul_(0.5)
 
 
 def test_without_witnesses_nothing_is_said(tmp_path: Path) -> None:

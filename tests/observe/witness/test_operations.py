@@ -231,7 +231,8 @@ def test_a_wrong_gradient_is_found_under_autocast(tmp_path: Path, kind: str, pat
     assert (finding.step, finding.path) == (2, path)
 
 
-@pytest.mark.parametrize("path", _PARAMETERS)
+# The token in front is not mixed with others, so its gradient is the same in each micro-step.
+@pytest.mark.parametrize("path", [path for path in _PARAMETERS if path != "first"])
 def test_a_micro_step_that_is_lost_is_named(tmp_path: Path, path: str) -> None:
     kept: list[Tensor] = []
 

@@ -108,10 +108,11 @@ def contribution(held: Held, gradient: Tensor, sums: Tensor, piece: Piece) -> Us
     )  # fmt: skip
     # The mean square over the probes estimates the square of the norm. No sum over rows is expected.
     found = Products(sums=sums, squares=sums.square().mean(), rows=0)
+    placements = getattr(gradient, "placements", None)
     return Use(
         path=held.path, leaf=held.leaf, products=lambda _: found, result=max(roundoff(gradient), roundoff(held.local)),
         operand=0.0, sums=FLOAT32, width=sum(shape), smallest=smallest(gradient, held.local), size=held.local.numel(),
-        is_own=held.divided or any(not one.is_replicate() for one in getattr(gradient, "placements", ())),
+        is_own=held.divided if placements is None else any(not one.is_replicate() for one in placements),
         is_contribution=True,
     )  # fmt: skip
 
