@@ -53,8 +53,8 @@ SIZE = 8
 """Numbers of a vector, in float64. The errors are root mean squares, of the same unit as the probes."""
 
 __all__ = [
-    "CONTRIBUTED", "CONVERTED", "EDITED", "EXPECTED", "GIVEN", "GROWTH", "PROBES", "ROUNDED", "SIZE", "TERMS", "elements",
-    "signs",
+    "CONTRIBUTED", "CONVERTED", "EDITED", "EXPECTED", "GIVEN", "GROWTH", "PROBES", "ROUNDED", "SIZE", "TERMS",
+    "elements", "signs",
 ]  # fmt: skip
 
 

@@ -279,9 +279,7 @@ class Offloaded(Whole):
     ],
     ids=["checkpointing", "reentrant checkpointing", "offloading"],
 )
-def test_what_hooks_have_taken_is_not_read(
-    tmp_path: Path, make: Callable[[], nn.Module], taken: set[str]
-) -> None:
+def test_what_hooks_have_taken_is_not_read(tmp_path: Path, make: Callable[[], nn.Module], taken: set[str]) -> None:
     torch.manual_seed(0)
     path = record(tmp_path / "run", make(), _tokens(4), _loss, per_step=2)
 

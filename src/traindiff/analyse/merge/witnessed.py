@@ -14,7 +14,18 @@ from traindiff.analyse.merge.recorded_calls import clips
 from traindiff.analyse.merge.site import MergedSite, RankPart, SiteKey, StepTable
 from traindiff.core.observation import WITNESS
 from traindiff.core.summary import UNIT_ROUNDOFF, norm
-from traindiff.core.witness import CONTRIBUTED, CONVERTED, EDITED, EXPECTED, GIVEN, GROWTH, PROBES, ROUNDED, TERMS, elements
+from traindiff.core.witness import (
+    CONTRIBUTED,
+    CONVERTED,
+    EDITED,
+    EXPECTED,
+    GIVEN,
+    GROWTH,
+    PROBES,
+    ROUNDED,
+    TERMS,
+    elements,
+)
 
 Vector = NDArray[np.float64]
 """One number for each probe."""

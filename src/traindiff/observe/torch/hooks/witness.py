@@ -116,7 +116,7 @@ class _Witness:
             return
         if inside_backward() and keeps_saved_tensors_elsewhere():
             return  # the second forward pass of activation checkpointing: gradients come back through the first one
-        self._follow(path, module, output, lambda: self._layers.uses(path, module, args, named, output))
+        self._follow(path, output, lambda: self._layers.uses(path, module, args, named, output))
 
     def _called_again(self, path: str, module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:  # noqa: ARG002
         """Before a call: of the second forward pass of activation checkpointing, which brings inputs."""
@@ -134,7 +134,6 @@ class _Witness:
         if self._is_wanted(output):
             self._follow(
                 path,
-                module,
                 output,
                 lambda: self._attention.uses(self._layers, path, module, given, weight, bias, output),
             )
@@ -145,7 +144,7 @@ class _Witness:
             and not is_abstract(output)
         )  # fmt: skip
 
-    def _follow(self, path: str, module: nn.Module, output: Tensor, uses_of: Callable[[], Iterator[Use]]) -> None:
+    def _follow(self, path: str, output: Tensor, uses_of: Callable[[], Iterator[Use]]) -> None:
         node = output.grad_fn
         found: list[Use] = []
         with suppress(NotWitnessedError):  # then the graph shows what uses its parameters

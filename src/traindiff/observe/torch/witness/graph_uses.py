@@ -151,16 +151,18 @@ class GraphUses:
         if (gradient := gradients[0]) is None:
             return
         gradient = as_dense(gradient.detach())
-        layout = self._layers.targets.layout
         for piece in self._pieces(tensor, gradient.numel()):
             try:
-                if gradient.is_complex():
-                    raise NotWitnessedError("it is complex")
-                held = self._layers.held_tensor(piece.path, tensor, gradient)
-                assert held is not None  # or it had no piece
-                found = given_vector(self._layers.probes, layout, gradient, piece, edited=False)
-                if found is None:
-                    raise NotWitnessedError(OTHER_PART)
-                self._add(contribution(held, gradient, found[0][:PROBES], piece), gradient)
+                self._add(self._contribution(tensor, gradient, piece), gradient)
             except NotWitnessedError as error:
                 self._fail(piece.path, str(error))
+
+    def _contribution(self, tensor: Tensor, gradient: Tensor, piece: Piece) -> Use:
+        if gradient.is_complex():
+            raise NotWitnessedError("it is complex")
+        held = self._layers.held_tensor(piece.path, tensor, gradient)
+        assert held is not None  # or it had no piece
+        found = given_vector(self._layers.probes, self._layers.targets.layout, gradient, piece, edited=False)
+        if found is None:
+            raise NotWitnessedError(OTHER_PART)
+        return contribution(held, gradient, found[0][:PROBES], piece)

@@ -68,7 +68,10 @@ class KeptElsewhere:
 
 
 def _install() -> None:
-    for name, tell in ((SAVED_TENSORS_PUSH, KeptElsewhere.switched_on), (SAVED_TENSORS_POP, KeptElsewhere.switched_off)):
+    for name, tell in (
+        (SAVED_TENSORS_PUSH, KeptElsewhere.switched_on),
+        (SAVED_TENSORS_POP, KeptElsewhere.switched_off),
+    ):
         _replace(name, tell)
 
 

@@ -24,8 +24,8 @@ _SHORT = 0.25
 """Part of the squared error of a sum over rows in a short dtype: rounding to nearest, of sums that grow."""
 
 _STUCK = 2.5
-"""The same from 1 / unit roundoff rows on: terms that are too small change the sum no more. CPU kernels of LayerNorm and
-Embedding lose so much of a gradient whose terms have one sign (measured; up to 0.93 of it over 16,384 rows)."""
+"""The same for more than 1 / unit roundoff rows: small terms change the sum no more. CPU kernels of LayerNorm and
+Embedding lose so much of a gradient whose terms have one sign (measured: up to 0.93 of it, over 16,384 rows)."""
 
 _LEAST_FLOAT16 = 2.0**-25
 """Half the smallest number of float16: gradients below it become zero."""
