@@ -238,7 +238,7 @@ def _product(
     }
     factor = torch.full((PROBES,), float(getattr(place.node, "_saved_alpha", 1.0)), dtype=torch.float64)
     factor = factor.to(gradient.device)
-    for side in signs.keys() - {*sides}:
+    for side in [one for one in signs if one not in sides]:
         factor = factor * signs[side][0].double()  # of an axis of size 1
     signs[""] = torch.ones_like(signs["rows"][:1])
     found = [(part, signs[side]) for part, side in zip((left, right), sides, strict=True)]
