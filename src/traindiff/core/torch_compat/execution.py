@@ -56,6 +56,11 @@ def num_results(node: Any) -> int:
     return len(node._input_metadata)
 
 
+def saved(node: Any, name: str, *default: Any) -> Any:
+    """What an operation saved for its backward pass, given the operation's node; or the default, if there is one."""
+    return getattr(node, f"_saved_{name}", *default)
+
+
 def saved_dims(node: Any) -> tuple[int, ...]:
     """The dims that a transposition or permutation exchanges; torch keeps negative ones as unsigned numbers."""
     dims = (node._saved_dim0, node._saved_dim1) if hasattr(node, "_saved_dim0") else node._saved_dims

@@ -67,6 +67,9 @@ class Events:
             checkpointing).
         on_gradients: Before something changes the gradients of an optimizer, or the optimizer reads them: with its tap,
             each tensor with the pieces of parameters in it, and whether the gradients contain the loss scale.
+        before_part: Before a pipeline's schedule runs a half of a backward pass that is no call of `backward`: with the
+            tensors it starts from for gradients of activations, with none for the gradients of parameters.
+        after_part: After it, also if it raised.
         on_schedule: When a pipeline's schedule is about to run a batch, with it and with its stages on this rank.
     """
 
@@ -80,6 +83,8 @@ class Events:
     after_backward: Event = field(default_factory=Event)
     on_inner_backward: Event = field(default_factory=Event)
     on_gradients: Event = field(default_factory=Event)
+    before_part: Event = field(default_factory=Event)
+    after_part: Event = field(default_factory=Event)
     on_schedule: Event = field(default_factory=Event)
 
 

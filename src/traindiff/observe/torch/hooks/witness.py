@@ -46,8 +46,6 @@ HOOKED = "it has a hook, which may change its gradient after it is added"
 
 COMMUNICATION = "a communication hook of DistributedDataParallel reduces gradients"
 
-APART = "a pipeline's schedule computes gradients of parameters apart from those of activations"
-
 BEFORE = "its gradient was not zero before the first backward pass that was recorded"
 
 _WHOLE = Shard.whole((SIZE,))
@@ -90,8 +88,11 @@ class _Witness:
     def attach(self) -> None:
         guarded, events = self._guarded, self._context.events
         events.before_backward.append(guarded(self._begin_backward))
+        events.before_part.append(guarded(self._begin_part))
         events.on_inner_backward.append(guarded(self._inner_backward))
-        events.after_backward.append(self._context.containment.guarded("witness", self._end_backward, always=True))
+        end = self._context.containment.guarded("witness", self._end_backward, always=True)
+        events.after_backward.append(end)
+        events.after_part.append(end)
         events.on_gradients.append(guarded(self._gradients_are_read))
         modules = self._context.targets.modules
         taking = [(path, module) for path, module in modules.items() if takes_hooks(module)]
@@ -163,13 +164,12 @@ class _Witness:
         if gradient is None:
             return
         if not self._running:
-            chunk = self._sink.progress.chunk
-            for use in found if chunk is not None and chunk.backward else ():
-                self._fail(use.path, APART)
             return
         for use in found:
             if use.leaf in self._graph or (self._inputs is not None and use.leaf not in self._inputs):
                 continue
+            if not self._in_graph[use.leaf]:
+                continue  # the second half of a backward pass visits it again
             self._seen[use.leaf] += 1
             if use.normalized is not None and use.normalized.waits:
                 use.normalized.then = partial(self._add, use, micro_step, gradient)
@@ -198,7 +198,10 @@ class _Witness:
             found.begin()
         return found
 
-    def _begin_backward(self, roots: Sequence[Tensor], inputs: Sequence[Any] | None) -> None:
+    def _begin_part(self, roots: Sequence[Tensor]) -> None:
+        self._begin_backward(roots, None, is_part=True)
+
+    def _begin_backward(self, roots: Sequence[Tensor], inputs: Sequence[Any] | None, *, is_part: bool = False) -> None:
         if not self._sink.progress.observing:
             self._expected.clear()  # gradients now hold what was not seen
             return
@@ -206,18 +209,18 @@ class _Witness:
         self._drop_cleared()
         self._in_graph, self._seen = Counter(), Counter()
         self._running = True
-        self._follow_graph(roots)
+        self._follow_graph(roots, is_part=is_part)
 
     def _inner_backward(self, roots: Sequence[Tensor]) -> None:
         if self._running:
             self._follow_graph(roots)
 
-    def _follow_graph(self, roots: Sequence[Tensor]) -> None:
+    def _follow_graph(self, roots: Sequence[Tensor], *, is_part: bool = False) -> None:
         graph = graph_of(roots, lambda number: self._calls.get(number, ()))
         for leaf, places in graph.places.items():
             self._in_graph[leaf] += len(places)
         compressed, changed = has_communication_hook(self._context.targets.root), self._hooked(GRADIENT_HOOKS)
-        self._graph.follow(graph, self._inputs, changed)
+        self._graph.follow(graph, self._inputs, changed, is_part=is_part)
         added = set() if self._context.targets.layout.data.engine else self._hooked(ACCUMULATION_HOOKS)
         for leaf, node in graph.leaves.items():
             if compressed or leaf in added:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
@@ -25,6 +26,8 @@ from traindiff.observe.torch.witness.use import Use, contribution
 
 _CALLS, _OPERATIONS, _LEAF = "calls", "operations", "leaf"
 """Ways to follow a leaf: by calls of layers, by the operations that use it, by what is added to its gradient."""
+
+APART = "a pipeline's schedule computes its gradient apart from those of activations"
 
 SEVERAL_WAYS = "reentrant activation checkpointing uses it in several ways"
 
@@ -53,6 +56,7 @@ class GraphUses:
         self._kept_elsewhere = KeptElsewhere()
         self._gathered: dict[int, str] = {}  # paths of the parameters that FSDP2 gathers, by the id of the tensor
         self._hooks: list[Any] = []
+        self._missing: Counter[str] = Counter()  # operations on parameters that must run, and did not
         self._ways: dict[int, str] = {}  # how each leaf of this backward pass is followed
 
     def attach(self, context: TapContext) -> None:
@@ -64,38 +68,43 @@ class GraphUses:
         """True if a leaf is followed here, so calls of layers that use it do not count."""
         return self._ways.get(leaf, _CALLS) != _CALLS
 
-    def follow(self, graph: Graph, inputs: Collection[int] | None, changed: Collection[int]) -> None:
+    def follow(
+        self, graph: Graph, inputs: Collection[int] | None, changed: Collection[int], *, is_part: bool = False
+    ) -> None:
         """Follow the leaves of a graph until `end` is called.
 
         Args:
             graph: The graph of the backward pass that begins, or of a part of it that reentrant checkpointing runs.
             inputs: Ids of the leaves for which it is; None for all.
             changed: Ids of leaves whose gradients hooks change before they are added.
+            is_part: It is for gradients of activations alone. Nothing reaches the leaves, and each operation on a leaf
+                must run, or what it contributes is not seen.
         """
         for leaf, node in graph.leaves.items():
             if (inputs is not None and leaf not in inputs) or not (pieces := self._pieces(node.variable)):
                 continue
-            places, before = graph.places.get(leaf, ()), self._ways.get(leaf)
+            before = self._ways.get(leaf)
             if before == _LEAF:
                 continue
             operations: list[Operation] = []
-            if leaf in changed:
-                way = _LEAF
-            elif graph.followed[leaf] == len(places):
-                way = _CALLS
-            else:
-                operations = self._operations(node, pieces, places)
+            way = _LEAF if leaf in changed else _CALLS
+            if way == _CALLS and graph.followed[leaf] != len(graph.places.get(leaf, ())):
+                operations = self._operations(node, pieces, graph.places.get(leaf, ()))
                 way = _OPERATIONS if operations else _LEAF
-            if before not in (None, way):
+            if before not in (None, way) or (is_part and way == _LEAF):
                 for piece in pieces:
-                    self._fail(piece.path, SEVERAL_WAYS)
+                    self._fail(piece.path, APART if is_part else SEVERAL_WAYS)
                 continue
             self._ways[leaf] = way
-            for operation in operations:
-                hook = partial(self._at_operation, operation, pieces[0].path, node.variable)
-                self._hooks.append(operation.place.node.register_prehook(self._guarded(hook)))
             if way == _LEAF:
-                self._hooks.append(node.register_prehook(self._guarded(partial(self._at_leaf, node.variable))))
+                self._hook(node, partial(self._at_leaf, node.variable))
+            for operation in operations:
+                self._hook(operation.place.node, partial(self._at_operation, operation, pieces[0].path, node.variable))
+            if is_part and operations:
+                self._missing[pieces[0].path] = len(operations)
+
+    def _hook(self, node: Any, hook: Callable[..., None]) -> None:
+        self._hooks.append(node.register_prehook(self._guarded(hook)))
 
     def end(self) -> None:
         """The backward pass has ended."""
@@ -103,6 +112,10 @@ class GraphUses:
         self._ways.clear()
         for hook in hooks:
             hook.remove()
+        missing, self._missing = self._missing, Counter()
+        for path, count in missing.items():
+            if count > 0:
+                self._fail(path, APART)
 
     def paths(self, leaf: Any) -> list[str]:
         """Paths of the observed parameters in a leaf, given its node."""
@@ -138,6 +151,7 @@ class GraphUses:
     def _at_operation(
         self, operation: Operation, path: str, tensor: Tensor, gradients: Sequence[Tensor | None]
     ) -> None:
+        self._missing[path] -= 1
         if (gradient := gradients[0]) is None:
             return
         try:

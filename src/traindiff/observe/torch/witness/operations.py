@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from traindiff.core.torch_compat.execution import num_results, result_shape, saved_dims
+from traindiff.core.torch_compat.execution import num_results, result_shape, saved, saved_dims
 from traindiff.core.witness import PROBES
 from traindiff.observe.torch.witness import products as of
 from traindiff.observe.torch.witness.errors import NotWitnessedError
@@ -169,13 +169,13 @@ def _added(layers: Layers, place: Place, held: Held, gradient: Tensor) -> Use:
     """Sums and differences."""
     factor = 1.0
     if place.number == 1:
-        factor = float(place.node._saved_alpha) * (-1.0 if kind_of(place.node).startswith("Sub") else 1.0)
+        factor = float(saved(place.node, "alpha")) * (-1.0 if kind_of(place.node).startswith("Sub") else 1.0)
     return _elementwise(layers, place, held, gradient, factor * _as_float(gradient))
 
 
 def _bias(layers: Layers, place: Place, held: Held, gradient: Tensor) -> Use:
     """What is added to a product of matrices."""
-    return _elementwise(layers, place, held, gradient, place.node._saved_beta * _as_float(gradient))
+    return _elementwise(layers, place, held, gradient, saved(place.node, "beta") * _as_float(gradient))
 
 
 def _multiplied(layers: Layers, place: Place, held: Held, gradient: Tensor) -> Use:
@@ -204,10 +204,10 @@ def _joined(layers: Layers, place: Place, held: Held, gradient: Tensor) -> Use:
 
 def _embedded(layers: Layers, place: Place, held: Held, gradient: Tensor) -> Use:
     """Rows of a table."""
-    padding = int(place.node._saved_padding_idx)
+    padding = int(saved(place.node, "padding_idx"))
     table: Any = SimpleNamespace(
         padding_idx=None if padding < 0 or padding >= _NO_TOKEN else padding, num_embeddings=held.extent.shape[0],
-        scale_grad_by_freq=bool(place.node._saved_scale_grad_by_freq),
+        scale_grad_by_freq=bool(saved(place.node, "scale_grad_by_freq")),
     )  # fmt: skip
     found = of.embedding(table, _saved(place, "indices"), layers.probes.rows(held.path, held.extent, held.local))
     columns = layers.probes.columns(held.path, held.extent, gradient)
@@ -236,7 +236,7 @@ def _product(
         "rows": layers.probes.rows(held.path, held.extent, gradient),
         "columns": layers.probes.columns(held.path, held.extent, gradient),
     }
-    factor = torch.full((PROBES,), float(getattr(place.node, "_saved_alpha", 1.0)), dtype=torch.float64)
+    factor = torch.full((PROBES,), float(saved(place.node, "alpha", 1.0)), dtype=torch.float64)
     factor = factor.to(gradient.device)
     for side in [one for one in signs if one not in sides]:
         factor = factor * signs[side][0].double()  # of an axis of size 1
@@ -292,7 +292,7 @@ def _elementwise(
 def _saved(place: Place, name: str) -> Tensor:
     """A tensor that an operation saved for its backward pass."""
     try:
-        found: Tensor | None = getattr(place.node, f"_saved_{name}")
+        found: Tensor | None = saved(place.node, name)
     except RuntimeError as error:  # it was written to, or is gone; the backward pass says so itself
         raise NotWitnessedError("what an operation saved for its backward pass is not there any more") from error
     if found is None:
