@@ -289,6 +289,26 @@ def test_what_hooks_have_taken_is_not_read(tmp_path: Path, make: Callable[[], nn
     assert reasons(path) == {}
 
 
+def test_of_compiled_code_contributions_are_known(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(_whole(), backend="aot_eager")
+
+    def change(model: nn.Module, step: int) -> None:
+        gradient = model.get_parameter("_orig_mod.inner.weight").grad
+        assert gradient is not None
+        if step == 2:
+            gradient.mul_(2.0)
+
+    path = record(tmp_path / "run", compiled, _tokens(8), _loss, per_step=2, change=change)
+
+    assert contributed(path) == {*_PARAMETERS}
+    assert reasons(path) == {}
+    assert max(ratio for name, ratio in ratios(path).items() if name != "inner.weight") < RIGHT
+    (finding,) = traindiff.check(str(path), rules="wrong-gradient").findings
+    assert (finding.step, finding.path) == (2, "inner.weight")
+    assert finding.message == "The gradient is 2 x what backward passes contributed."
+
+
 def test_offloading_that_began_before_the_recording_is_known(tmp_path: Path) -> None:
     torch.manual_seed(0)
     with torch.autograd.graph.save_on_cpu():
