@@ -297,8 +297,10 @@ class SiteFloors:
         if measured is None:
             return derived
         if pair.baseline.key.phase in ("optimizer", "update"):
-            if self._run.settings_differ:
-                return max(measured, derived)  # replicas only show the baseline's settings
+            # Replicas only show the baseline's settings; and of the few numbers on which LBFGS' whole update depends
+            # (its inner products), a few draws.
+            if self._run.settings_differ or self._run.mixing:
+                return max(measured, derived)
             measured = max(measured, self._run.coefficients)  # and only its implementation of the optimizer
         if self._run.exceeded_noise:
             return max(measured, derived)
