@@ -46,12 +46,15 @@ TERMS = 7
 EDITED = 4
 """Place, on the given side, of 1 if the training wrote to the gradient after the backward pass, and else 0."""
 
+CONTRIBUTED = 5
+"""Place, on the given side, of 1 if what backward passes contributed was taken as it is, and else 0."""
+
 SIZE = 8
 """Numbers of a vector, in float64. The errors are root mean squares, of the same unit as the probes."""
 
 __all__ = [
-    "CONVERTED", "EDITED", "EXPECTED", "GIVEN", "GROWTH", "PROBES", "ROUNDED", "SIZE", "TERMS", "elements",
-    "signs", "signs_of",
+    "CONTRIBUTED", "CONVERTED", "EDITED", "EXPECTED", "GIVEN", "GROWTH", "PROBES", "ROUNDED", "SIZE", "TERMS",
+    "elements", "signs", "signs_of",
 ]  # fmt: skip
 
 

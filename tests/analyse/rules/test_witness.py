@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import traindiff
 from tests.analyse.rules.small_trainings import points
+from tests.on_ranks import run_on_ranks
 from traindiff.analyse.findings import Finding
 
 Change = Callable[[Any, int], None]
@@ -192,14 +194,16 @@ def test_noise_on_all_gradients_is_a_note(tmp_path: Path) -> None:
     assert "The training changes gradients after the backward pass" in str(verdict)
 
 
-def test_what_was_not_witnessed_is_listed_with_the_reason(tmp_path: Path) -> None:
+def test_how_much_was_witnessed_is_told_with_the_reasons(tmp_path: Path) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inner, self.scale = model(), nn.Parameter(torch.ones(4))
+            self.slope, self.hooked = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+            self.hooked.register_post_accumulate_grad_hook(_halved)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.scale * self.inner(x)
+            return self.scale * self.inner(x) * self.slope.exp() + self.hooked
 
     trained = Scaled()
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.05)
@@ -207,9 +211,21 @@ def test_what_was_not_witnessed_is_listed_with_the_reason(tmp_path: Path) -> Non
         trained(points(0)[0]).square().mean().backward()
         optimizer.step()
 
-    notes = traindiff.check(str(tmp_path / "run")).notes
-    assert "Witnessed are the gradients of 99.4% of 680 parameters." in notes
-    assert "Not witnessed: scale, because no call of a layer that can be witnessed has used it." in notes
+    verdict = traindiff.check(str(tmp_path / "run"))
+    assert verdict.verdict == "healthy"
+    assert "Witnessed are the gradients of 99.4% of 688 parameters." in verdict.notes
+    assert (
+        "Of 0.6% of the parameters, the witness knows what backward passes contributed, but not what these should "
+        "contribute: slope." in verdict.notes
+    )
+    assert (
+        "Not witnessed: hooked, because it has a hook, which may change its gradient after it is added."
+        in verdict.notes
+    )
+
+
+def _halved(parameter: Any) -> None:
+    parameter.grad.mul_(0.5)
 
 
 def test_without_witnesses_nothing_is_said(tmp_path: Path) -> None:
@@ -231,3 +247,32 @@ def test_compare_explains_a_difference_by_it(tmp_path: Path) -> None:
     assert result.verdict == "diverged"
     assert "In the candidate, the gradient lacks what micro-step 1 of 2 contributed." in str(result)
     assert traindiff.compare(str(baseline), str(train(tmp_path / "again"))).verdict == "identical"
+
+
+def on_ranks(path: str, forgets: bool) -> None:
+    """Train on two ranks with FSDP2, in micro-batches."""
+    torch.manual_seed(0)
+    trained = model()
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    for layer in trained:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(trained, mesh=mesh)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.01)
+    with traindiff.record(path, trained, optimizer, observe=("loss", "witness"), strict=True):
+        for step in range(5):
+            if not forgets:
+                optimizer.zero_grad()
+            for micro_step in range(2):
+                inputs, labels = points(100 * torch.distributed.get_rank() + 2 * step + micro_step)
+                (nn.functional.cross_entropy(trained(inputs), labels) / 2).backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_missing_zero_grad_is_found_in_sharded_trainings_too(tmp_path: Path, *, forgets: bool) -> None:
+    run_on_ranks(on_ranks, 2, str(tmp_path / "run"), forgets)
+
+    findings = found(tmp_path / "run")
+    assert {finding.step for finding in findings} == ({1} if forgets else set())
+    assert all("was zero_grad() left out?" in finding.message for finding in findings)

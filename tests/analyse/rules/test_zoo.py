@@ -15,7 +15,7 @@ from traindiff.core.tap_registry import OBSERVED_BY_DEFAULT
 
 RULES = frozenset(
     {
-        "accumulated", "constant-output", "frozen-stages", "idle-optimizer", "lost-contribution", "missed-by-autocast",
+        "constant-output", "frozen-stages", "idle-optimizer", "lost-contribution", "missed-by-autocast",
         "no-spectral-norm", "random-evaluation", "repeated-batch", "single-sample-input", "stopped",
         "trained-in-evaluation-mode", "zero-batch",
     }

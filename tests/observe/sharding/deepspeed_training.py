@@ -59,11 +59,12 @@ def make_engine(
     micro_batches: int = 1,
     zero: dict[str, Any] | None = None,
     config: dict[str, Any] | None = None,
+    make: Callable[[], Model] = Model,
 ) -> Any:
     """An engine with the small model. `zero` and `config` are merged into its configuration; no clipping by default."""
     deepspeed = import_deepspeed()
     torch.manual_seed(0)
-    model = Model()
+    model = make()
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=parameter_groups(model),

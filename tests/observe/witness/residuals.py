@@ -65,3 +65,8 @@ def reasons(path: Path) -> dict[str, str]:
         for key, entry in step.table.items()
         if key.stage == WITNESS and key.slot == EXPECTED and entry.unobserved
     }
+
+
+def contributed(path: Path) -> set[str]:
+    """Paths of gradients of which what the backward passes contributed was taken as it is."""
+    return {one.entry.key.path for step in gradients(path) for one in step if one.contributed}

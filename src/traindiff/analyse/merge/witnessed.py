@@ -14,7 +14,18 @@ from traindiff.analyse.merge.recorded_calls import clips
 from traindiff.analyse.merge.site import MergedSite, RankPart, SiteKey, StepTable
 from traindiff.core.observation import WITNESS
 from traindiff.core.summary import UNIT_ROUNDOFF, norm
-from traindiff.core.witness import CONVERTED, EDITED, EXPECTED, GIVEN, GROWTH, PROBES, ROUNDED, TERMS, elements
+from traindiff.core.witness import (
+    CONTRIBUTED,
+    CONVERTED,
+    EDITED,
+    EXPECTED,
+    GIVEN,
+    GROWTH,
+    PROBES,
+    ROUNDED,
+    TERMS,
+    elements,
+)
 
 Vector = NDArray[np.float64]
 """One number for each probe."""
@@ -54,6 +65,8 @@ class Witnessed:
         size: Frobenius norm of the gradient, before clipping, or the root mean square of the probes if that is larger.
         allowed: Root mean square of the difference that rounding explains.
         edited: Whether the training wrote to the gradient between the backward pass and the optimizer.
+        contributed: Whether it is expected to be the sum of what backward passes contributed, and nothing is known of
+            what these should be.
     """
 
     entry: MergedSite
@@ -63,6 +76,14 @@ class Witnessed:
     size: float
     allowed: float
     edited: bool
+    contributed: bool
+
+    @property
+    def right(self) -> str:
+        """What the gradient should be, in words."""
+        return "what backward passes contributed" if self.contributed else (
+            "what the inputs and outputs of its layer give"
+        )  # fmt: skip
 
 
 def rms(values: Vector) -> float:
@@ -96,18 +117,19 @@ def _witnessed(expected: MergedSite, given: MergedSite, gradient: MergedSite, si
     terms = _terms(expected.parts)
     copies = _copies(given.parts)
     total = np.sum([one.sums for one in terms], axis=0)
-    vectors = [vector for _, vector, _ in copies]
+    vectors = [vector[:PROBES] for _, vector in copies]
     if not terms or not copies or not np.isfinite([total, *vectors]).all() or not np.isfinite(size):
         return None
     size = max(size, rms(total))
     return Witnessed(
         entry=gradient,
         terms=terms,
-        given=[(ranks, vector) for ranks, vector, _ in copies],
+        given=[(ranks, vector[:PROBES]) for ranks, vector in copies],
         expected=total,
         size=size,
         allowed=_allowed(terms, size, UNIT_ROUNDOFF.get(gradient.dtype, 0.0)),
-        edited=any(edited for _, _, edited in copies),
+        edited=any(vector[EDITED] for _, vector in copies),
+        contributed=any(vector[CONTRIBUTED] for _, vector in copies),
     )
 
 
@@ -131,8 +153,8 @@ def _terms(parts: Iterable[RankPart]) -> list[Term]:
     return [found[place] for place in sorted(found)]
 
 
-def _copies(parts: Iterable[RankPart]) -> list[tuple[tuple[int, ...], Vector, bool]]:
-    """The gradient as ranks hold it: ranks whose copies are equal, the probes, and whether it was written to."""
+def _copies(parts: Iterable[RankPart]) -> list[tuple[tuple[int, ...], Vector]]:
+    """The gradient as ranks hold it: ranks whose copies are equal, and the sum of the vectors of all shards."""
     held: dict[int, dict[int, Vector]] = {}  # by term, by rank
     for part in parts:
         held.setdefault(part.term, {})[part.rank] = elements(part.summary)
@@ -141,7 +163,7 @@ def _copies(parts: Iterable[RankPart]) -> list[tuple[tuple[int, ...], Vector, bo
     for rank in ranks:
         whole = np.sum([by_rank.get(rank, next(iter(by_rank.values()))) for by_rank in held.values()], axis=0)
         found.setdefault(whole.tobytes(), ([], whole))[0].append(rank)
-    return [(tuple(same), whole[:PROBES], bool(whole[EDITED])) for same, whole in found.values()]
+    return [(tuple(same), whole) for same, whole in found.values()]
 
 
 def _allowed(terms: Sequence[Term], size: float, roundoff: float) -> float:

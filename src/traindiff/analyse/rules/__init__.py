@@ -1,7 +1,7 @@
 """Rules that a run must keep by itself, without a baseline. Needs no framework."""
 
 from traindiff.analyse.rules.batches import BatchesChange, SamplesDiffer, SamplesVary
-from traindiff.analyse.rules.contributions import ContributionsCount, GradientsAreOfOneStep
+from traindiff.analyse.rules.contributions import ContributionsCount
 from traindiff.analyse.rules.edits import OptimizersAloneChangeParameters
 from traindiff.analyse.rules.evaluation import EvaluationDrawsNothing, SpectralNormsAreEstimated
 from traindiff.analyse.rules.inputs import InputsHaveAllSamples, SamplesArrive
@@ -40,7 +40,6 @@ RULES: tuple[type[Rule], ...] = (
     MastersAreCopied,
     ReportedNumbersFit,
     TiedGradientsAddUp,
-    GradientsAreOfOneStep,
     ParametersMove,
     ParametersKeepMoving,
     FrozenStagesRest,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from traindiff.analyse.findings import micro_steps_text
 from traindiff.analyse.merge.recorded_calls import contributions
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
-from traindiff.analyse.rules.optimizers import may_be_left_out, optimizer_of
+from traindiff.analyse.rules.optimizers import may_be_left_out
 from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule
 from traindiff.core.summary import UNIT_ROUNDOFF
 
@@ -84,63 +84,6 @@ def _is_the_sum(one: _Sum) -> bool:
     """True if a gradient is a multiple of the sum of its contributions, as clipping makes it."""
     factors, left = _fit(one.whole[:, None], one.sketch)
     return left <= min(_DISTINCT, 10.0 * one.allowed) and factors[0] > 0.0
-
-
-class GradientsAreOfOneStep(RepeatedRule):
-    """Gradients are the sum of what this step contributed and of the gradients of the step before.
-
-    Then nobody called `zero_grad`. The rule fits each gradient by the sum of its contributions and by the gradient that
-    the step before left. It finds the fault if both have the same factor (clipping gives both the same) in most of the
-    parameters, the fit leaves nothing, and the sum of the contributions alone leaves much. It needs
-    `record(observe=[..., "grad.micro"])`.
-    """
-
-    name = "accumulated"
-    finds = "Gradients also hold those of the step before: zero_grad is missing."
-    limits: ClassVar[Mapping[str, Limit]] = {
-        "least_steps": Limit(default=2, message="steps in a row in which it must be so"),
-    }
-
-    def begin(self) -> None:
-        """Nothing was seen so far."""
-        super().begin()
-        self._before: dict[str, NDArray[np.float64]] = {}
-
-    def _wrong(self, table: StepTable) -> Found | None:
-        sums = list(_sums(table))
-        if not sums:
-            self._before.clear()
-            return None
-        wrong: list[tuple[_Sum, float]] = []
-        judged = 0
-        for one in sums:
-            path = one.entry.key.path
-            before = self._before.get(path)
-            self._before[path] = one.sketch.copy()
-            if before is None:
-                continue
-            judged += 1
-            factors, left = _fit(np.stack([one.whole, before], axis=1), one.sketch)
-            equal = factors[0] > 0.0 and abs(factors[1] / factors[0] - 1.0) <= _SAME
-            if equal and left <= one.allowed and not _is_the_sum(one):
-                wrong.append((one, left))
-        if not judged:
-            return None
-        if 2 * len(wrong) <= judged:
-            return {}
-        first, left = wrong[0]
-        return {"": (first.entry, {"residual": left, "num_parameters": len(wrong), "judged": judged})}
-
-    def _series(self, table: StepTable) -> str:
-        return optimizer_of(table)
-
-    def _message(self, row: Repeated) -> str:
-        numbers = row.numbers
-        return (
-            f"The gradients of {numbers['num_parameters']} of {numbers['judged']} parameters are the sum of what this "
-            f"step contributed and of the gradients of the step before, in {row.num_steps} steps in a row: "
-            f"{row.site.key.path} is so up to {numbers['residual']:.2g} of its size. Was zero_grad() left out?"
-        )
 
 
 class ContributionsCount(RepeatedRule):

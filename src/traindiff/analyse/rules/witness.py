@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -31,7 +31,8 @@ class GradientsFollow(Rule):
     Needs `observe="witness"`. For random signs a and b, `aᵀ (dL/dW) b` is compared with the sum over rows of
     `(g·a)(x·b)`: x is what the layer was given, g the gradient of what it returned (Freivalds 1977). The root mean
     square of the differences is the size of the error of the gradient, whatever made it. It is held against the
-    rounding of this gradient. See docs/witness.md.
+    rounding of this gradient. If nothing tells what the operations on a parameter should contribute, the gradient is
+    compared with the sum of what backward passes contributed to it. See docs/witness.md.
 
     Not findings: a factor that is common to all gradients, or any change of all gradients, if the training itself wrote
     to them after the backward pass (clipping by hand, noise). A note says so.
@@ -54,6 +55,7 @@ class GradientsFollow(Rule):
         self._changed: dict[str, list[int]] = {}  # steps, by a sentence about all gradients
         self._sizes: dict[str, int] = {}
         self._checked: set[str] = set()
+        self._contributed: set[str] = set()
         self._reasons: dict[str, str] = {}
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
@@ -61,6 +63,7 @@ class GradientsFollow(Rule):
         self._note_coverage(table)
         found = witnessed(table)
         self._checked.update(one.entry.key.path for one in found)
+        self._contributed.update(one.entry.key.path for one in found if one.contributed)
         limit = self.limit("roundings") / self.strictness
         wrong = [
             _Wrong(one, ranks, given, cause_of(one, given, self._known(one, step), limit=limit))
@@ -87,15 +90,23 @@ class GradientsFollow(Rule):
         if not self._checked and not self._reasons:
             return
         whole = sum(self._sizes.values())
-        held = sum(size for path, size in self._sizes.items() if path in self._checked)
-        yield f"Witnessed are the gradients of {held / (whole or 1):.1%} of {whole:,} parameters."
+        yield f"Witnessed are the gradients of {self._share(self._checked):.1%} of {whole:,} parameters."
+        if self._contributed:
+            yield (
+                f"Of {self._share(self._contributed):.1%} of the parameters, the witness knows what backward passes "
+                f"contributed, but not what these should contribute: {_listed(sorted(self._contributed))}."
+            )
         by_reason: dict[str, list[str]] = {}
         for path, reason in self._reasons.items():
             if path not in self._checked:
                 by_reason.setdefault(reason, []).append(path)
         for reason, paths in by_reason.items():
-            names = ", ".join(paths[:_MOST_NAMED]) + more_text(len(paths) - _MOST_NAMED, "parameter")
-            yield f"Not witnessed: {names}, because {reason}."
+            yield f"Not witnessed: {_listed(paths)}, because {reason}."
+
+    def _share(self, paths: Collection[str]) -> float:
+        """The share of the elements of all parameters that these have."""
+        whole = sum(self._sizes.values())
+        return sum(size for path, size in self._sizes.items() if path in paths) / (whole or 1)
 
     def _note_coverage(self, table: StepTable) -> None:
         for key, entry in table.items():
@@ -118,8 +129,7 @@ class GradientsFollow(Rule):
         size = one.size or 1.0
         error, allowed = rms(wrong.given - one.expected) / size, one.allowed / size
         message = (
-            f"The gradient is not what the inputs and outputs of its layer give: relative error {error:.2g}; rounding "
-            f"explains {allowed:.1g}."
+            f"The gradient is not {one.right}: relative error {error:.2g}; rounding explains {allowed:.1g}."
             if cause is None
             else cause.message
         )
@@ -136,6 +146,10 @@ class GradientsFollow(Rule):
                 "edited": one.edited,
             },
         )  # fmt: skip
+
+
+def _listed(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:_MOST_NAMED]) + more_text(len(paths) - _MOST_NAMED, "parameter")
 
 
 def _not_reduced(wrong: Sequence[_Wrong]) -> _Wrong | None:

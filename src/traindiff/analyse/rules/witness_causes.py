@@ -56,7 +56,7 @@ def cause_of(one: Witnessed, given: Vector, before: Before | None, *, limit: flo
         limit: Multiple of what rounding explains that the rest may have.
     """
     if not given.any():
-        return Cause("zero", "The gradient is zero, and the inputs and outputs of its layer give another one.")
+        return Cause("zero", f"The gradient is zero, which is not {one.right}.")
     fitting = []
     for cause, whole in _candidates(one, given, before):
         size = max(rms(whole), rms(one.expected))
@@ -80,13 +80,13 @@ def _candidates(one: Witnessed, given: Vector, before: Before | None) -> Iterato
     """Causes with the probes that each would give, from simple ones to special ones."""
     expected, parts = one.expected, _parts(one.terms)
     for factor in (2.0, 0.5, -1.0):
-        yield _times(factor), factor * expected
+        yield _times(factor, one.right), factor * expected
     if before is not None:
         yield from _late(expected, given, before)
     for part in parts:
         yield from _once_more(expected, part)
     factor = _share(given, expected)
-    yield _times(factor), factor * expected
+    yield _times(factor, one.right), factor * expected
     for part in parts:
         factor = _share(given, part.sums)
         alone = "were the others lost?" if part.rank is None else "was it not reduced?"
@@ -101,8 +101,8 @@ def _candidates(one: Witnessed, given: Vector, before: Before | None) -> Iterato
             yield from _once_more(expected, _Part(name, term.micro_step, term.rank, term.sums))
 
 
-def _times(factor: float) -> Cause:
-    message = f"The gradient is {factor:.4g} x what the inputs and outputs of its layer give."
+def _times(factor: float, right: str) -> Cause:
+    message = f"The gradient is {factor:.4g} x {right}."
     return Cause("factor", message, factor)
 
 

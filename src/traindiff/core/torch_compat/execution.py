@@ -51,6 +51,16 @@ def result_shape(node: Any, number: int) -> tuple[int, ...]:
     return tuple(node._input_metadata[number].shape)
 
 
+def num_results(node: Any) -> int:
+    """The number of results of an operation, given the operation's node."""
+    return len(node._input_metadata)
+
+
+def saved(node: Any, name: str, *default: Any) -> Any:
+    """What an operation saved for its backward pass, given the operation's node; or the default, if there is one."""
+    return getattr(node, f"_saved_{name}", *default)
+
+
 def saved_dims(node: Any) -> tuple[int, ...]:
     """The dims that a transposition or permutation exchanges; torch keeps negative ones as unsigned numbers."""
     dims = (node._saved_dim0, node._saved_dim1) if hasattr(node, "_saved_dim0") else node._saved_dims
@@ -69,6 +79,12 @@ def keeps_saved_tensors_elsewhere() -> bool:
     """
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is not None and top(True) is not None  # noqa: FBT003  that hooks are ignored while torch traces
+
+
+saved_tensors_module: Any = torch._C._autograd
+"""Has the functions that switch hooks on saved tensors on and off, which have no public names."""
+
+SAVED_TENSORS_PUSH, SAVED_TENSORS_POP = "_push_saved_tensors_default_hooks", "_pop_saved_tensors_default_hooks"
 
 
 def storage_key(tensor: torch.Tensor) -> int:

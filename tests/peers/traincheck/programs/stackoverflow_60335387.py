@@ -9,7 +9,7 @@ from torch.nn import functional
 from tests.peers.traincheck.programs.tasks import CLASSES, Record, images
 from traindiff.core.tap_registry import OBSERVED_BY_DEFAULT
 
-SETTINGS = {"observe": [*OBSERVED_BY_DEFAULT, "grad.micro"]}
+SETTINGS = {"observe": [*OBSERVED_BY_DEFAULT, "witness"]}
 
 
 def train(record: Record, *, faulty: bool) -> None:

@@ -71,6 +71,9 @@ class Events:
             each tensor with the pieces of parameters in it, and whether the gradients contain the loss scale.
         on_stepped: After an optimizer's step, right after the state and the elements of a parameter were read: with the
             optimizer's tap, and the parameter.
+        before_part: Before a pipeline's schedule runs a half of a backward pass that is no call of `backward`: with the
+            tensors it starts from for gradients of activations, with none for the gradients of parameters.
+        after_part: After it, also if it raised.
         on_schedule: When a pipeline's schedule is about to run a batch, with it and with its stages on this rank.
     """
 
@@ -87,6 +90,8 @@ class Events:
     on_clipping: Event = field(default_factory=Event)
     on_gradients: Event = field(default_factory=Event)
     on_stepped: Event = field(default_factory=Event)
+    before_part: Event = field(default_factory=Event)
+    after_part: Event = field(default_factory=Event)
     on_schedule: Event = field(default_factory=Event)
 
 

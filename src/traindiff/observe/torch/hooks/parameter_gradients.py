@@ -6,12 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from traindiff.core.shards import Piece
-from traindiff.core.site import canonical_path
 from traindiff.observe.torch.hooks.context import TapContext, emit_pieces
 from traindiff.observe.torch.hooks.followed_modules import HeldHooks
+from traindiff.observe.torch.hooks.gathered_parameters import follow_gathered
 from traindiff.observe.torch.hooks.nested import as_dense
 
 PiecesOf = Callable[[Tensor, int], tuple[Piece, ...] | None]
@@ -25,7 +25,11 @@ def attach(context: TapContext) -> None:
     contribution that was lost, doubled or scaled on the way.
     """
     _Leaves(context).attach()
-    _hook_gathered(context)
+
+    def gathered(path: str, parameter: Tensor) -> None:
+        context.undo.callback(parameter.register_hook(_hook(context, parameter, _whole(path))).remove)
+
+    follow_gathered(context, "parameter_gradients", gathered)
 
 
 class _Leaves:
@@ -63,25 +67,6 @@ class _Leaves:
         for _, hooks in self._hooks.values():
             hooks.remove()
         self._hooks.clear()
-
-
-def _hook_gathered(context: TapContext) -> None:
-    """Hook the parameters that FSDP2 gathers, and puts in the places of a module's own while that computes."""
-    hooked: dict[int, Tensor] = {}  # keeps the tensors alive, so that no other gets the id of one
-    undo = context.undo
-
-    def before_forward(prefix: str, module: nn.Module, *_: Any) -> None:
-        for name, parameter in module.named_parameters():
-            path = context.targets.first_name(canonical_path(f"{prefix}.{name}" if prefix else name))
-            if id(parameter) in hooked or not parameter.requires_grad or not context.targets.selects(path):
-                continue
-            hooked[id(parameter)] = parameter
-            undo.callback(parameter.register_hook(_hook(context, parameter, _whole(path))).remove)
-
-    undo.callback(hooked.clear)
-    for prefix, module in context.targets.gathering.items():
-        hook = context.sink.guarded("parameter_gradients", partial(before_forward, prefix))
-        undo.callback(module.register_forward_pre_hook(hook).remove)  # behind the hook that gathers
 
 
 def _whole(path: str) -> PiecesOf:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -50,7 +50,7 @@ class _Listener:
         self._observe_loss = "loss" in context.observe
         self._ours = {id(module) for module in context.targets.root.modules()}
         self._count = 1
-        self._on_schedule = context.events.on_schedule
+        self._events = context.events
         self.begin_schedule = self._sink.guarded("pipeline_calls", self._begin_schedule)
         self.begin_chunk = self._sink.guarded("pipeline_calls", self._begin_chunk)
 
@@ -60,19 +60,23 @@ class _Listener:
             return
         self._count = num_chunks_of(schedule)
         if runs_backward(schedule):
-            self._on_schedule(schedule, stages)
+            self._events.on_schedule(schedule, stages)
             self._sink.progress.begin_schedule(num_stages=stages[0].num_stages, num_chunks=self._count)
         hidden.enter_context(self._sink.progress.hiding())
 
     def _begin_chunk(
-        self, stage: Any, number: int, working: ExitStack, *, kind: Mapping[str, bool], loss: Tensor | None
-    ) -> None:
+        self, stage: Any, number: int, working: ExitStack, *, kind: Mapping[str, bool], loss: Tensor | None,
+        part: Sequence[Tensor] | None,
+    ) -> None:  # fmt: skip
         if self._holds_ours(stage):
             chunk = Chunk(
                 stage=stage.stage_index, num_stages=stage.num_stages, number=number, count=self._count,
                 **kind,
             )  # fmt: skip
             working.enter_context(self._sink.progress.working_on(chunk))
+            if part is not None:
+                working.callback(self._events.after_part)
+                self._events.before_part(part)
             if loss is not None and self._observe_loss and self._sink.progress.observing:
                 self._sink.emit(loss.reshape(()), phase="loss", path="loss", slot="backward", merge="sum")
 
@@ -119,7 +123,13 @@ def _working(
 ) -> Iterator[None]:
     # The loss of a full backward pass is seen where `backward` is called on it.
     alone = loss if isinstance(loss, Tensor) and not full_backward and not stage.is_first else None
+    part = None
+    if not stage.is_first and not stage.dw_builder:
+        if kind["again"]:
+            part = []
+        elif not full_backward:
+            part = [alone] if alone is not None else [*stage.fwd_cache[number][0]]
     with ExitStack() as working:
         for listener in _listeners:
-            listener.begin_chunk(stage, number, working, kind=kind, loss=alone)
+            listener.begin_chunk(stage, number, working, kind=kind, loss=alone, part=part)
         yield

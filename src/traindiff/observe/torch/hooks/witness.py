@@ -14,9 +14,14 @@ from traindiff.core.kernels.torch_arrays import is_abstract
 from traindiff.core.observation import WITNESS
 from traindiff.core.shards import Piece, Shard
 from traindiff.core.site import path_in_whole
-from traindiff.core.torch_compat.execution import inside_backward, keeps_saved_tensors_elsewhere, version_of
+from traindiff.core.torch_compat.execution import (
+    inside_backward,
+    keeps_saved_tensors_elsewhere,
+    node_number,
+    version_of,
+)
 from traindiff.core.torch_compat.training import ACCUMULATION_HOOKS, GRADIENT_HOOKS, has_communication_hook
-from traindiff.core.witness import EXPECTED, GIVEN, SIZE
+from traindiff.core.witness import CONTRIBUTED, EXPECTED, GIVEN, SIZE
 from traindiff.errors import UnsupportedTensorError
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.followed_modules import Following, HeldHooks, takes_hooks
@@ -24,28 +29,25 @@ from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy
 from traindiff.observe.torch.hooks.nested import as_dense
 from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
 from traindiff.observe.torch.witness.attention import AttentionCalls
-from traindiff.observe.torch.witness.errors import KEPT_AWAY, NotWitnessedError
+from traindiff.observe.torch.witness.errors import KEPT_AWAY, OTHER_PART, NotWitnessedError
 from traindiff.observe.torch.witness.given import given_vector
+from traindiff.observe.torch.witness.graph import graph_of
+from traindiff.observe.torch.witness.graph_uses import GraphUses
 from traindiff.observe.torch.witness.layers import Layers, is_known, own_term
 from traindiff.observe.torch.witness.normalized import Normalized
 from traindiff.observe.torch.witness.pending import Expected
 from traindiff.observe.torch.witness.probes import Probes
 from traindiff.observe.torch.witness.use import Use
-from traindiff.observe.torch.witness.uses import uses
 
-BESIDE = "it is also used beside calls of its module that were seen ({used} uses in the graph, {seen} seen)"
+BESIDE = "not all calls that use it were seen ({used} uses in the graph, {seen} seen)"
 
-OTHERWISE = "no call of a layer that can be witnessed has used it"
+OTHERWISE = "no backward pass that was seen contributed to it"
 
-HOOKED = "it has a hook, which may change its gradient"
+HOOKED = "it has a hook, which may change its gradient after it is added"
 
 COMMUNICATION = "a communication hook of DistributedDataParallel reduces gradients"
 
-APART = "a pipeline's schedule computes gradients of parameters apart from those of activations"
-
 BEFORE = "its gradient was not zero before the first backward pass that was recorded"
-
-OTHER_PART = "which part of it this rank has is not known"
 
 _WHOLE = Shard.whole((SIZE,))
 
@@ -70,8 +72,10 @@ class _Witness:
         self._probes = Probes()
         self._layers = Layers(context.targets, self._probes)
         self._attention = AttentionCalls(self._guarded(self._called_in_attention))
+        self._graph = GraphUses(self._layers, self._add_now, self._fail, self._guarded)
         self._expected: dict[str, Expected] = {}
         self._leaves: dict[int, dict[str, None]] = {}  # paths of the parameters in a leaf, by its id
+        self._calls: dict[int, list[int]] = {}  # leaves that a call uses, by the number of its output's node
         self._inside: dict[str, list[Normalized]] = {}  # by module, inputs that activation checkpointing will bring
         self._late: list[Use] = []  # whose inputs had not come when the gradient did
         self._in_graph: Counter[int] = Counter()
@@ -86,14 +90,18 @@ class _Witness:
     def attach(self) -> None:
         guarded, events = self._guarded, self._context.events
         events.before_backward.append(guarded(self._begin_backward))
+        events.before_part.append(guarded(self._begin_part))
         events.on_inner_backward.append(guarded(self._inner_backward))
-        events.after_backward.append(self._context.containment.guarded("witness", self._end_backward, always=True))
+        end = self._context.containment.guarded("witness", self._end_backward, always=True)
+        events.after_backward.append(end)
+        events.after_part.append(end)
         events.on_gradients.append(guarded(self._gradients_are_read))
         modules = self._context.targets.modules
         taking = [(path, module) for path, module in modules.items() if takes_hooks(module)]
         how = Following(hook=self._hook, lost=lambda *_: None, grows=True)
         self._context.undo.enter_context(self._context.followed.follow(taking, how))
         self._context.undo.enter_context(self._attention.attach())
+        self._graph.attach(self._context)
 
     def _hook(self, path: str, module: nn.Module, hooks: HeldHooks) -> None:
         if isinstance(module, nn.MultiheadAttention):
@@ -111,7 +119,7 @@ class _Witness:
             return
         if inside_backward() and keeps_saved_tensors_elsewhere():
             return  # the second forward pass of activation checkpointing: gradients come back through the first one
-        self._follow(path, module, output, lambda: self._layers.uses(path, module, args, named, output))
+        self._follow(path, output, lambda: self._layers.uses(path, module, args, named, output))
 
     def _called_again(self, path: str, module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:  # noqa: ARG002
         """Before a call: of the second forward pass of activation checkpointing, which brings inputs."""
@@ -129,7 +137,6 @@ class _Witness:
         if self._is_wanted(output):
             self._follow(
                 path,
-                module,
                 output,
                 lambda: self._attention.uses(self._layers, path, module, given, weight, bias, output),
             )
@@ -140,18 +147,16 @@ class _Witness:
             and not is_abstract(output)
         )  # fmt: skip
 
-    def _follow(self, path: str, module: nn.Module, output: Tensor, uses_of: Callable[[], Iterator[Use]]) -> None:
-        try:
-            found: list[Use] = list(uses_of())
-        except (NotWitnessedError, UnsupportedTensorError) as error:
-            for name, _ in module.named_parameters(recurse=False):
-                if own := self._path_of(path, module, name):
-                    self._expect(own).reason = str(error)
-            return
-        if not found:
+    def _follow(self, path: str, output: Tensor, uses_of: Callable[[], Iterator[Use]]) -> None:
+        node = output.grad_fn
+        found: list[Use] = []
+        with suppress(NotWitnessedError, UnsupportedTensorError):  # then the graph shows what uses its parameters
+            found = list(uses_of())
+        if not found or node is None:
             return
         for use in found:
             self._leaves.setdefault(use.leaf, {})[use.path] = None
+            self._calls.setdefault(node_number(node), []).append(use.leaf)
             if use.normalized is not None and use.normalized.waits:
                 self._inside.setdefault(path, []).append(use.normalized)
         output.register_hook(self._guarded(partial(self._returned, found, self._sink.progress.micro_step)))
@@ -161,13 +166,12 @@ class _Witness:
         if gradient is None:
             return
         if not self._running:
-            chunk = self._sink.progress.chunk
-            for use in found if chunk is not None and chunk.backward else ():
-                self._expect(use.path).reason = APART
             return
         for use in found:
-            if self._inputs is not None and use.leaf not in self._inputs:
+            if use.leaf in self._graph or (self._inputs is not None and use.leaf not in self._inputs):
                 continue
+            if not self._in_graph[use.leaf]:
+                continue  # the second half of a backward pass visits it again
             self._seen[use.leaf] += 1
             if use.normalized is not None and use.normalized.waits:
                 use.normalized.then = partial(self._add, use, micro_step, gradient)
@@ -176,11 +180,16 @@ class _Witness:
                 self._add(use, micro_step, gradient)
 
     def _add(self, use: Use, micro_step: int, gradient: Tensor) -> None:
-        expected = self._expect(use.path)
         try:
-            expected.add(micro_step, use.vector(gradient), is_own=use.is_own)
+            self._expect(use.path).add(micro_step, use, gradient)
         except (NotWitnessedError, UnsupportedTensorError) as error:
-            expected.reason = str(error)
+            self._fail(use.path, str(error))
+
+    def _add_now(self, use: Use, gradient: Tensor) -> None:
+        self._add(use, self._sink.progress.micro_step, gradient)
+
+    def _fail(self, path: str, reason: str) -> None:
+        self._expect(path).reason = reason
 
     def _expect(self, path: str) -> Expected:
         """What is expected of a gradient now: from the beginning, if it was read since the last backward pass."""
@@ -191,25 +200,43 @@ class _Witness:
             found.begin()
         return found
 
-    def _path_of(self, path: str, module: nn.Module, name: str) -> str:
-        with suppress(NotWitnessedError):
-            held = self._layers.held(path, module, name)
-            return "" if held is None else held.path
-        return self._context.targets.names.get(id(getattr(module, name)), "")
+    def _begin_part(self, roots: Sequence[Tensor]) -> None:
+        self._begin_backward(roots, None, is_part=True)
 
-    def _begin_backward(self, roots: Sequence[Tensor], inputs: Sequence[Any] | None) -> None:
+    def _begin_backward(self, roots: Sequence[Tensor], inputs: Sequence[Any] | None, *, is_part: bool = False) -> None:
         if not self._sink.progress.observing:
             self._expected.clear()  # gradients now hold what was not seen
             self._met.clear()
             return
         self._inputs = None if inputs is None else frozenset(map(id, inputs))
         self._drop_cleared()
-        self._in_graph, self._seen = uses(roots), Counter()
+        self._in_graph, self._seen = Counter(), Counter()
         self._running = True
+        self._follow_graph(roots, is_part=is_part)
 
     def _inner_backward(self, roots: Sequence[Tensor]) -> None:
         if self._running:
-            self._in_graph += uses(roots)
+            self._follow_graph(roots)
+
+    def _follow_graph(self, roots: Sequence[Tensor], *, is_part: bool = False) -> None:
+        graph = graph_of(roots, lambda number: self._calls.get(number, ()))
+        for leaf, places in graph.places.items():
+            self._in_graph[leaf] += len(places)
+        compressed, changed = has_communication_hook(self._context.targets.root), self._hooked(GRADIENT_HOOKS)
+        self._graph.follow(graph, self._inputs, changed, is_part=is_part)
+        added = set() if self._context.targets.layout.data.engine else self._hooked(ACCUMULATION_HOOKS)
+        for leaf, node in graph.leaves.items():
+            if compressed or leaf in added:
+                for path in self._graph.paths(node):
+                    self._fail(path, COMMUNICATION if compressed else HOOKED)
+
+    def _hooked(self, attribute: str) -> set[int]:
+        """Ids of leaves that have hooks of other code, by the attribute that holds them."""
+        return {
+            id(one)
+            for one in self._context.targets.leaves
+            if any(not isinstance(hook, InertOnCopy) for hook in (getattr(one, attribute, None) or {}).values())
+        }
 
     def _end_backward(self) -> None:
         if not self._running:
@@ -218,14 +245,14 @@ class _Witness:
         self._inside.clear()
         for use in self._late:
             if use.normalized is not None and use.normalized.waits:
-                self._expect(use.path).reason = KEPT_AWAY
+                self._fail(use.path, KEPT_AWAY)
         self._late.clear()
         for leaf, paths in self._leaves.items():
             used, seen = self._in_graph[leaf], self._seen[leaf]
-            if used != seen and (self._inputs is None or leaf in self._inputs):
+            if used != seen and leaf not in self._graph and (self._inputs is None or leaf in self._inputs):
                 for path in paths:
-                    self._expect(path).reason = BESIDE.format(used=used, seen=seen)
-        self._note_hooks()
+                    self._fail(path, BESIDE.format(used=used, seen=seen))
+        self._graph.end()
         for parameter, pieces in self._selected():
             self._note_left(parameter, pieces)
 
@@ -284,6 +311,7 @@ class _Witness:
         if not fresh:
             return
         self._read.update((tap.name, id(parameter)) for parameter, _, _ in fresh)
+        self._calls.clear()
         read = self._read_with(tap, {piece.path for _, pieces, _ in fresh for piece in pieces})
         with self._sink.together():
             for path in read:
@@ -338,6 +366,7 @@ class _Witness:
                 self._say(tap, piece.path, OTHER_PART)
                 continue
             vector, term = found
+            vector[CONTRIBUTED] = float(expected.contributed)
             self._sink.emit(
                 vector, phase="grad", stage=WITNESS, path=piece.path, slot=GIVEN, optimizer=tap.name, shard=_WHOLE,
                 merge="sum", term=term, micro_step=0, scaled=scaled,
@@ -347,21 +376,6 @@ class _Witness:
         """Record why the gradient of a parameter is not checked."""
         self._said.add(path)
         self._sink.unobserved(reason, phase="grad", stage=WITNESS, path=path, slot=EXPECTED, optimizer=tap.name)
-
-    def _note_hooks(self) -> None:
-        """Note the parameters whose gradients other code changes by hooks."""
-        targets = self._context.targets
-        compressed = has_communication_hook(targets.root)
-        hooked = {
-            id(one)
-            for one in targets.leaves
-            if any(not isinstance(hook, InertOnCopy) for hook in (getattr(one, GRADIENT_HOOKS, None) or {}).values())
-            or (not targets.layout.data.engine and getattr(one, ACCUMULATION_HOOKS, None))
-        }
-        for leaf, paths in self._leaves.items():
-            if compressed or leaf in hooked:
-                for path in paths:
-                    self._expect(path).reason = COMMUNICATION if compressed else HOOKED
 
 
 def _is_cleared(gradient: Tensor | None, left: Tensor, version: int) -> bool:

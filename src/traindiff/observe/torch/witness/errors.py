@@ -5,5 +5,8 @@ from __future__ import annotations
 KEPT_AWAY = "activation checkpointing, or offloading, kept the input of its layer away"
 
 
+OTHER_PART = "which part of it this rank has is not known"
+
+
 class NotWitnessedError(Exception):
     """A gradient cannot be checked; the message is the reason."""

@@ -91,21 +91,34 @@ class Layers:
         own = getattr(owner, name, None)
         if not isinstance(own, Tensor) or not own.requires_grad:
             return None
-        place = self._place_of(path, own, name)
+        found = self.targets.names.get(id(own)) or self.targets.first_name(canonical_path(f"{path}.{name}".strip(".")))
+        return self.held_tensor(found, own, *others)
+
+    def held_tensor(self, found: str, tensor: Tensor, *others: Tensor) -> Held | None:
+        """The same for the tensor of a parameter.
+
+        Args:
+            found: Canonical path of the parameter.
+            tensor: The tensor that operations use.
+            others: Inputs and outputs of the operation.
+        """
+        place = self._place_of(found, tensor)
         if place is None:
             return None
         divided = place.divided or any(is_distributed(one) and _is_divided(one) for one in others)
-        tensor = _local(own) if is_distributed(own) else own
-        leaf = self._flat.get(place.path, own)
-        return Held(path=place.path, leaf=id(leaf), local=tensor.detach(), extent=place.extent, divided=divided)
+        local = _local(tensor) if is_distributed(tensor) else tensor
+        leaf = self._flat.get(found, tensor)
+        return Held(path=found, leaf=id(leaf), local=local.detach(), extent=place.extent, divided=divided)
 
-    def _place_of(self, path: str, own: Tensor, name: str) -> _Place | None:
-        """Which parameter it is, and which of its elements this rank has; None if it is not observed."""
+    def _place_of(self, found: str, own: Tensor) -> _Place | None:
+        """Which of the elements of a parameter this rank has; None if it is not observed."""
         layout = self.targets.layout
         known = self._places.get(id(own))
-        if known is not None and known.layout is layout and known.tensor() is own and known.shape == own.shape:
+        if (
+            known is not None and known.layout is layout and known.tensor() is own and known.shape == own.shape
+            and known.path == found
+        ):  # fmt: skip
             return known
-        found = self.targets.names.get(id(own)) or self.targets.first_name(canonical_path(f"{path}.{name}".strip(".")))
         if found not in self.targets.paths or not self.targets.selects(found):
             return None
         if is_distributed(own):
@@ -138,9 +151,9 @@ class Layers:
             if x.shape[-1] != b.shape[1]:
                 raise NotWitnessedError("its layer was given another part of its input than the weight is of")
             p = self._products(given, x, b)
-            yield self._use(weight, partial(self._rows, weight, p), given, output, width=sum(weight.extent.shape))
+            yield self.use(weight, partial(self._rows, weight, p), given, output, width=sum(weight.extent.shape))
         if bias is not None:
-            yield self._use(bias, partial(self._sums, bias), output, output, width=bias.extent.shape[0])
+            yield self.use(bias, partial(self._sums, bias), output, output, width=bias.extent.shape[0])
 
     def convolution(self, path: str, module: Any, given: tuple[Any, ...], output: Tensor) -> Iterator[Use]:
         """Uses in a call of a convolution, transposed or not."""
@@ -158,9 +171,9 @@ class Layers:
             else:
                 found = of.convolution(x, module, columns, padding=of.padded(module))
                 found = partial(_given_second, found, rows)
-            yield self._use(weight, found, x, output, width=sum(weight.extent.shape), is_convolution=True)
+            yield self.use(weight, found, x, output, width=sum(weight.extent.shape), is_convolution=True)
         if bias is not None:
-            yield self._use(
+            yield self.use(
                 bias, partial(self._sums, bias, channels=-1 - dims), output, output, width=bias.extent.shape[0]
             )
 
@@ -174,7 +187,7 @@ class Layers:
         rows = self.probes.row_factors(weight.path, weight.extent, weight.local)
         found = of.embedding(module, given[0], rows)
         columns = self.probes.columns(weight.path, weight.extent, weight.local)
-        yield self._own_sums(weight, partial(_given_second, found, columns), output)
+        yield self.own_sums(weight, partial(_given_second, found, columns), output)
 
     def embedding_bag(self, path: str, module: Any, given: tuple[Any, ...], output: Tensor) -> Iterator[Use]:
         """Uses in a call of an embedding with bags."""
@@ -189,7 +202,7 @@ class Layers:
         rows = self.probes.row_factors(weight.path, weight.extent, weight.local)
         found = of.embedding_bag(module, tokens, offsets, weights, rows)
         columns = self.probes.columns(weight.path, weight.extent, weight.local)
-        yield self._own_sums(weight, partial(_given_second, found, columns), output)
+        yield self.own_sums(weight, partial(_given_second, found, columns), output)
 
     def norm(self, path: str, module: Any, given: tuple[Any, ...], output: Tensor) -> Iterator[Use]:
         """Uses in a call of a normalization."""
@@ -201,9 +214,9 @@ class Layers:
         if weight is not None:
             normalized = Normalized(module, _local(x))
             found = partial(self._scaled, weight, axis, normalized)
-            yield replace(self._own_sums(weight, found, output), normalized=normalized)
+            yield replace(self.own_sums(weight, found, output), normalized=normalized)
         if bias is not None:
-            yield self._own_sums(bias, partial(self._scaled, bias, axis, None), output)
+            yield self.own_sums(bias, partial(self._scaled, bias, axis, None), output)
 
     def _rows(self, weight: Held, p: Tensor, gradient: Tensor) -> Products:
         g = _local(gradient)
@@ -244,7 +257,7 @@ class Layers:
         self._latest = ref(tensor), version, signs, found
         return found
 
-    def _use(
+    def use(
         self, held: Held, found: Callable[[Tensor], Products], given: Tensor, output: Tensor, *, width: int,
         is_convolution: bool = False,
     ) -> Use:  # fmt: skip
@@ -258,7 +271,7 @@ class Layers:
             is_own=held.divided,
         )  # fmt: skip
 
-    def _own_sums(self, held: Held, found: Callable[[Tensor], Products], output: Tensor) -> Use:
+    def own_sums(self, held: Held, found: Callable[[Tensor], Products], output: Tensor) -> Use:
         """A use whose sum over rows is in the dtype of the parameter."""
         own = max(roundoff(held.local), roundoff(output))  # autocast converts parameters, too
         return Use(

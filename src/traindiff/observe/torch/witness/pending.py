@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from traindiff.core.witness import PROBES
+from traindiff.observe.torch.witness.use import Use
 
 
 @dataclass(slots=True)
@@ -20,6 +21,7 @@ class Expected:
             squared errors.
         reason: Why it cannot be checked; empty if it can.
         is_read: An optimizer has read the gradient: what comes now begins anew.
+        contributed: What backward passes contributed was taken as it is.
         left: The gradient of the parameter that the last backward pass left, by id of the tensor that holds it, with a
             counter of the writes to it.
     """
@@ -27,18 +29,20 @@ class Expected:
     terms: dict[tuple[int, bool], Tensor] = field(default_factory=dict)
     reason: str = ""
     is_read: bool = False
+    contributed: bool = False
     left: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
 
     def begin(self) -> None:
         """Forget what was read, or cleared."""
         self.terms.clear()
         self.left.clear()
-        self.reason, self.is_read = "", False
+        self.reason, self.is_read, self.contributed = "", False, False
 
-    def add(self, micro_step: int, vector: Tensor, *, is_own: bool) -> None:
-        """Add what a backward pass contributes."""
-        before = self.terms.get((micro_step, is_own))
-        self.terms[micro_step, is_own] = vector if before is None else before + vector
+    def add(self, micro_step: int, use: Use, gradient: Tensor) -> None:
+        """Add what a use of the parameter contributes in a backward pass, given the gradient of the output."""
+        vector, before = use.vector(gradient), self.terms.get((micro_step, use.is_own))
+        self.terms[micro_step, use.is_own] = vector if before is None else before + vector
+        self.contributed |= use.is_contribution
 
     def vectors(self) -> Iterator[tuple[int, bool, Tensor]]:
         """Micro-step, whether the term is this rank's own, and the vector with roots of the squared errors."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from traindiff.core.shards import Piece
 from traindiff.core.summary import UNIT_ROUNDOFF
 from traindiff.core.witness import PROBES
 from traindiff.observe.torch.witness.normalized import Normalized
@@ -22,6 +24,10 @@ FLOAT32 = UNIT_ROUNDOFF["float32"]
 _TF32 = 2.0**-11
 _SHORT = 0.25
 """Part of the squared error of a sum over rows in a short dtype: rounding to nearest, of sums that grow."""
+
+_STUCK = 2.5
+"""The same for more than 1 / unit roundoff rows: small terms change the sum no more. CPU kernels of LayerNorm and
+Embedding lose so much of a gradient whose terms have one sign (measured: up to 0.93 of it, over 16,384 rows)."""
 
 _LEAST_FLOAT16 = 2.0**-25
 """Half the smallest number of float16: gradients below it become zero."""
@@ -62,6 +68,7 @@ class Use:
         size: Number of elements of the parameter.
         is_own: Whether each rank that works on the same samples has a term of its own.
         normalized: The normalized input on which `products` depends, if it does.
+        is_contribution: It is what the backward pass has computed, whatever that followed from.
     """
 
     path: str
@@ -75,6 +82,7 @@ class Use:
     size: int
     is_own: bool
     normalized: Normalized | None = None
+    is_contribution: bool = False
 
     def vector(self, gradient: Tensor) -> Tensor:
         """What it contributes, laid out as `traindiff.core.witness` says; the errors are squared."""
@@ -89,7 +97,8 @@ class Use:
             numbers, combined = found.totals.unbind(), torch.stack
         *sums, squares = numbers
         mean, squares = sum(one * one for one in sums) / PROBES, squares / PROBES
-        growth = self.sums**2 * (1.0 if self.sums <= FLOAT32 else _SHORT) * rows
+        share: Any = 1.0 if self.sums <= FLOAT32 else _SHORT + (_STUCK - _SHORT) * (self.sums * rows > 1.0)
+        growth = self.sums**2 * share * rows
         exact = UNIT_ROUNDOFF["float64"] if self.sums < FLOAT32 else FLOAT32
         terms = (growth + exact**2 * self.width) * squares
         rounded = self.result**2 * mean + self.smallest**2 * self.size
@@ -98,6 +107,29 @@ class Use:
 
 def _tensor(numbers: list[float]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+
+
+def contribution(held: Held, gradient: Tensor, sums: Tensor, piece: Piece) -> Use:
+    """What a backward pass contributes to a parameter, as a use of it.
+
+    Args:
+        held: The parameter.
+        gradient: The contribution.
+        sums: What it gives for each probe.
+        piece: The part of the parameter.
+    """
+    shape = held.extent.shape if piece.shard is None else (
+        piece.shard.global_shape[0], prod(piece.shard.global_shape[1:])
+    )  # fmt: skip
+    # The mean square over the probes estimates the square of the norm. No sum over rows is expected.
+    found = Products(totals=torch.cat([sums, sums.square().sum()[None]]), rows=0)
+    placements = getattr(gradient, "placements", None)
+    return Use(
+        path=held.path, leaf=held.leaf, products=lambda _: found, result=max(roundoff(gradient), roundoff(held.local)),
+        operand=0.0, sums=FLOAT32, width=sum(shape), smallest=smallest(gradient, held.local), size=held.local.numel(),
+        is_own=held.divided if placements is None else any(not one.is_replicate() for one in placements),
+        is_contribution=True,
+    )  # fmt: skip
 
 
 def roundoff(tensor: Tensor) -> float:

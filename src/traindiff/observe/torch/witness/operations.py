@@ -1,0 +1,336 @@
+"""What an operation contributes to the gradient of a parameter that it uses, from its node in the graph.
+
+Letters in shapes: M rows, I and O the axes that a product sums over and has; K probes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from traindiff.core.torch_compat.execution import num_results, result_shape, saved, saved_dims
+from traindiff.core.witness import PROBES
+from traindiff.observe.torch.witness import products as of
+from traindiff.observe.torch.witness.errors import NotWitnessedError
+from traindiff.observe.torch.witness.given import probed
+from traindiff.observe.torch.witness.graph import CASTS, PERMUTES, RESHAPES, TRANSPOSES, Place, chain_of, kind_of
+from traindiff.observe.torch.witness.layers import Layers
+from traindiff.observe.torch.witness.products import Products
+from traindiff.observe.torch.witness.use import FLOAT32, Held, Use, roundoff
+
+Axes = tuple[tuple[int, ...], ...]
+"""For each axis of a view of a parameter, the axes of the parameter that lie along it; none for an axis of size 1."""
+
+_NO_TOKEN = 1 << 63
+"""Negative numbers of an embedding's padding are saved as unsigned numbers from here on."""
+
+
+class _Kind(NamedTuple):
+    """A kind of operation.
+
+    Attributes:
+        use: Makes the use of a parameter, given the layers, the place, the parameter and the gradient of the result.
+        reads: Whether it reads what the operation saved.
+        fits: Tells whether it knows the view of the parameter that the operation uses.
+    """
+
+    use: Callable[[Layers, Place, Held, Tensor], Use]
+    reads: bool
+    fits: Callable[[Place], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An operation that uses a parameter, of a known kind.
+
+    Attributes:
+        place: Where it is.
+        kind: Its kind.
+    """
+
+    place: Place
+    kind: _Kind
+
+    @property
+    def reads(self) -> bool:
+        """True if `use` reads what the operation saved for its backward pass."""
+        return self.kind.reads
+
+    def use(self, layers: Layers, held: Held, gradient: Tensor) -> Use:
+        """The use of the parameter.
+
+        Args:
+            layers: Makes uses.
+            held: The parameter.
+            gradient: Gradient of the operation's result.
+
+        Raises:
+            NotWitnessedError: It cannot be witnessed.
+        """
+        if gradient.is_complex() or gradient.is_nested or gradient.layout != torch.strided:
+            raise NotWitnessedError("an operation that uses it has a complex, nested or sparse gradient")
+        with torch.no_grad():
+            return self.kind.use(layers, self.place, held, gradient.detach())
+
+
+def operation_at(place: Place) -> Operation | None:
+    """The operation at a place; None if what it contributes is not known."""
+    name = kind_of(place.node)
+    kind = _KINDS.get((name, place.number)) or _KINDS.get((name, _ANY))
+    return Operation(place, kind) if kind is not None and kind.fits(place) else None
+
+
+def _any_view(place: Place) -> bool:
+    """True unless it is one of several results of an operation that divides the parameter."""
+    return all(num_results(node) == 1 for node in chain_of(place))
+
+
+def _whole(place: Place) -> bool:
+    return all(kind_of(node) in CASTS for node in chain_of(place)[:-1])
+
+
+def _matrix_of_axes(place: Place) -> bool:
+    """True if the parameter is a matrix with known axes, and the operation is one product."""
+    return _sides(_axes_of(place)) is not None and prod(_shape_of(place.node)[:-2]) == 1
+
+
+def _shape_of(node: Any) -> tuple[int, ...]:
+    """Shape of the result of a node with one result, or of a leaf."""
+    return result_shape(node, 0)
+
+
+def _axes_of(place: Place) -> Axes | None:
+    """How the axes of a parameter lie in the input of an operation; None if that is no mere exchange of axes."""
+    leaf, *views = reversed(chain_of(place))
+    sizes = _shape_of(leaf)
+    axes: Axes | None = tuple((axis,) if size != 1 else () for axis, size in enumerate(sizes))
+    for node in views:
+        if axes is None:
+            return None
+        kind = kind_of(node)
+        if kind in TRANSPOSES:
+            axes = axes[::-1]
+        elif kind in PERMUTES:
+            dims = [dim % len(axes) for dim in saved_dims(node)]
+            if kind.startswith("Transpose"):
+                order = list(range(len(axes)))
+                order[dims[0]], order[dims[1]] = dims[1], dims[0]
+                dims = order
+            axes = tuple(axes[dim] for dim in dims)
+        elif kind in RESHAPES:
+            axes = _regrouped(axes, sizes, _shape_of(node))
+        elif kind not in CASTS:
+            return None
+    return axes
+
+
+def _regrouped(axes: Axes, sizes: Sequence[int], shape: Sequence[int]) -> Axes | None:
+    """The axes after a view with another shape; None if it divides an axis."""
+    left = [axis for group in axes for axis in group]
+    found: list[tuple[int, ...]] = []
+    for length in shape:
+        group: list[int] = []
+        while prod(sizes[axis] for axis in group) < length and left:
+            group.append(left.pop(0))
+        if prod(sizes[axis] for axis in group) != length:
+            return None
+        found.append(tuple(group))
+    return None if left else tuple(found)
+
+
+def _sides(axes: Axes | None) -> tuple[str, str] | None:
+    """Which side of a parameter lies along each axis of a matrix: `rows`, `columns`, or empty for neither."""
+    if axes is None:
+        return None
+    if len(axes) > 2 and all(not group for group in axes[:-2]):
+        axes = axes[-2:]
+    if len(axes) != 2:
+        return None
+    found = []
+    for group in axes:
+        if not group:
+            found.append("")
+        elif group == (0,):
+            found.append("rows")
+        elif 0 not in group and list(group) == sorted(group):
+            found.append("columns")
+        else:
+            return None
+    return None if found[0] == found[1] != "" else (found[0], found[1])
+
+
+def _added(layers: Layers, place: Place, held: Held, gradient: Tensor) -> Use:
+    """Sums and differences."""
+    factor = 1.0
+    if place.number == 1:
+        factor = float(saved(place.node, "alpha")) * (-1.0 if kind_of(place.node).startswith("Sub") else 1.0)
+    return _elementwise(layers, place, held, gradient, factor * _as_float(gradient))
+
+
+def _bias(layers: Layers, place: Place, held: Held, gradient: Tensor) -> Use:
+    """What is added to a product of matrices."""
+    return _elementwise(layers, place, held, gradient, saved(place.node, "beta") * _as_float(gradient))
+
+
+def _multiplied(layers: Layers, place: Place, held: Held, gradient: Tensor) -> Use:
+    """Products of elements."""
+    other = _saved(place, "other" if place.number == 0 else "self")
+    product = _as_float(gradient) * _as_float(other)
+    return _elementwise(layers, place, held, gradient, product, operand=roundoff(gradient))
+
+
+def _norm_weight(layers: Layers, place: Place, held: Held, gradient: Tensor) -> Use:
+    """Weights of a layer norm."""
+    x, mean, scale = (_as_float(_saved(place, name)) for name in ("input", "result1", "result2"))
+    product = _as_float(gradient) * ((x - mean) * scale)
+    return _elementwise(layers, place, held, gradient, product, is_norm=True)
+
+
+def _norm_bias(layers: Layers, place: Place, held: Held, gradient: Tensor) -> Use:
+    """Biases of a layer norm."""
+    return _elementwise(layers, place, held, gradient, _as_float(gradient), is_norm=True)
+
+
+def _joined(layers: Layers, place: Place, held: Held, gradient: Tensor) -> Use:
+    """Tensors that are put together; the node only cuts the gradient."""
+    return _elementwise(layers, place, held, gradient, place.node(_as_float(gradient))[place.number])
+
+
+def _embedded(layers: Layers, place: Place, held: Held, gradient: Tensor) -> Use:
+    """Rows of a table."""
+    padding = int(saved(place.node, "padding_idx"))
+    table: Any = SimpleNamespace(
+        padding_idx=None if padding < 0 or padding >= _NO_TOKEN else padding, num_embeddings=held.extent.shape[0],
+        scale_grad_by_freq=bool(saved(place.node, "scale_grad_by_freq")),
+    )  # fmt: skip
+    rows = layers.probes.row_factors(held.path, held.extent, held.local)
+    found = of.embedding(table, _saved(place, "indices"), rows)
+    columns = layers.probes.columns(held.path, held.extent, gradient)
+    return layers.own_sums(held, lambda g: found(g, columns), gradient)
+
+
+def _first_factor(layers: Layers, place: Place, held: Held, gradient: Tensor) -> Use:
+    """The first factor of a product of matrices A B: its gradient is G Bᵀ."""
+    other = _matrix(_saved(place, "mat2"))
+    return _product(layers, place, held, gradient, other, left=_matrix(gradient).t(), right=other.t())
+
+
+def _second_factor(layers: Layers, place: Place, held: Held, gradient: Tensor) -> Use:
+    """The second factor: its gradient is Aᵀ G."""
+    other = _matrix(_saved(place, "mat1" if kind_of(place.node).startswith("Add") else "self"))
+    return _product(layers, place, held, gradient, other, left=other, right=_matrix(gradient))
+
+
+def _product(
+    layers: Layers, place: Place, held: Held, gradient: Tensor, other: Tensor, *, left: Tensor, right: Tensor
+) -> Use:
+    """A factor whose gradient is the sum over rows of `left rightᵀ`; shapes (M, I) and (M, O)."""
+    sides = _sides(_axes_of(place))
+    assert sides is not None
+    signs = {
+        "rows": layers.probes.rows(held.path, held.extent, gradient),
+        "columns": layers.probes.columns(held.path, held.extent, gradient),
+    }
+    factor = torch.full((PROBES,), float(saved(place.node, "alpha", 1.0)), dtype=torch.float64)
+    factor = factor.to(gradient.device)
+    for side in [one for one in signs if one not in sides]:
+        factor = factor * signs[side][:, 0].double()  # of an axis of size 1
+    signs[""] = torch.ones_like(signs["rows"][:, :1])
+    found = [(part, signs[side]) for part, side in zip((left, right), sides, strict=True)]
+    if any(part.shape[1] != side.shape[1] for part, side in found):
+        raise NotWitnessedError("an operation uses another part of it than this rank has")
+    terms = [of.of_tensor(part, side) for part, side in found]
+
+    def products(_: Tensor) -> Products:
+        return of.of_rows(terms[0] * factor, terms[1])
+
+    return layers.use(held, products, other, gradient, width=sum(held.extent.shape))
+
+
+def _elementwise(
+    layers: Layers, place: Place, held: Held, gradient: Tensor, product: Tensor, *, operand: float = 0.0,
+    is_norm: bool = False,
+) -> Use:  # fmt: skip
+    """What is added up, along the axes that were broadcast, to the gradient of the operation's input.
+
+    Args:
+        layers: The signs.
+        place: The operation.
+        held: The parameter.
+        gradient: Gradient of the operation's result.
+        product: Its product with the other operand, in float32 at least.
+        operand: Unit roundoff of the dtype in which the operation computes that product.
+        is_norm: A norm adds up in the dtype of the parameter; sums that follow a broadcast are rounded once.
+    """
+    chain = chain_of(place)
+
+    def products(_: Tensor) -> Products:
+        following, number = place.node.next_functions[place.number]
+        total = product.sum_to_size(result_shape(following, number))
+        least = total.numel()
+        for node in chain[:-1]:
+            if kind_of(node) not in CASTS:
+                total = node(total)
+            least = min(least, total.numel())
+        if total.numel() != prod(held.extent.shape):
+            raise NotWitnessedError("an operation uses another part of it than this rank has")
+        a = layers.probes.row_factors(held.path, held.extent, total)
+        b = layers.probes.columns(held.path, held.extent, total)
+        squares = PROBES * torch.linalg.vector_norm(product).double().square()
+        totals = torch.cat([probed(total.reshape(held.extent.shape), a, b), squares[None]])
+        return Products(totals=totals, rows=max(1, product.numel() // max(1, least)))
+
+    use = layers.own_sums(held, products, gradient)
+    return use if is_norm else replace(use, operand=operand, sums=FLOAT32)
+
+
+def _saved(place: Place, name: str) -> Tensor:
+    """A tensor that an operation saved for its backward pass."""
+    try:
+        found: Tensor | None = saved(place.node, name)
+    except RuntimeError as error:  # it was written to, or is gone; the backward pass says so itself
+        raise NotWitnessedError("what an operation saved for its backward pass is not there any more") from error
+    if found is None:
+        raise NotWitnessedError("an operation saved nothing for its backward pass")
+    return found.detach()
+
+
+def _as_float(tensor: Tensor) -> Tensor:
+    """A tensor in float32 at least."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _matrix(tensor: Tensor) -> Tensor:
+    """A tensor without axes of size 1 in front of the last two."""
+    if tensor.dim() > 2 and prod(tensor.shape[:-2]) != 1:
+        raise NotWitnessedError("an operation uses it in several products")
+    return tensor.reshape(tensor.shape[-2:])
+
+
+_ANY = -1
+"""Stands for every input."""
+
+_KINDS: Mapping[tuple[str, int], _Kind] = {
+    **dict.fromkeys([("AddBackward", _ANY), ("SubBackward", _ANY)], _Kind(_added, reads=False, fits=_any_view)),
+    **dict.fromkeys([("CatBackward", _ANY), ("StackBackward", _ANY)], _Kind(_joined, reads=False, fits=_any_view)),
+    ("MulBackward", _ANY): _Kind(_multiplied, reads=True, fits=_any_view),
+    ("AddmmBackward", 0): _Kind(_bias, reads=False, fits=_any_view),
+    **dict.fromkeys(
+        [("AddmmBackward", 1), ("MmBackward", 0), ("BmmBackward", 0)],
+        _Kind(_first_factor, reads=True, fits=_matrix_of_axes),
+    ),
+    **dict.fromkeys(
+        [("AddmmBackward", 2), ("MmBackward", 1), ("BmmBackward", 1)],
+        _Kind(_second_factor, reads=True, fits=_matrix_of_axes),
+    ),
+    ("NativeLayerNormBackward", 1): _Kind(_norm_weight, reads=True, fits=_any_view),
+    ("NativeLayerNormBackward", 2): _Kind(_norm_bias, reads=False, fits=_any_view),
+    ("EmbeddingBackward", 0): _Kind(_embedded, reads=True, fits=_whole),
+}
+"""By the name of the node, and the number of the input, or `_ANY`."""
