@@ -114,6 +114,7 @@ class StoredTensor:
         role: What it is of.
         memory: Slabs of a tensor in memory, by first and last row.
         summary: Its summary, if that is all there is.
+        in_one: Whether it is one slab, because its elements are made of whole tensors.
     """
 
     name: str
@@ -123,6 +124,7 @@ class StoredTensor:
     role: Role = "parameter"
     memory: Callable[[int, int], Bits] | None = None
     summary: Any = None
+    in_one: bool = False
 
     @property
     def size(self) -> int:
@@ -147,6 +149,8 @@ class StoredTensor:
     @property
     def slabs(self) -> list[tuple[int, int]]:
         """First and last row (excluded) of each slab."""
+        if self.in_one:
+            return [(0, self.rows)] if self.size else []
         row_bytes = max(1, self.num_bytes // max(1, self.rows))
         step = max(1, SLAB_BYTES // row_bytes)
         return [(first, min(first + step, self.rows)) for first in range(0, self.rows, step)] if self.size else []

@@ -1,0 +1,185 @@
+"""How two tensors of one shape differ, from one pass over their elements: a few megabytes of each are in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from traindiff.core.summary import UNIT_ROUNDOFF
+from traindiff.state.dtypes import decoded, gap, is_float, rounded, shorter, truncated
+from traindiff.state.measured import common_dtype
+from traindiff.state.stored import StoredTensor
+
+
+_LEAST_IN_GAPS = 0.15
+"""A difference that is smaller, in gaps between numbers of a dtype, is not called a rounding to that dtype."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElementDifference:
+    """How two tensors differ.
+
+    Attributes:
+        kind: `cast`, `through`, `scaled`, `offset` or `other`.
+        message: A clause of which the candidate's tensor is the subject.
+        evidence: Numbers, by name.
+    """
+
+    kind: str
+    message: str
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+
+
+class _Totals:
+    """What is added up over slabs."""
+
+    def __init__(self, baseline: StoredTensor, candidate: StoredTensor) -> None:
+        self.baseline, self.candidate = baseline.dtype, candidate.dtype
+        self.count = self.unequal = 0
+        self.squares = self.product = self.apart = self.candidate_squares = 0.0
+        self.largest = 0.0
+        self.low, self.high = math.inf, -math.inf
+        self.finite = True
+        longest = baseline.dtype if common_dtype(baseline.dtype, candidate.dtype) != baseline.dtype else candidate.dtype
+        short = common_dtype(baseline.dtype, candidate.dtype)
+        one_dtype = baseline.dtype == candidate.dtype
+        self.through = {dtype: [True, True] for dtype in shorter(longest)} if one_dtype else {}
+        self.in_gaps = dict.fromkeys(self.through, 0.0)
+        self.short = None if one_dtype else short
+        self.cut = self.beside = self.short is not None
+        self.unrounded = 0
+        self.both = short is None and is_float(baseline.dtype) and is_float(candidate.dtype)
+
+    def add(self, baseline: NDArray[Any], candidate: NDArray[Any]) -> None:
+        """Add the values of a slab."""
+        wide, other = baseline.astype(np.float64), candidate.astype(np.float64)
+        with np.errstate(invalid="ignore", over="ignore"):
+            apart = other - wide
+            self.finite = self.finite and bool(np.isfinite(apart).all())
+            self.count += apart.size
+            self.unequal += int(np.count_nonzero((wide != other) & ~(np.isnan(wide) & np.isnan(other))))
+            self.squares += float(wide @ wide)
+            self.candidate_squares += float(other @ other)
+            self.product += float(wide @ other)
+            self.apart += float(apart @ apart)
+            self.largest = max(self.largest, float(np.abs(apart).max(initial=0.0)))
+            self.low, self.high = min(self.low, float(apart.min())), max(self.high, float(apart.max()))
+        for dtype, holds in self.through.items():
+            holds[0] = holds[0] and np.array_equal(_through(baseline, dtype), candidate)
+            holds[1] = holds[1] and np.array_equal(_through(candidate, dtype), baseline)
+            if any(holds):
+                self.in_gaps[dtype] += float(np.square(apart / gap(wide, dtype)).sum())
+        if self.short is not None:
+            long, short = (wide, other) if self.short == self.candidate else (other, wide)
+            self._cast(long, short, self.short)
+        if self.both:
+            allowed = (gap(wide, self.baseline) + gap(other, self.candidate)) / 2
+            self.both = bool((np.abs(apart) <= allowed).all())
+
+    def _cast(self, long: NDArray[Any], short: NDArray[Any], dtype: str) -> None:
+        self.cut = self.cut and bool(np.array_equal(truncated(long, dtype), short))
+        # neighbors of the dtype on both sides: less than one gap away, measured where the gap is smaller
+        spacing = np.minimum(gap(long, dtype), np.maximum(gap(short, dtype), gap(long, dtype)))
+        self.beside = self.beside and bool((np.abs(short - long) < spacing).all())
+        if self.beside:
+            self.unrounded += int(np.count_nonzero(_through(long, dtype) != short))
+
+
+def _through(values: NDArray[Any], dtype: str) -> NDArray[Any]:
+    return decoded(rounded(values, dtype), dtype).astype(values.dtype)
+
+
+def element_difference(baseline: StoredTensor, candidate: StoredTensor) -> ElementDifference:
+    """How the candidate's tensor differs from the baseline's, which has the same shape and other bits.
+
+    Raises:
+        CheckpointError: A file has ended.
+    """
+    total = _Totals(baseline, candidate)
+    numeric = is_float(baseline.dtype) and is_float(candidate.dtype)
+    for slab in baseline.slabs:
+        first, second = baseline.slab(*slab), candidate.slab(*slab)
+        if numeric:
+            total.add(decoded(first, baseline.dtype), decoded(second, candidate.dtype))
+        else:
+            total.count += first.size
+            total.unequal += int(np.count_nonzero(first != second)) if first.dtype == second.dtype else first.size
+    if not numeric:
+        return ElementDifference(
+            kind="other",
+            message=f"differs in {total.unequal} of {total.count} elements",
+            evidence={"unequal": total.unequal, "elements": total.count},
+        )
+    return _judged(total)
+
+
+def _judged(total: _Totals) -> ElementDifference:
+    for dtype, (candidates, baselines) in total.through.items():
+        # rounding is off by 0.29 gaps (rms of a uniform distribution); a small change of rounded numbers by far less
+        if (candidates or baselines) and math.sqrt(total.in_gaps[dtype] / total.count) > _LEAST_IN_GAPS:
+            who = "candidate" if candidates else "baseline"
+            message = (
+                f"is the baseline's, rounded to {dtype} and stored as {total.candidate}"
+                if candidates
+                else f"has more digits: the baseline's is it rounded to {dtype} and stored as {total.baseline}"
+            )
+            return ElementDifference(kind="through", message=message, evidence={"dtype": dtype, "rounded": who})
+    if total.short is not None and total.cut:
+        message = f"is the baseline's as {total.short}, cut off and not rounded to nearest"
+        if total.short == total.baseline:
+            message = f"has more digits: the baseline's is it as {total.short}, cut off and not rounded to nearest"
+        return ElementDifference(kind="cast", message=message, evidence={"dtype": total.short, "rounding": "truncated"})
+    if total.short is not None and total.beside:
+        share = total.unrounded / max(1, total.count)
+        message = (
+            f"is the baseline's up to a rounding to {total.short} that is not to nearest: every element is one of the "
+            f"two numbers around it, and {share:.2g} of them are not the nearer one"
+        )
+        evidence = {"dtype": total.short, "rounding": "other", "not_nearest": total.unrounded}
+        return ElementDifference(kind="cast", message=message, evidence=evidence)
+    if total.both:
+        message = f"is {total.candidate} and the baseline's {total.baseline}: both can be one tensor, rounded"
+        return ElementDifference(kind="cast", message=message, evidence={"dtype": total.candidate, "rounding": "both"})
+    return _sized(total)
+
+
+def _sized(total: _Totals) -> ElementDifference:
+    evidence: dict[str, Any] = {"unequal": total.unequal, "elements": total.count}
+    counted = f"{total.unequal} of {total.count} elements differ"
+    if not total.unequal:
+        return ElementDifference(
+            kind="cast", message="has the same numbers in other bits (like 0 and -0)", evidence=evidence
+        )
+    if not total.finite:
+        return ElementDifference(kind="other", message=f"differs, also in NaN or infinity: {counted}", evidence=evidence)
+    size, u = math.sqrt(total.squares), max(UNIT_ROUNDOFF[total.baseline], UNIT_ROUNDOFF[total.candidate])
+    relative = math.sqrt(total.apart) / size if size else math.inf
+    evidence |= {"relative": relative if size else None, "largest": total.largest}
+    if size and total.candidate_squares:
+        scale = total.product / total.squares
+        left = math.sqrt(max(0.0, total.candidate_squares - scale * total.product)) / math.sqrt(total.candidate_squares)
+        if left <= max(2 * u, 5e-8) and abs(scale - 1.0) > 8 * u and total.count > 2:
+            evidence["scale"] = scale
+            return ElementDifference(
+                kind="scaled", message=f"is the baseline's times {_number(scale)}", evidence=evidence
+            )
+    middle = (total.low + total.high) / 2
+    spread = 4 * u * (abs(middle) + math.sqrt(total.squares / total.count) * 8)
+    if total.count > 2 and total.unequal == total.count and abs(middle) > 64 * spread and total.high - total.low <= spread:
+        evidence["offset"] = middle
+        return ElementDifference(
+            kind="offset", message=f"is the baseline's plus {_number(middle)} in every element", evidence=evidence
+        )
+    shown = f"relative L2 difference {relative:.3g}" if size else "the baseline's is zero"
+    return ElementDifference(kind="other", message=f"differs: {shown}, {counted}", evidence=evidence)
+
+
+def _number(value: float) -> str:
+    """A number without digits that rounding has made."""
+    near = round(value, 6)
+    return f"{near:g}" if near and abs(value - near) <= 1e-6 * abs(value) else f"{value:.6g}"
