@@ -30,8 +30,8 @@ PUBLIC = frozenset({"__init__", "__main__", "testing", "mindspore"})
 """Modules that have names for users alone: they import any layer, and no layer imports them."""
 
 WITHOUT_FRAMEWORK = (
-    "core", "storage", "observe.common", "analyse", "present", "state", "compat.msprobe.importing", "compat.msprobe.exporting",
-    "compat.onnxruntime.importing", "cli",
+    "core", "storage", "observe.common", "analyse", "present", "state", "compat.msprobe.importing",
+    "compat.msprobe.exporting", "compat.onnxruntime.importing", "cli",
 )  # fmt: skip
 """What can be imported where no framework is installed, except for:"""
 

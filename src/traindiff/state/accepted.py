@@ -89,7 +89,11 @@ def with_accepted(relations: Sequence[Relation], accepted: Sequence[Accepted]) -
         if one.word in ("differs", "only"):
             names = (*one.candidate, *one.baseline)
             match = next(
-                (number for number, entry in enumerate(accepted) if any(fnmatchcase(name, entry.name) for name in names)),
+                (
+                    number
+                    for number, entry in enumerate(accepted)
+                    if any(fnmatchcase(name, entry.name) for name in names)
+                ),
                 None,
             )
         if match is None:

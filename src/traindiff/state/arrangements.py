@@ -1,7 +1,8 @@
 """The same numbers in other places: transposed, permuted, fused, padded. Decided from hashes of rows and of columns.
 
-A row's hash is `sum over columns j of bits(x_j) * w_j mod 2^64` with odd pseudo-random weights w; a column's is the same over
-rows. So the rows of a transposed tensor have the hashes of the columns of the tensor, and whatever moves rows moves hashes.
+A row's hash is `sum over columns j of bits(x_j) * w_j mod 2^64` with odd pseudo-random weights w; a column's is the
+same over rows. So the rows of a transposed tensor have the hashes of the tensor's columns, and what moves rows moves
+hashes.
 Rows are those of the tensor seen as a matrix with its last dim as columns; a vector has one column.
 """
 
@@ -88,7 +89,7 @@ def _head_counts(rows: int) -> Iterator[int]:
 
 
 def rotary_heads(given: Hashes, made: Hashes) -> int | None:
-    """Heads whose rows go from halves to pairs (negative: from pairs to halves) in `made`; 0 if rows stay; None if neither."""
+    """Heads whose rows go from halves to pairs in `made` (negative: back); 0 if rows stay; None if neither."""
     if np.array_equal(given, made):
         return 0
     if len(given) != len(made) or not len(given) or given[0] != made[0]:  # the first row stays in every such order
@@ -158,10 +159,8 @@ def moved_rows(baseline: Hashes, candidate: Hashes) -> str:
             moved = [number for number, block in enumerate(others) if place[block] != number]
             if len(moved) == 2 or count <= 64:
                 first = moved[0]
-                return (
-                    f"{len(moved)} of {count} blocks of {rows // count} {{}} are in another order: block {first} is the "
-                    f"baseline's block {place[others[first]]}"
-                )
+                order = f"{len(moved)} of {count} blocks of {rows // count} {{}} are in another order"
+                return f"{order}: block {first} is the baseline's block {place[others[first]]}"
     num = int(np.count_nonzero(baseline != candidate))
     return f"{num} of {rows} {{}} are in another order"
 
@@ -179,8 +178,10 @@ def repeated_rows(baseline: Hashes, candidate: Hashes) -> tuple[str, str]:
         return "missing-shard", f"has zeros in {span}, and the baseline has not: a shard is missing"
     rows, length = baseline, end - first
     for start in range(0, len(rows) - length + 1, length if len(rows) % length == 0 else 1):
-        if start != first and rows[start] == candidate[first] and np.array_equal(
-            rows[start : start + length], candidate[first:end]
+        if (
+            start != first
+            and rows[start] == candidate[first]
+            and np.array_equal(rows[start : start + length], candidate[first:end])
         ):
             again = f"those of {start} to {start + length - 1}"
             return "repeated-shard", f"has in {span} {again} a second time: a shard is there twice"
@@ -214,4 +215,3 @@ def layout_text(layout: Layout, names: Sequence[str]) -> str:
     if len(told) > 1:
         how = ", one after the other" if layout.join == "concat" else f", interleaved in {layout.groups} groups"
     return f"{listed}{how}{', transposed' if layout.transpose else ''}"
-

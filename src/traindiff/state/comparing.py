@@ -10,6 +10,7 @@ from typing import Any
 from traindiff.core.untrusted.demands import quoted
 from traindiff.errors import CheckpointError
 from traindiff.state.accepted import accepted_of, with_accepted
+from traindiff.state.adapters import merged_adapters
 from traindiff.state.comparison import Relation, WeightsComparison, moved_sentences
 from traindiff.state.dtypes import shorter
 from traindiff.state.maps import map_of, mapped
@@ -42,7 +43,7 @@ def weights(
         baseline: Path or fsspec URL of a file or directory of saved weights (safetensors, torch.save, a Hugging Face
             directory, torch.distributed.checkpoint, DeepSpeed ZeRO) or of a recording, a model, or a state dict.
         candidate: What is compared with it, likewise.
-        base: A third set, e.g. the model before fine-tuning: differences where the candidate is still the base are named.
+        base: A third set, e.g. the model before fine-tuning: tensors of the candidate that are still its are named.
         map: File that says which tensors of the two are which, and in which layout (docs/weights.md).
         accept: File of intended differences, which are listed and not judged (docs/weights.md).
         progress: Is called with the number of bytes that have been read, and of all.
@@ -71,6 +72,11 @@ def weights(
         if not first or not second:
             notes += _one_sided(role, first, second)
             continue
+        if role == "parameter":
+            first, second, found = merged_adapters(first, second, {} if third is None else _of_role(third, role))
+            relations += found
+            if not first or not second:
+                continue
         named = under_plain_names(first, second)
         notes += [named[2]] if named[2] else []
         measured = _measured(first, second, named[0], named[1], counter)
@@ -150,8 +156,8 @@ def _nothing_in_common(baseline: Checkpoint, candidate: Checkpoint) -> str:
         for side in (baseline, candidate)
     ]
     return (
-        f"the two have no tensor in common, neither by name nor by contents: {shown[0]}; {shown[1]}. Give two checkpoints "
-        "of one model, or say with a map which tensor is which (docs/weights.md)."
+        f"the two have no tensor in common, neither by name nor by contents: {shown[0]}; {shown[1]}. Give two "
+        "checkpoints of one model, or say with a map which tensor is which (docs/weights.md)."
     )
 
 
@@ -160,7 +166,10 @@ def _still_of_base(relations: Sequence[Relation], candidate: Checkpoint, base: C
     asked = [
         (number, candidate.tensors[one.candidate[0]], base.tensors[name])
         for number, one in enumerate(relations)
-        if one.word == "differs" and one.candidate and (name := _in_base(one, base)) is not None
+        if one.word == "differs"
+        and one.kind != "not-merged"
+        and one.candidate
+        and (name := _in_base(one, base)) is not None
     ]
     found = list(relations)
     own = measure([(tensor, shorter(tensor.dtype)) for _, tensor, _ in asked])

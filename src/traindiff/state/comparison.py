@@ -26,8 +26,8 @@ class Relation:
     """What is known of one or several tensors that belong together.
 
     Attributes:
-        word: `identical` (the same bits), `equivalent` (the same numbers, rounded or laid out otherwise), `differs`, `only`
-            (in one of the two), `accepted` (a difference that is intended).
+        word: `identical` (the same bits), `equivalent` (the same numbers, rounded or laid out otherwise), `differs`,
+            `only` (in one of the two), `accepted` (a difference that is intended).
         kind: What the relation looks like, e.g. `cast`, `fused`, `scaled` (docs/weights.md).
         role: Of what the tensors are.
         baseline: Names in the baseline.
@@ -110,7 +110,7 @@ class WeightsComparison:
         """Relations that say the same of all layers together, in the order of `WORDS`, then of the candidate."""
         found: dict[tuple[Any, ...], list[Relation]] = {}
         for relation in self.relations:
-            key = (relation.word, relation.kind, relation.role, *relation.pattern)
+            key: tuple[Any, ...] = (relation.word, relation.kind, relation.role, *relation.pattern)
             if relation.word == "identical" and relation.kind == "identical":
                 key = (relation.word, relation.kind, relation.role)
             elif relation.word == "equivalent" and not relation.layout:
@@ -163,7 +163,9 @@ def title(result: WeightsComparison) -> str:
             number = counts["differs"]
             return f"diverged: {number} of {tensors} hold{'s' if number == 1 else ''} other numbers"
         case _:
-            return f"incomplete: {counts['only']} of {tensors} {'is' if counts['only'] == 1 else 'are'} in one of the two"
+            return (
+                f"incomplete: {counts['only']} of {tensors} {'is' if counts['only'] == 1 else 'are'} in one of the two"
+            )
 
 
 def _how(result: WeightsComparison) -> str:
@@ -243,10 +245,12 @@ def moved_sentences(relations: Iterable[Relation]) -> list[str]:
             prefix = one.candidate[0][:start].rstrip(".")
             found.setdefault((prefix, here), set()).add(there)
     by_prefix: dict[str, dict[int, int]] = {}
-    for (prefix, here), there in found.items():
-        if len(there) == 1:
-            by_prefix.setdefault(prefix, {})[here] = next(iter(there))
-    layers = [sentence for prefix, places in by_prefix.items() for sentence in _moves(prefix, dict(sorted(places.items())))]
+    for (prefix, here), sources in found.items():
+        if len(sources) == 1:
+            by_prefix.setdefault(prefix, {})[here] = min(sources)
+    layers = [
+        sentence for prefix, places in by_prefix.items() for sentence in _moves(prefix, dict(sorted(places.items())))
+    ]
     return [*layers, *_swapped({one.candidate[0]: one.baseline[0] for one in all_moved if one not in moved})]
 
 

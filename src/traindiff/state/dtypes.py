@@ -127,7 +127,7 @@ def _numbers_of_8_bits(dtype: str) -> NDArray[np.float32]:
     else:
         size[(code & 0x7C) == 0x7C] = np.inf
         size[((code & 0x7C) == 0x7C) & (fraction > 0)] = np.nan
-    return np.where(code & 0x80, -size, size).astype(np.float32)
+    return np.asarray(np.where(code & 0x80, -size, size), dtype=np.float32)
 
 
 def _rounded_to_8_bits(values: NDArray[np.float32], dtype: str) -> Bits:

@@ -15,7 +15,6 @@ from traindiff.state.dtypes import decoded, gap, is_float, rounded, shorter, tru
 from traindiff.state.measured import common_dtype
 from traindiff.state.stored import StoredTensor
 
-
 _LEAST_IN_GAPS = 0.15
 """A difference that is smaller, in gaps between numbers of a dtype, is not called a rounding to that dtype."""
 
@@ -41,6 +40,8 @@ class _Totals:
     def __init__(self, baseline: StoredTensor, candidate: StoredTensor) -> None:
         self.baseline, self.candidate = baseline.dtype, candidate.dtype
         self.count = self.unequal = 0
+        self.num_rows = baseline.rows
+        self.rows = [0, -1, -1]  # how many have unequal elements, the first, the last
         self.squares = self.product = self.apart = self.candidate_squares = 0.0
         self.largest = 0.0
         self.low, self.high = math.inf, -math.inf
@@ -55,14 +56,14 @@ class _Totals:
         self.unrounded = 0
         self.both = short is None and is_float(baseline.dtype) and is_float(candidate.dtype)
 
-    def add(self, baseline: NDArray[Any], candidate: NDArray[Any]) -> None:
-        """Add the values of a slab."""
+    def add(self, baseline: NDArray[Any], candidate: NDArray[Any], first: int, end: int) -> None:
+        """Add the values of the rows from `first` to `end`."""
         wide, other = baseline.astype(np.float64), candidate.astype(np.float64)
         with np.errstate(invalid="ignore", over="ignore"):
             apart = other - wide
             self.finite = self.finite and bool(np.isfinite(apart).all())
             self.count += apart.size
-            self.unequal += int(np.count_nonzero((wide != other) & ~(np.isnan(wide) & np.isnan(other))))
+            self._count(*self._in_one_dtype(baseline, candidate), first, end)
             self.squares += float(wide @ wide)
             self.candidate_squares += float(other @ other)
             self.product += float(wide @ other)
@@ -80,6 +81,19 @@ class _Totals:
         if self.both:
             allowed = (gap(wide, self.baseline) + gap(other, self.candidate)) / 2
             self.both = bool((np.abs(apart) <= allowed).all())
+
+    def _in_one_dtype(self, baseline: NDArray[Any], candidate: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Both, the longer one rounded as the shorter one is."""
+        if self.short is None:
+            return baseline, candidate
+        return _through(baseline, self.short), _through(candidate, self.short)
+
+    def _count(self, baseline: NDArray[Any], candidate: NDArray[Any], first: int, end: int) -> None:
+        unequal = (baseline != candidate) & ~(np.isnan(baseline) & np.isnan(candidate))
+        self.unequal += int(np.count_nonzero(unequal))
+        rows = np.flatnonzero(unequal.reshape(end - first, -1).any(axis=1)) + first
+        if len(rows):
+            self.rows = [self.rows[0] + len(rows), self.rows[1] if self.rows[0] else int(rows[0]), int(rows[-1])]
 
     def _cast(self, long: NDArray[Any], short: NDArray[Any], dtype: str) -> None:
         self.cut = self.cut and bool(np.array_equal(truncated(long, dtype), short))
@@ -105,7 +119,7 @@ def element_difference(baseline: StoredTensor, candidate: StoredTensor) -> Eleme
     for slab in baseline.slabs:
         first, second = baseline.slab(*slab), candidate.slab(*slab)
         if numeric:
-            total.add(decoded(first, baseline.dtype), decoded(second, candidate.dtype))
+            total.add(decoded(first, baseline.dtype), decoded(second, candidate.dtype), *slab)
         else:
             total.count += first.size
             total.unequal += int(np.count_nonzero(first != second)) if first.dtype == second.dtype else first.size
@@ -150,15 +164,20 @@ def _judged(total: _Totals) -> ElementDifference:
 
 def _sized(total: _Totals) -> ElementDifference:
     evidence: dict[str, Any] = {"unequal": total.unequal, "elements": total.count}
-    counted = f"{total.unequal} of {total.count} elements differ"
+    counted = f"{total.unequal} of {total.count} elements differ{_rows_text(total)}"
+    if total.rows[0]:
+        evidence |= {"rows": total.rows[0], "first_row": total.rows[1], "last_row": total.rows[2]}
     if not total.unequal:
         return ElementDifference(
             kind="cast", message="has the same numbers in other bits (like 0 and -0)", evidence=evidence
         )
     if not total.finite:
-        return ElementDifference(kind="other", message=f"differs, also in NaN or infinity: {counted}", evidence=evidence)
+        return ElementDifference(
+            kind="other", message=f"differs, also in NaN or infinity: {counted}", evidence=evidence
+        )
     size, u = math.sqrt(total.squares), max(UNIT_ROUNDOFF[total.baseline], UNIT_ROUNDOFF[total.candidate])
     relative = math.sqrt(total.apart) / size if size else math.inf
+    error = 1e-7 + 4 * u / math.sqrt(total.count)  # roundings of elements average out
     evidence |= {"relative": relative if size else None, "largest": total.largest}
     if size and total.candidate_squares:
         scale = total.product / total.squares
@@ -166,20 +185,41 @@ def _sized(total: _Totals) -> ElementDifference:
         if left <= max(2 * u, 5e-8) and abs(scale - 1.0) > 8 * u and total.count > 2:
             evidence["scale"] = scale
             return ElementDifference(
-                kind="scaled", message=f"is the baseline's times {_number(scale)}", evidence=evidence
+                kind="scaled", message=f"is the baseline's times {shown_number(scale, error)}", evidence=evidence
             )
     middle = (total.low + total.high) / 2
     spread = 4 * u * (abs(middle) + math.sqrt(total.squares / total.count) * 8)
-    if total.count > 2 and total.unequal == total.count and abs(middle) > 64 * spread and total.high - total.low <= spread:
+    if (
+        total.count > 2
+        and total.unequal == total.count
+        and abs(middle) > 16 * spread
+        and total.high - total.low <= spread
+    ):
         evidence["offset"] = middle
         return ElementDifference(
-            kind="offset", message=f"is the baseline's plus {_number(middle)} in every element", evidence=evidence
+            kind="offset",
+            message=f"is the baseline's plus {shown_number(middle, u)} in every element",
+            evidence=evidence,
         )
     shown = f"relative L2 difference {relative:.3g}" if size else "the baseline's is zero"
     return ElementDifference(kind="other", message=f"differs: {shown}, {counted}", evidence=evidence)
 
 
-def _number(value: float) -> str:
-    """A number without digits that rounding has made."""
-    near = round(value, 6)
-    return f"{near:g}" if near and abs(value - near) <= 1e-6 * abs(value) else f"{value:.6g}"
+def _rows_text(total: _Totals) -> str:
+    """Which rows differ, if they are few; and that rounding is not counted."""
+    count, first, last = total.rows
+    rounding = "" if total.short is None else " by more than rounding"
+    if not count or 4 * count > total.num_rows or total.num_rows < 8:
+        return rounding
+    if count == 1:
+        return f"{rounding}, all in row {first} of {total.num_rows}"
+    return f"{rounding}, in {count} of {total.num_rows} rows ({first} to {last})"
+
+
+def shown_number(value: float, error: float) -> str:
+    """A number with as few digits as it has within its relative error, or with six."""
+    for digits in range(7):
+        near = round(value, digits)
+        if near and abs(near - value) <= error * abs(value):
+            return f"{near:g}"
+    return f"{value:.6g}"

@@ -96,7 +96,7 @@ def _entry(content: Any, number: int, where: str) -> Entry:
 def mapped(
     entries: Sequence[Entry], baseline: Mapping[str, StoredTensor], candidate: Mapping[str, StoredTensor]
 ) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor], list[str]]:
-    """Both sides, after putting tensors together as a map says, under the other side's names; and notes on unused entries.
+    """Both sides, after putting tensors together as a map says, under the other side's names; notes on unused entries.
 
     Raises:
         ConfigError: Tensors that an entry names do not fit together.
@@ -136,7 +136,7 @@ def _expanded(
 
 
 def _joined(parts: Sequence[StoredTensor], whole_one: StoredTensor, layout: Layout, number: int) -> StoredTensor:
-    """The tensor that parts make up, under the name and in the shape of the whole. Its elements are read when asked for.
+    """The tensor that parts make up, in the shape of the whole. Its elements are read when asked for.
 
     Raises:
         ConfigError: The parts do not fit together, or only their summaries are known.

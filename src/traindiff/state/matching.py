@@ -102,7 +102,9 @@ class Matching:
                 message = f"{about}, stored as {other} with the same numbers"
         exact = {"dtype": short, "rounding": "nearest"}
         self._settle(
-            [baseline], [candidate], self._relation("equivalent", "cast", [baseline], [candidate], message, evidence=exact)
+            [baseline],
+            [candidate],
+            self._relation("equivalent", "cast", [baseline], [candidate], message, evidence=exact),
         )
         return True
 
@@ -173,8 +175,7 @@ class Matching:
                 told = [parts[group[0]].tensor.name for group in groups]
                 if any(len(group) > 1 for group in groups):
                     told = [
-                        f"{first} to {parts[group[-1]].tensor.name}"
-                        for first, group in zip(told, groups, strict=True)
+                        f"{first} to {parts[group[-1]].tensor.name}" for first, group in zip(told, groups, strict=True)
                     ]
                 if layout is None:
                     message = f"has the numbers of {' and '.join(told)} in an order that is not known"
@@ -182,7 +183,8 @@ class Matching:
                     message = f"is {layout_text(layout, told)}"
                 sides = (names, [name]) if of_candidate else ([name], names)
                 if not of_candidate:
-                    message = f"together with {len(names) - 1} more, makes up the baseline's {self._left[name].tensor.name}: it {message}"
+                    of_whole = f"makes up the baseline's {self._left[name].tensor.name}"
+                    message = f"together with {len(names) - 1} more, {of_whole}: it {message}"
                 word: Word = "equivalent" if layout is not None else "differs"
                 evidence = {"dtype": dtype, "groups": layout.groups if layout else None}
                 relation = self._relation(word, "fused", *sides, message, layout=layout, evidence=evidence)
@@ -241,8 +243,9 @@ class Matching:
                 other = self._baseline[likest(name, known)].tensor.name
                 return self._relation("differs", "moved", [likest(name, known)], [name], f"is the baseline's {other}")
         if candidate.is_zero != baseline.is_zero:
-            whose, other = ("", "the baseline's is not") if candidate.is_zero else ("the baseline's is zero; it ", "")
-            message = f"is zero in all elements; {other}" if candidate.is_zero else f"{whose}is not"
+            message = "is zero in all elements; the baseline's is not"
+            if baseline.is_zero:
+                message = "has numbers; the baseline's is zero in all elements"
             return self._relation("differs", "zero", *both, message)
         if not (baseline.tensor.is_readable and candidate.tensor.is_readable):
             return self._by_summary(name)
@@ -255,17 +258,25 @@ class Matching:
                 return self._relation(word, "rearranged", *both, message, layout=layout)
         if not same_shape:
             return self._other_shape(name, dtype)
-        if dtype is not None and len(baseline.tensor.shape) > 1:
-            first, second = self._hashes(baseline, dtype), self._hashes(candidate, dtype)
-            for place, what in ((0, "rows"), (1, "columns")):
-                kind, clause = repeated_rows(first[place], second[place])
-                if kind:
-                    return self._relation("differs", kind, *both, clause.format(what))
+        kind, clause = self._shards(baseline, candidate, dtype)
+        if kind:
+            return self._relation("differs", kind, *both, clause)
         found = element_difference(baseline.tensor, candidate.tensor)
         rounded = found.kind in ("cast", "through")
         return self._relation(
             "equivalent" if rounded else "differs", found.kind, *both, found.message, evidence=found.evidence
         )
+
+    def _shards(self, baseline: Measured, candidate: Measured, dtype: str | None) -> tuple[str, str]:
+        """A kind and a clause on rows or columns that are there twice, or missing; empty if none are."""
+        if dtype is None or len(baseline.tensor.shape) < 2:
+            return "", ""
+        first, second = self._hashes(baseline, dtype), self._hashes(candidate, dtype)
+        for place, what in ((0, "rows"), (1, "columns")):
+            kind, clause = repeated_rows(first[place], second[place])
+            if kind:
+                return kind, clause.format(what)
+        return "", ""
 
     def _other_shape(self, name: str, dtype: str | None) -> Relation:
         baseline, candidate = self._baseline[name], self._candidate[name]
@@ -281,7 +292,8 @@ class Matching:
                 verb = "has" if len(second) > len(first) else "lacks"
                 what = f"{more} rows at the end, which are {'zero' if zeros else 'not zero'}"
                 message = f"{verb} {what}; all {min(len(first), len(second))} other rows are the baseline's"
-                return self._relation("equivalent", "padded", [name], [name], message, evidence=evidence)
+                word: Word = "equivalent" if zeros else "only"
+                return self._relation(word, "padded", [name], [name], message, evidence=evidence)
         message = f"has the shape {list(shapes[1])}; the baseline's is {list(shapes[0])}"
         return self._relation("differs", "shape", [name], [name], message, evidence=evidence)
 
@@ -297,9 +309,8 @@ class Matching:
         u = max(UNIT_ROUNDOFF.get(dtype, 0.0) for dtype in dtypes)
         evidence = {"relative": relative}
         if dtypes[0] != dtypes[1] and relative <= u:
-            message = (
-                f"is {dtypes[1]} and the baseline's {dtypes[0]}: by their summaries, they differ by no more than a rounding"
-            )
+            what = f"is {dtypes[1]} and the baseline's {dtypes[0]}"
+            message = f"{what}: by their summaries, they differ by no more than a rounding"
             return self._relation("equivalent", "cast", [name], [name], message, evidence=evidence)
         message = f"differs: relative L2 difference about {relative:.2g}, from summaries"
         return self._relation("differs", "other", [name], [name], message, evidence=evidence)
@@ -312,4 +323,3 @@ class Matching:
         zero = ", and is zero in all elements" if side[name].is_zero else ""
         message = f"is only in the {whose}: {tensor.dtype} {list(tensor.shape)}{zero}"
         return self._relation("only", f"only-{whose}", *names, message)
-

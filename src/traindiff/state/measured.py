@@ -85,7 +85,9 @@ def measure(
                 progress(tensor.num_bytes // len(slabs))
             dtypes = (tensor.dtype, *others)
             of_each = [_merged([one[number] for one in made]) for number in range(len(dtypes))]
-            summaries = dict(zip(dtypes, of_each, strict=True)) if tensor.is_readable else {tensor.dtype: tensor.summary}
+            summaries = (
+                dict(zip(dtypes, of_each, strict=True)) if tensor.is_readable else {tensor.dtype: tensor.summary}
+            )
             found.append(Measured(tensor=tensor, summaries=summaries))
         return found
     finally:

@@ -21,9 +21,9 @@ def under_plain_names(
 ) -> tuple[dict[str, str], dict[str, str], str]:
     """Names to pair by, by the names that each side has, and a note on a prefix that was left out.
 
-    Components that wrappers insert (`module.`, `_orig_mod.`) are left out where names stay distinct. Where all names of one
-    side begin with components that the other side's lack (`model.`), and more names agree without them, these are left
-    out, too.
+    Components that wrappers insert (`module.`, `_orig_mod.`) are left out where names stay distinct. Where most names
+    of one side begin with components that the other side's lack (`model.`), and more names agree without them, these
+    are left out, too.
     """
     first, second = _canonical(baseline), _canonical(candidate)
     best, chosen = _agreeing(first, second), ("", "")

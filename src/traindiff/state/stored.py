@@ -48,11 +48,12 @@ class Bytes:
         Raises:
             CheckpointError: The file has ended.
         """
-        found = self.folder.read_range(self.name, self.offset + first, count)
-        if found.size != count:
+        inside = first >= 0 and count >= 0 and first + count <= self.count
+        found = self.folder.read_range(self.name, self.offset + first, count) if inside else np.empty(0, np.uint8)
+        if found.size != count or not inside:
             raise unreadable(
                 self.folder.path(self.name),
-                f"it ends after {self.offset + first + found.size} bytes, and {self.offset + self.count} are needed",
+                "it ends, or a part of it ends, before the bytes that are described",
             )
         return found
 
@@ -230,4 +231,3 @@ def check_parts(where: str, tensor: StoredTensor) -> StoredTensor:
             f"{list(tensor.shape)}): a shard is {'missing' if held < tensor.size else 'there twice'}",
         )
     return tensor
-

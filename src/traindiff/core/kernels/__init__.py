@@ -71,9 +71,7 @@ def _of_part(tensor: Tensor, shard: Shard) -> np.void:
     return reference.summarize_array(array.values, array.bits, shard, tiny=array.tiny)
 
 
-def summarize_array(
-    array: NDArray[Any], shard: Shard, elements: Callable[[], Elements], dtype: str = ""
-) -> np.void:
+def summarize_array(array: NDArray[Any], shard: Shard, elements: Callable[[], Elements], dtype: str = "") -> np.void:
     """The summary of a NumPy array; see `summarize`.
 
     Args:

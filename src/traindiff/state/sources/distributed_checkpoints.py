@@ -24,8 +24,8 @@ def of_directory(folder: Folder) -> dict[str, StoredTensor]:
     """The tensors of a directory, by name.
 
     Raises:
-        CheckpointError: The metadata are damaged or would run code, a file is missing or too short, or a box of a tensor
-            is missing.
+        CheckpointError: The metadata are damaged or would run code, a file is missing or too short, or a box of a
+            tensor is missing.
     """
     where = folder.path(METADATA)
     data = folder.read(METADATA, limit=MOST_PICKLE_BYTES)
@@ -121,9 +121,7 @@ class _Reader:
             raise unreadable(self._folder.path(file), ends)
         content = Bytes(folder=self._folder, name=file, offset=first, count=count)
         boxed = (offset, shape) if shape else ((0,), (1,))
-        return Part(
-            offset=boxed[0], shape=boxed[1], find=cache(partial(_found, content, name, tuple(shape), dtype))
-        )
+        return Part(offset=boxed[0], shape=boxed[1], find=cache(partial(_found, content, name, tuple(shape), dtype)))
 
 
 def _found(content: Bytes, name: str, shape: tuple[int, ...], dtype: str) -> Place:

@@ -55,13 +55,14 @@ def _tensor(value: Any, name: str, role: Role) -> StoredTensor | None:
 
 def _rows(tensor: Any, first: int, end: int) -> Bits:
     """Rows of a torch tensor as bits; waits for its device."""
-    from traindiff.core.kernels.torch_arrays import dtype_name
-
     import torch
+
+    from traindiff.core.kernels.torch_arrays import dtype_name
 
     part = tensor[first:end] if tensor.dim() else tensor.reshape(1)
     part = part.cpu().resolve_conj().resolve_neg().contiguous()
-    return part.reshape(-1).view(torch.uint8).numpy().view(bits_type(dtype_name(tensor)))
+    bits: Bits = part.reshape(-1).view(torch.uint8).numpy().view(bits_type(dtype_name(tensor)))
+    return bits
 
 
 def _rows_of_array(array: Any, dtype: str, first: int, end: int) -> Bits:

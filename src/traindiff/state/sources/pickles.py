@@ -1,8 +1,8 @@
 """Pickles as data: what a file of torch describes, without calling anything that the file names.
 
-torch's own `weights_only=True` cannot read the files of DeepSpeed, of Megatron and of torch.distributed.checkpoint, which
-name classes of their own. Here every class and function that a pickle names is replaced by a `Record`, which keeps what it
-was given and does nothing. What is not known to be data is refused by name.
+torch's own `weights_only=True` cannot read the files of DeepSpeed, of Megatron and of torch.distributed.checkpoint,
+which name classes of their own. Here every class and function that a pickle names is replaced by a `Record`, which
+keeps what it was given and does nothing. What is not known to be data is refused by name.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _class_of(name: str) -> Any:
         __slots__ = ()
         full_name = name
 
-        def __new__(cls, *arguments: Any, **_: Any) -> Record:
+        def __new__(cls, *arguments: Any, **_: Any) -> Any:
             return Record(name, arguments)
 
     return Named
@@ -161,7 +161,7 @@ def _check(data: bytes) -> None:
         UnpicklingError: It has such opcodes, or is cut off.
     """
     for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
-        if opcode.name in ("LONG_BINPUT", "PUT", "BINPUT") and int(argument) > count:
+        if opcode.name in ("LONG_BINPUT", "PUT", "BINPUT") and int(argument or 0) > count:
             raise pickle.UnpicklingError("its memo has holes")
         if opcode.name in ("EXT1", "EXT2", "EXT4", "NEXT_BUFFER"):
             raise pickle.UnpicklingError(f"it has the opcode {opcode.name}")

@@ -27,7 +27,7 @@ def of_recording(path: str) -> tuple[dict[str, StoredTensor], list[str]]:
         step.release()
     if not latest:
         raise CheckpointError(
-            f"{path} is a recording without parameters. Record with observe=[..., \"parameters\"] to compare them."
+            f'{path} is a recording without parameters. Record with observe=[..., "parameters"] to compare them.'
         )
     found: dict[str, StoredTensor] = {}
     for (name, state), (_, site) in latest.items():

@@ -31,6 +31,7 @@ _TENSOR = shaped(
     }
 )
 
+
 def of_file(folder: Folder, name: str) -> dict[str, StoredTensor]:
     """The tensors of one file, by name, after checking its header against its size.
 

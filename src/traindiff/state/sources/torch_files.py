@@ -1,8 +1,9 @@
-"""Files of `torch.save`: an archive with a pickle, which is read as data, and the elements of each storage, uncompressed."""
+"""Files of `torch.save`: an archive with a pickle, which is read as data, and the uncompressed elements of storages."""
 
 from __future__ import annotations
 
 import io
+import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -98,7 +99,7 @@ class Archive:
         self.where = where
         try:
             self._zip = zipfile.ZipFile(io.BufferedReader(_File(content), 1 << 16))
-        except (zipfile.BadZipFile, ValueError, OverflowError) as error:
+        except (zipfile.BadZipFile, ValueError, OverflowError, NotImplementedError, struct.error) as error:
             raise unreadable(where, self._no_archive(error)) from None
         entries = self._zip.infolist()
         if len(entries) > MOST_ENTRIES:
@@ -120,8 +121,7 @@ class Archive:
         start = self._content.read(0, min(2, self._content.count)).tobytes()
         if start[:1] == b"\x80":
             return (
-                "it is in the format that torch.save had before version 1.6 (or is another pickle). Load it with torch "
-                "and save it again"
+                "it is another pickle, or in the format that torch.save had before version 1.6; only archives are read"
             )
         return f"it is no file of torch.save, or is cut off ({str(error)[:80]})"
 
@@ -137,6 +137,8 @@ class Archive:
         entry = self._entries[name]
         if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
             raise unreadable(self.where, f"{quoted(name)} is compressed, which torch.save never does")
+        if entry.header_offset < 0 or entry.file_size < 0:
+            raise unreadable(self.where, f"{quoted(name)} does not lie in the file")
         header = self._content.read(entry.header_offset, _LOCAL_HEADER_BYTES)
         names = int.from_bytes(header[26:28].tobytes(), "little") + int.from_bytes(header[28:30].tobytes(), "little")
         first = entry.header_offset + _LOCAL_HEADER_BYTES + names
@@ -191,7 +193,9 @@ class Archive:
         room = storage.count * ITEM_BYTES[storage.dtype] // size
         span = 1 + sum((length - 1) * step for length, step in zip(shape, strides, strict=True))
         if prod(shape) and (offset + span > room or prod(shape) > room):
-            raise unreadable(self.where, f"the tensor {quoted(name)} of shape {list(shape)} lies outside of its storage")
+            raise unreadable(
+                self.where, f"the tensor {quoted(name)} of shape {list(shape)} lies outside of its storage"
+            )
         if not shape:
             shape_of_part, steps = (1,), None
         else:

@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO checkpoints of stages 1 to 3: float32 parameters, merged from the flat partitions of all ranks.
 
-The layout is that of `deepspeed.utils.zero_to_fp32`. Stages 1 and 2 lay the parameters of a group one after the other and
-cut the whole into one partition per rank; stage 3 cuts each parameter into equal parts, the last one padded.
+The layout is that of `deepspeed.utils.zero_to_fp32`. Stages 1 and 2 lay the parameters of a group one after the other
+and cut the whole into one partition per rank; stage 3 cuts each parameter into equal parts, the last one padded.
 """
 
 from __future__ import annotations
@@ -136,9 +136,10 @@ class _Rank:
             raise unreadable(archive.where, "it does not say how many ranks there are (partition_count)")
         self.num_ranks: int = most
         key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
-        self._groups = content.get(key)
-        if not isinstance(self._groups, list):
+        groups = content.get(key)
+        if not isinstance(groups, list):
             raise unreadable(archive.where, f"it has no {quoted(key)}")
+        self._groups: list[Any] = groups
         self._states = _states(content, stage)
         first = self._states.get(0, {})
         self.states = [name for name in first if isinstance(name, str) and self.flat(0, name) is not None]
@@ -231,8 +232,9 @@ def _shifted(flat: StoredTensor, first: int) -> Place:
 
 def _buffers(archive: Archive, content: Mapping[Any, Any]) -> Iterator[tuple[str, StoredTensor]]:
     names, module = content.get("buffer_names"), content.get("module")
-    for name, value in module.items() if isinstance(module, Mapping) and isinstance(names, list | set) else ():
-        if name in names:
+    buffers = names if isinstance(names, list | set) else ()
+    for name, value in module.items() if isinstance(module, Mapping) else ():
+        if name in buffers:
             tensor = archive.tensor(value, printable(str(name)))
             if tensor is not None:
                 yield tensor.name, tensor
