@@ -46,7 +46,7 @@ def weights(
     from traindiff.state.maps import write_map
 
     columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=messages, transient=True) as bar:
+    with Progress(*columns, console=messages, transient=True, disable=not messages.is_terminal) as bar:
         task = bar.add_task("", total=None)
         result = compare_weights(
             baseline, candidate, base=base, map=layout, accept=accept,

@@ -35,7 +35,8 @@ def toml_of(path: str | os.PathLike[str], option: str) -> Mapping[str, Any]:
     """The content of a file of TOML.
 
     Raises:
-        ConfigError: It cannot be read, is too large, or is not TOML.
+        ConfigError: It is missing, too large, or not TOML.
+        OSError: It may not be read.
     """
     text = os.fspath(path)
     folder, name = os.path.split(text)
@@ -48,8 +49,6 @@ def toml_of(path: str | os.PathLike[str], option: str) -> Mapping[str, Any]:
         return tomllib.loads(data.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise unusable(text, option, f"is not TOML: {error}.") from None
-    except OSError as error:
-        raise unusable(text, option, f"cannot be read: {error.strerror}.") from None
 
 
 def unusable(path: str, option: str, what: str) -> ConfigError:
