@@ -210,7 +210,8 @@ def test_a_comparison_of_weights_fits_its_schema(tmp_path: Path) -> None:
 
 
 def test_the_kinds_of_relation_are_those_of_the_code_and_of_the_documentation() -> None:
-    documented = re.findall(r"^\| `([a-z-]+)` \|", (DOCS / "weights.md").read_text(), re.MULTILINE)
+    table = (DOCS / "weights.md").read_text().partition("| kind | what it means |")[2].partition("\n\n")[0]
+    documented = re.findall(r"^\| `([a-z-]+)` \|", table, re.MULTILINE)
     known = SCHEMAS["weights"]["$defs"]["relation"]["properties"]["kind"]["enum"]
     code = "".join(file.read_text() for file in (Path(traindiff.__file__).parent / "state").glob("*.py"))
 
