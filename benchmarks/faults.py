@@ -90,7 +90,8 @@ everything computed in float32. *located exactly*: the first divergence names st
 ratio is a difference over its floor; the margin is that of the weakest located fault over that of the worst legal
 variation. *bfloat16*: parameters and computation. The *effect* of a fault is measured
 in the float32 training, forced: the relative difference of the tensor at its place (of an update: relative to the
-parameter). It is above one rounding where it exceeds u, 2^-8 for bfloat16; what is located counts as such.
+parameter). It is above one rounding where it exceeds u, 2^-8 for bfloat16; what is located counts as such, and what
+changes no bit of the free run does not.
 """
     sections = {
         "": summary_table(outcomes),

@@ -33,6 +33,8 @@ from tests.on_ranks import RanksError, run_on_ranks
 from torch import Tensor, distributed, nn
 from torch.nn import functional
 
+from traindiff.run.processes.launch import free_port
+
 TITLE = "DeepSpeed: ModelStepper"
 PACKAGES: tuple[str, ...] = ()
 """Both run in traindiff's own environment, which has DeepSpeed."""
@@ -71,7 +73,7 @@ def features(original: Path | None) -> list[Feature]:
 
 def _launched(python: Path, *which: str) -> Ranks:
     """The training that fails, under DeepSpeed's launcher; the lines of all ranks come through one pipe."""
-    launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", str(RANKS), "--module"]
+    launcher = ["-m", "deepspeed.launcher.runner", f"--master_port={free_port()}", "--num_gpus", str(RANKS), "--module"]
     process = subprocess.Popen(
         [str(python), *launcher, MODULE, "--launched", *which],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"},

@@ -10,6 +10,7 @@ The whole zoo takes hours: with `--kept FILE`, what was measured is kept there, 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import tempfile
@@ -18,7 +19,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stderr
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from io import StringIO
 from itertools import product
@@ -217,7 +218,7 @@ def main() -> None:
     parser.add_argument("--modes", default=",".join(_MODES))
     parser.add_argument("--kinds", default="legal,fault")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
-    parser.add_argument("--kept", type=Path, help="a file (JSON lines) of what was measured; not measured again")
+    parser.add_argument("--kept", type=Path, help="a file (JSON lines, gzip) of what was measured; not measured again")
     parser.add_argument("--texts", type=Path, help="a file for what was said, where it is not right")
     given = parser.parse_args()
     modes = given.modes.split(",")
@@ -238,8 +239,9 @@ def main() -> None:
             found += measured_now
             seconds += taken
             if given.kept:
-                with given.kept.open("a", encoding="utf-8") as file:
-                    print(json.dumps([*jobs[job], taken, [asdict(one) for one in measured_now]]), file=file)
+                short = [asdict(replace(one, text="")) for one in measured_now]
+                with gzip.open(given.kept, "at", encoding="utf-8") as file:
+                    print(json.dumps([*jobs[job], taken, short]), file=file)
             print(f"{number} of {len(left)}, {taken:.0f} s", flush=True)
             for one in measured_now:
                 print(one.line(), flush=True)
@@ -256,7 +258,8 @@ def main() -> None:
 def _kept(file: Path | None) -> dict[tuple[str, ...], tuple[float, dict[str, list[Outcome]]]]:
     """What was measured before, by the first arguments of `measured`: seconds, and by mode the outcomes."""
     kept: dict[tuple[str, ...], tuple[float, dict[str, list[Outcome]]]] = {}
-    for line in file.read_text(encoding="utf-8").splitlines() if file and file.exists() else []:
+    lines = gzip.decompress(file.read_bytes()).decode().splitlines() if file and file.exists() else []
+    for line in lines:
         part, modes, taken, outcomes_of_part = json.loads(line)
         seconds, by_mode = kept.get(tuple(part), (0.0, {}))
         by_mode |= {mode: [Outcome(**one) for one in outcomes_of_part if one["mode"] == mode] for mode in modes}

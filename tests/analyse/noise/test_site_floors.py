@@ -194,7 +194,7 @@ def test_a_floor_is_a_multiple_of_what_the_farthest_replica_shows() -> None:
 
 def test_as_much_less_is_allowed_as_inputs_agree_better_than_those_of_replicas() -> None:
     before = site(X, path="embedding")
-    floors = step(noise={before.baseline.key: (1e-3,), HERE: (1e-3,)}, calibration=replicas(forward=3.0))
+    floors = step(noise={before.baseline.key: (1e-3, 0.0), HERE: (1e-3, 0.0)}, calibration=replicas(forward=3.0))
 
     floors.saw(before, 1e-4)
 
@@ -203,18 +203,29 @@ def test_as_much_less_is_allowed_as_inputs_agree_better_than_those_of_replicas()
 
 @pytest.mark.parametrize(("count", "floor"), [(16, SAFETY * 2.0 * 1e-3), (15, GAIN * 1e-2)])
 def test_of_a_handful_of_numbers_replicas_cannot_tell(count: int, floor: float) -> None:
-    floors = step(noise={HERE: (1e-3,)}, calibration=replicas(forward=1.0))
+    floors = step(noise={HERE: (1e-3, 1e-3)}, calibration=replicas(forward=1.0))
 
     floors.saw(site(X, path="embedding"), 1e-2)  # no replica has that
 
     assert floors.of(site(random(count, seed=3))) == pytest.approx(floor, rel=1e-4)
 
 
+@pytest.mark.parametrize(("sizes", "floor"), [((0.0, 0.0), SAFETY * SPREAD * 2.0**-24), ((0.0,), GAIN * 1e-2)])
+def test_what_one_replica_alone_computes_it_may_compute_with_the_same_bits(
+    sizes: tuple[float, ...], floor: float
+) -> None:
+    floors = step(noise={HERE: sizes}, calibration=replicas(forward=1.0))
+
+    floors.saw(site(X, path="embedding"), 1e-2)
+
+    assert floors.of(site(X)) == pytest.approx(floor, rel=1e-4)
+
+
 @pytest.mark.parametrize(("size", "exceeded_noise"), [(1e-3, False), (1e-1, True)])
 def test_once_the_runs_have_parted_inputs_have_the_last_word(size: float, exceeded_noise: bool) -> None:
     run = RunFloors()
     before = site(X, path="embedding")
-    floors = step(run, noise={before.baseline.key: (1e-3,), HERE: (1e-3,)}, calibration=replicas(forward=1.0))
+    floors = step(run, noise={before.baseline.key: (1e-3, 0.0), HERE: (1e-3, 0.0)}, calibration=replicas(forward=1.0))
 
     floors.saw(before, size)
 

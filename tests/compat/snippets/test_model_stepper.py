@@ -16,6 +16,7 @@ import pytest
 
 from tests.observe.sharding.deepspeed_training import NEEDS_DEEPSPEED, import_deepspeed
 from tests.on_ranks import run_on_ranks
+from traindiff.run.processes.launch import free_port
 
 pytestmark = NEEDS_DEEPSPEED
 
@@ -96,7 +97,8 @@ def test_the_example_runs_under_its_launcher(launcher: list[str], fails: bool, t
     script = Path(__file__).with_name("model_stepper.py")
     done = subprocess.run(
         [
-            sys.executable, *launcher, str(script), "--deepspeed", "--deepspeed_config", config(1, tmp_path),
+            sys.executable, *launcher, f"--master_port={free_port()}", str(script),
+            "--deepspeed", "--deepspeed_config", config(1, tmp_path),
             *(["--fail"] if fails else []),
         ],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240, check=False,

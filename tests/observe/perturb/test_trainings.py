@@ -1,4 +1,4 @@
-"""Whole trainings in each replica: the GPT of the demo, a ConvNet with BatchNorm, an LSTM."""
+"""Whole trainings in each replica: the GPT of the demo, a ConvNet, an LSTM, and two that differentiate a gradient."""
 
 from __future__ import annotations
 
@@ -71,11 +71,49 @@ def fit(make: Callable[[], nn.Module], path: Path, replica: str | None) -> list[
     return losses
 
 
+def critic() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 24), nn.SiLU(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 1))
+
+
+def penalized(model: nn.Module, step: int) -> Tensor:
+    """Of a critic: what it says, and a penalty on its gradient, as in WGAN-GP."""
+    points = torch.randn(16, 6, generator=torch.Generator().manual_seed(step)).requires_grad_()
+    said = model(points)
+    (gradient,) = torch.autograd.grad(said.sum(), points, create_graph=True)
+    return said.mean() + 10.0 * (gradient.norm(dim=1) - 1.0).square().mean()
+
+
+def after_an_inner_step(model: nn.Module, step: int) -> Tensor:
+    """The loss after a step of gradient descent, through which the gradient goes, as in MAML."""
+    drawn = torch.randn(2, 16, 6, generator=torch.Generator().manual_seed(step))
+    parameters = dict(model.named_parameters())
+    gradients = torch.autograd.grad(model(drawn[0]).square().mean(), list(parameters.values()), create_graph=True)
+    moved = {name: one - 0.1 * own for (name, one), own in zip(parameters.items(), gradients, strict=True)}
+    return (torch.func.functional_call(model, moved, (drawn[1],)) - 1.0).square().mean()
+
+
+def differentiate_twice(loss_of: Callable[[nn.Module, int], Tensor], path: Path, replica: str | None) -> list[float]:
+    model = critic()
+    optimizer, losses = SGD(model.parameters(), lr=0.02, momentum=0.9), []
+    with traindiff.record(path, model, optimizer, strict=True, replica=replica) as run:
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            run.log("loss", losses[-1])
+    return losses
+
+
 TRAININGS: dict[str, Callable[[Path, str | None], list[float]]] = {
     "gpt": partial(gpt, micro_batches=1),
     "accumulation": partial(gpt, micro_batches=2),
     "conv": partial(fit, ConvNet),
     "lstm": partial(fit, Recurrent),
+    "gradient-penalty": partial(differentiate_twice, penalized),
+    "inner-step": partial(differentiate_twice, after_an_inner_step),
 }
 
 

@@ -313,11 +313,13 @@ class SiteFloors:
         """True if a few replicas cannot tell how far correct runs may differ.
 
         For a handful of numbers, the differences of replicas are a few random draws. The first updates of adaptive
-        optimizers are signs, which rarely flip, and change by their whole size if they do.
+        optimizers are signs, which rarely flip, and change by their whole size if they do. What only one of several
+        replicas computes at all, it may compute with the baseline's bits.
         """
         key = pair.baseline.key
         few = int(finite_count(pair.baseline.summary)) < FEW
-        return few or is_quotient(key, self._run.adaptive)
+        alone = len((self._noise or {}).get(key, ())) < min(2, len(self._calibration.replicas))
+        return few or alone or is_quotient(key, self._run.adaptive)
 
     def _coherent_floor(self, pair: Pair, floors: Floors) -> float:
         inputs, own = max(floors.flow, floors.parameters), floors.own.get(pair.baseline.key.path, 0.0)

@@ -62,7 +62,7 @@ def launch(
         places = [
             place_of(
                 rank, world_size, local_rank=rank, store=f"file://{directory / 'store'}" if grouped else None,
-                master=("127.0.0.1", _free_port()) if grouped else None, outputs=outputs, scratch=directory,
+                master=("127.0.0.1", free_port()) if grouped else None, outputs=outputs, scratch=directory,
                 threads=threads or max(1, torch.get_num_threads() // world_size),
             )
             for rank in range(world_size)
@@ -83,7 +83,8 @@ def all_returned(ends: Sequence[RankEnd]) -> list[RankEnd]:
     return sorted(ends, key=lambda end: end.rank)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody uses now."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])

@@ -234,5 +234,13 @@ class _Rounded(torch.autograd.Function):
 
 
 def _rounded_gradient(key: int, gradient: Tensor | None) -> Tensor | None:
-    """The gradient, rounded; None if it is not rounded, or there is none."""
-    return randomly_rounded(gradient, key) if gradient is not None and is_rounded(gradient) else None
+    """The gradient, rounded; None if it is not rounded, or there is none.
+
+    In a backward pass with `create_graph=True` the training differentiates the gradient, so the graph goes on.
+    """
+    if gradient is None or not is_rounded(gradient):
+        return None
+    if gradient.requires_grad and torch.is_grad_enabled():
+        differentiable: Tensor = _Rounded.apply(gradient, key)  # type: ignore[no-untyped-call]
+        return differentiable
+    return randomly_rounded(gradient, key)
