@@ -17,6 +17,7 @@ STATE = hugging_face()
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 UP = "model.layers.0.mlp.up_proj.weight"
 DOWN = "model.layers.0.mlp.down_proj.weight"
+NORM = "model.norm.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -183,6 +184,9 @@ FAULTS: Mapping[str, tuple[Callable[[], State], str, str]] = {
         lambda: {DOWN: torch.cat([STATE[DOWN][:, :48], torch.zeros(64, 48)], 1)},
         "missing-shard",
         "zeros in columns 48 to 95 of 96",
+    ),
+    "a shard of a vector missing": (
+        lambda: {NORM: torch.cat([torch.ones(32), torch.zeros(32)])}, "missing-shard", "zeros in elements 32 to 63 of 64"
     ),
     "another tensor": (lambda: {UP: STATE[UP.replace("up", "gate")]}, "moved", "mlp.gate_proj"),
     "another shape": (lambda: {UP: STATE[UP][:, :60]}, "shape", "[96, 60]"),

@@ -9,7 +9,7 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
-from traindiff.cli.app import JsonOption, app, messages, print_result, results, says_what_is_wrong
+from traindiff.cli.app import app, messages, print_result, results, says_what_is_wrong
 
 
 @app.command(short_help="Compare saved weights: is it the same model?")
@@ -33,7 +33,7 @@ def weights(
         Path | None, typer.Option(metavar="FILE.toml", help="Intended differences, each with a reason.")
     ] = None,
     top: Annotated[int, typer.Option(min=0, help="Groups of tensors with each word.")] = 12,
-    as_json: JsonOption = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs (docs/json.md).")] = False,
 ) -> None:
     """Compare saved weights: is what was saved, converted or loaded the same model?
 

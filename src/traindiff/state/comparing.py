@@ -80,7 +80,7 @@ def weights(
         named = under_plain_names(first, second)
         notes += [named[2]] if named[2] else []
         measured = _measured(first, second, named[0], named[1], counter)
-        matching = Matching(role, *measured)
+        matching = Matching(role, *measured, counter)
         relations += matching.relations()
     if not any(one.baseline and one.candidate for one in relations):
         raise CheckpointError(_nothing_in_common(*sides))
@@ -107,8 +107,9 @@ class _Counter:
         self._total = sum(one.num_bytes for side in sides for one in side.tensors.values() if one.is_readable)
         self.done = 0
 
-    def __call__(self, count: int) -> None:
+    def __call__(self, count: int, more: int = 0) -> None:
         self.done += count
+        self._total += more
         if self._progress is not None:
             self._progress(min(self.done, self._total), self._total)
 

@@ -15,6 +15,9 @@ from traindiff.state.dtypes import decoded, gap, is_float, rounded, shorter, tru
 from traindiff.state.measured import common_dtype
 from traindiff.state.stored import StoredTensor
 
+_BLOCK = 1 << 17
+"""Elements that are worked on at a time, so that intermediate arrays stay in the cache."""
+
 _LEAST_IN_GAPS = 0.15
 """A difference that is smaller, in gaps between numbers of a dtype, is not called a rounding to that dtype."""
 
@@ -75,7 +78,7 @@ class _Totals:
             holds[1] = holds[1] and np.array_equal(_through(candidate, dtype), baseline)
             if any(holds):
                 self.in_gaps[dtype] += float(np.square(apart / gap(wide, dtype)).sum())
-        if self.short is not None:
+        if self.short is not None and (self.cut or self.beside):
             long, short = (wide, other) if self.short == self.candidate else (other, wide)
             self._cast(long, short, self.short)
         if self.both:
@@ -116,10 +119,15 @@ def element_difference(baseline: StoredTensor, candidate: StoredTensor) -> Eleme
     """
     total = _Totals(baseline, candidate)
     numeric = is_float(baseline.dtype) and is_float(candidate.dtype)
-    for slab in baseline.slabs:
-        first, second = baseline.slab(*slab), candidate.slab(*slab)
+    for begin, end in baseline.slabs:
+        first, second = baseline.slab(begin, end), candidate.slab(begin, end)
         if numeric:
-            total.add(decoded(first, baseline.dtype), decoded(second, candidate.dtype), *slab)
+            inner = first.size // (end - begin)
+            step = max(1, _BLOCK // max(1, inner))
+            for low in range(begin, end, step):
+                high = min(low + step, end)
+                part = slice((low - begin) * inner, (high - begin) * inner)
+                total.add(decoded(first[part], baseline.dtype), decoded(second[part], candidate.dtype), low, high)
         else:
             total.count += first.size
             total.unequal += int(np.count_nonzero(first != second)) if first.dtype == second.dtype else first.size

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -21,9 +23,13 @@ from traindiff.state.arrangements import (
 )
 from traindiff.state.comparison import Relation, Word, numbers
 from traindiff.state.elements import element_difference
-from traindiff.state.measured import Measured, common_dtype, same_bits
+from traindiff.state.measured import MOST_THREADS, Measured, common_dtype, same_bits
 from traindiff.state.pairing import by_content, content_keys, families, fused_parts, likest, rearranged
 from traindiff.state.stored import Role
+
+
+_SMALL = 1 << 16
+"""Elements of a tensor whose rows may be hashed without a reason."""
 
 
 class Matching:
@@ -33,10 +39,18 @@ class Matching:
         role: Their role.
         baseline: By the names by which sides are paired.
         candidate: Likewise.
+        progress: Is told how many more bytes have been read, and how many more are to be read.
     """
 
-    def __init__(self, role: Role, baseline: Mapping[str, Measured], candidate: Mapping[str, Measured]) -> None:
+    def __init__(
+        self,
+        role: Role,
+        baseline: Mapping[str, Measured],
+        candidate: Mapping[str, Measured],
+        progress: Callable[[int, int], None] = lambda _, __: None,
+    ) -> None:
         self._role = role
+        self._progress = progress
         self._baseline = baseline
         self._candidate = candidate
         self._left = {name: one for name, one in baseline.items() if name not in candidate}
@@ -56,13 +70,23 @@ class Matching:
         self._find_fused()
         self._find_rearranged()
         contents = by_content(self._baseline)
-        for name in unlike:
-            self._found[name] = self._unlike(name, contents)
+        self._progress(0, sum(self._num_bytes(name) for name in unlike))
+        pool = ThreadPoolExecutor(max_workers=min(MOST_THREADS, os.cpu_count() or 1))
+        try:
+            for name, relation in pool.map(lambda name: (name, self._unlike(name, contents)), unlike):
+                self._found[name] = relation
+                self._progress(self._num_bytes(name), 0)
+        finally:
+            pool.shutdown(cancel_futures=True)
         for name in self._right:
             self._found.setdefault(name, self._only(name, of_candidate=True))
         ordered = [self._found[name] for name in self._candidate if name in self._found]
         rest = [self._found.get(f"\0{name}") or self._only(name, of_candidate=False) for name in self._left]
         return [*ordered, *rest]
+
+    def _num_bytes(self, name: str) -> int:
+        """Bytes of two tensors of one name."""
+        return self._baseline[name].tensor.num_bytes + self._candidate[name].tensor.num_bytes
 
     def _relation(
         self, word: Word, kind: str, baseline: list[str], candidate: list[str], message: str, **more: Any
@@ -269,10 +293,11 @@ class Matching:
 
     def _shards(self, baseline: Measured, candidate: Measured, dtype: str | None) -> tuple[str, str]:
         """A kind and a clause on rows or columns that are there twice, or missing; empty if none are."""
-        if dtype is None or len(baseline.tensor.shape) < 2:
+        if dtype is None or not _is_partly_same(baseline, candidate, dtype):
             return "", ""
         first, second = self._hashes(baseline, dtype), self._hashes(candidate, dtype)
-        for place, what in ((0, "rows"), (1, "columns")):
+        is_matrix = len(baseline.tensor.shape) > 1
+        for place, what in ((0, "rows"), (1, "columns")) if is_matrix else ((0, "elements"),):
             kind, clause = repeated_rows(first[place], second[place])
             if kind:
                 return kind, clause.format(what)
@@ -323,3 +348,17 @@ class Matching:
         zero = ", and is zero in all elements" if side[name].is_zero else ""
         message = f"is only in the {whose}: {tensor.dtype} {list(tensor.shape)}{zero}"
         return self._relation("only", f"only-{whose}", *names, message)
+
+
+def _is_partly_same(baseline: Measured, candidate: Measured, dtype: str) -> bool:
+    """True if a block of rows, or of columns, may be the same in both: one of the sums of squares of the profiles is.
+
+    A shard that is missing or there twice leaves the others as they are. Small tensors are always looked at.
+    """
+    if baseline.tensor.size < _SMALL:
+        return True
+    first, second = baseline.summaries[dtype], candidate.summaries[dtype]
+    return any(
+        bool((np.isclose(first[name], second[name], rtol=1e-9, atol=0.0) & (first[name] > 0)).any())
+        for name in ("row_squares", "column_squares")
+    )
