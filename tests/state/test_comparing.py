@@ -186,7 +186,9 @@ FAULTS: Mapping[str, tuple[Callable[[], State], str, str]] = {
         "zeros in columns 48 to 95 of 96",
     ),
     "a shard of a vector missing": (
-        lambda: {NORM: torch.cat([torch.ones(32), torch.zeros(32)])}, "missing-shard", "zeros in elements 32 to 63 of 64"
+        lambda: {NORM: torch.cat([torch.ones(32), torch.zeros(32)])},
+        "missing-shard",
+        "zeros in elements 32 to 63 of 64",
     ),
     "another tensor": (lambda: {UP: STATE[UP.replace("up", "gate")]}, "moved", "mlp.gate_proj"),
     "another shape": (lambda: {UP: STATE[UP][:, :60]}, "shape", "[96, 60]"),

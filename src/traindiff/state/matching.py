@@ -27,7 +27,6 @@ from traindiff.state.measured import MOST_THREADS, Measured, common_dtype, same_
 from traindiff.state.pairing import by_content, content_keys, families, fused_parts, likest, rearranged
 from traindiff.state.stored import Role
 
-
 _SMALL = 1 << 16
 """Elements of a tensor whose rows may be hashed without a reason."""
 
