@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -296,6 +297,24 @@ def test_the_optimizers_state_is_compared_where_both_have_it() -> None:
         ("optimizer.state[0].exp_avg", "optimizer", "zero")
     ]
     assert traindiff.weights({"model": model, "optimizer": state}, model).verdict == "identical"
+
+
+def test_integers_are_compared_by_value() -> None:
+    ids = torch.arange(10)
+    long = {"weight": torch.ones(2), "ids": ids}
+
+    assert weights(long, {"weight": torch.ones(2), "ids": ids.int()}).verdict == "equivalent"
+    assert weights(long, {"weight": torch.ones(2), "ids": ids.int() + 1}).verdict == "diverged"
+    assert weights(long, {"weight": torch.ones(2), "ids": ids * ids}).differences[0].evidence["unequal"] == 8
+
+
+def test_a_base_is_found_under_a_map(tmp_path: Path) -> None:
+    (tmp_path / "map.toml").write_text(f'[[tensor]]\nbaseline = ["{UP}"]\ncandidate = ["up"]\n')
+    candidate = {"up" if name == UP else name: value for name, value in STATE.items()}
+    tuned = {**STATE, UP: STATE[UP] + 1e-3 * torch.randn(96, 64)}
+    result = traindiff.weights(tuned, candidate, base=dict(STATE), map=tmp_path / "map.toml")
+
+    assert of_kind(result) == {"base": {"up"}}
 
 
 def test_no_source_is_changed() -> None:

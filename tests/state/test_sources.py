@@ -142,6 +142,20 @@ def test_a_recording_is_compared_by_its_summaries(tmp_path: Path) -> None:
     assert {one.kind for one in rounded.relations} == {"cast"}
 
 
+def test_a_recording_has_no_layouts_and_says_so(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({"q": torch.nn.Linear(4, 4, bias=False), "k": torch.nn.Linear(4, 4, bias=False)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer):
+        (model["q"](torch.ones(2, 4)) + model["k"](torch.ones(2, 4))).sum().backward()
+        optimizer.step()
+    fused = {"qk.weight": torch.cat([model["q"].weight, model["k"].weight]).detach(), "q.weight": model["q"].weight}
+
+    result = traindiff.weights(tmp_path / "run", fused)
+
+    assert (result.verdict, result.counts()["only"]) == ("incomplete", 2)
+    assert "only their summaries are known" in result.notes[0]
+
+
 class _RunsCode:
     def __reduce__(self) -> Any:
         return os.system, ("exit 1",)

@@ -164,8 +164,9 @@ def _nothing_in_common(baseline: Checkpoint, candidate: Checkpoint) -> str:
 
 def _still_of_base(relations: Sequence[Relation], candidate: Checkpoint, base: Checkpoint) -> list[Relation]:
     """The relations, of which those say so where the candidate's tensor is that of the base."""
+    by_name = {tensor.name: tensor for tensor in candidate.tensors.values()}  # a map has other keys
     asked = [
-        (number, candidate.tensors[one.candidate[0]], base.tensors[name])
+        (number, by_name[one.candidate[0]], base.tensors[name])
         for number, one in enumerate(relations)
         if one.word == "differs"
         and one.kind != "not-merged"

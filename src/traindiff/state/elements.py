@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traindiff.core.summary import UNIT_ROUNDOFF
-from traindiff.state.dtypes import decoded, gap, is_float, rounded, shorter, truncated
+from traindiff.state.dtypes import Bits, decoded, gap, is_float, rounded, shorter, truncated
 from traindiff.state.measured import common_dtype
 from traindiff.state.stored import StoredTensor
 
@@ -130,14 +130,24 @@ def element_difference(baseline: StoredTensor, candidate: StoredTensor) -> Eleme
                 total.add(decoded(first[part], baseline.dtype), decoded(second[part], candidate.dtype), low, high)
         else:
             total.count += first.size
-            total.unequal += int(np.count_nonzero(first != second)) if first.dtype == second.dtype else first.size
+            total.unequal += _unequal(first, second, baseline.dtype, candidate.dtype)
     if not numeric:
-        return ElementDifference(
-            kind="other",
-            message=f"differs in {total.unequal} of {total.count} elements",
-            evidence={"unequal": total.unequal, "elements": total.count},
-        )
+        evidence = {"unequal": total.unequal, "elements": total.count}
+        if not total.unequal:
+            message = f"is the baseline's, as {candidate.dtype} in place of {baseline.dtype}"
+            return ElementDifference(kind="cast", message=message, evidence=evidence)
+        message = f"differs in {total.unequal} of {total.count} elements"
+        return ElementDifference(kind="other", message=message, evidence=evidence)
     return _judged(total)
+
+
+def _unequal(first: Bits, second: Bits, baseline: str, candidate: str) -> int:
+    """How many elements differ, in a dtype that is not computed with: by value for integers, by bits for the others."""
+    if baseline != candidate:
+        if not all(dtype == "bool" or "int" in dtype or is_float(dtype) for dtype in (baseline, candidate)):
+            return first.size
+        first, second = decoded(first, baseline), decoded(second, candidate)
+    return int(np.count_nonzero(first != second))
 
 
 def _judged(total: _Totals) -> ElementDifference:

@@ -188,7 +188,13 @@ class Matching:
             (self._left, self._right, False),
         ):
             for name in list(whole_side):
-                parts = {key: one for key, one in part_side.items() if f"\0{key}" not in self._found}
+                if not whole_side[name].tensor.is_readable:
+                    continue
+                parts = {
+                    key: one
+                    for key, one in part_side.items()
+                    if f"\0{key}" not in self._found and one.tensor.is_readable
+                }
                 found = fused_parts(whole_side[name], parts, families(parts))
                 if found is None:
                     continue

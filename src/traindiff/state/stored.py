@@ -162,6 +162,7 @@ class StoredTensor:
         Raises:
             CheckpointError: A file has ended.
         """
+        assert self.is_readable, "a summary has no elements"
         if self.memory is not None:
             return self.memory(first, end).reshape(-1)
         shape = self.shape or (1,)

@@ -240,6 +240,17 @@ def test_replicas_say_nothing_of_states_under_other_settings() -> None:
     assert floors.of(state) == math.inf
 
 
+def test_of_an_optimizer_that_mixes_all_gradients_replicas_show_a_few_draws() -> None:
+    update = site(X, phase="update", path="fc.weight")
+    noise, floors = {update.baseline.key: (1e-6, 1e-6)}, {}
+    for mixing in (False, True):
+        run = RunFloors(mixing=mixing, learning_apart=1e-3)
+        floors[mixing] = step(run, noise=noise, calibration=replicas()).of(update)
+
+    assert floors[False] < 1e-5
+    assert floors[True] >= GAIN * 1e-3
+
+
 @pytest.mark.parametrize(("slot", "power"), [("exp_avg", 1), ("exp_avg_sq", 2)])
 def test_a_state_is_at_least_as_uncertain_as_the_gradient_that_enters_it(slot: str, power: int) -> None:
     gradient = site(X, phase="grad", path="fc.weight")

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,9 +21,10 @@ from tests.analyse.rules.test_replay import findings
 from tests.observe.hooks.trainings import batches
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.rules.replayed_mistakes import MEANINGS, meaning
+from traindiff.observe.torch.hooks import optimizer_replay
 from traindiff.observe.torch.replay.copied_range import Start, plain
-from traindiff.observe.torch.replay.formulas import OF_TORCH, Formula, as_numbers, copied_settings, formula_of
-from traindiff.observe.torch.replay.mistakes import Mistake, mistakes
+from traindiff.observe.torch.replay.formulas import OF_TORCH, as_numbers, copied_settings, formula_of
+from traindiff.observe.torch.replay.mistakes import mistakes
 
 DECAY = {"weight_decay": 0.1}
 
@@ -46,9 +51,10 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 """Settings with which every mistake makes a difference, and none has a value that is usual."""
 
 
-def model() -> nn.Sequential:
+def model(kind: type[Optimizer]) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 48), nn.Tanh(), nn.Linear(48, 12, bias=False))
+    made = nn.Sequential(nn.Linear(8, 48), nn.Tanh(), nn.Linear(48, 12, bias=False))
+    return made if OF_TORCH[kind].needs_whole else made[:1]  # one layer tells as much of formulas of elements
 
 
 def held(of: nn.Module, kind: type[Optimizer]) -> list[nn.Parameter]:
@@ -56,11 +62,15 @@ def held(of: nn.Module, kind: type[Optimizer]) -> list[nn.Parameter]:
 
 
 class MistakenStep:
-    """Hooks that put the result of a mistaken step in place of the optimizer's own."""
+    """Hooks that put the result of a mistaken step in place of the optimizer's own.
 
-    def __init__(self, optimizer: Optimizer, choose: Callable[[Formula, Start], Mistake | None]) -> None:
+    Attributes:
+        name: Of the mistake; nothing happens in steps where it is not one.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
         self._before: dict[int, Start] = {}
-        self._choose = choose
+        self.name = ""
         optimizer.register_step_pre_hook(self._keep)
         optimizer.register_step_post_hook(self._replace)
 
@@ -82,7 +92,7 @@ class MistakenStep:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 start = self._before[id(parameter)]
-                mistake = self._choose(known.formula, start)
+                mistake = next((one for one in mistakes(known.formula, start, {}) if one.name == self.name), None)
                 with suppress(ZeroDivisionError):  # it makes no sense in the first step
                     if mistake is not None and (after := mistake.after(start)).isfinite().all():
                         parameter.copy_(after)
@@ -96,28 +106,69 @@ def _plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def named(name: str) -> Callable[[Formula, Start], Mistake | None]:
-    """Chooses the mistake with a name; none in steps where it is not one."""
-    return lambda formula, start: next((one for one in mistakes(formula, start, {}) if one.name == name), None)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """What a step of a training begins with."""
+
+    values: list[tuple[Tensor, Tensor]]
+    """Each parameter and its gradient."""
+
+    state: dict[str, Any]
 
 
-STEPS = (0, 8, 9)
-"""The steps that are recorded, and in which the mistake is made."""
+STEPS = (0, 8)
+"""The steps of a training in which each mistake is made."""
 
 
-def train(path: Path, which: str, mistake: str) -> list[Finding]:
-    """The findings about a training whose optimizer makes a mistake in some steps."""
+def moments(made: nn.Module, optimizer: Any) -> list[Moment]:
+    """What these steps begin with, in a training without mistakes."""
+    found, parameters = [], optimizer.param_groups[0]["params"]
+    for number, batch in enumerate(batches(STEPS[-1] + 1)):
+        (made(batch).square().mean() * 2.0 ** (number % 3)).backward()
+        if number in STEPS:
+            values = [(one.detach().clone(), one.grad.clone()) for one in parameters]
+            found.append(Moment(values=values, state=deepcopy(optimizer.state_dict())))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def restore(optimizer: Any, moment: Moment) -> None:
+    """Begin a step as it began there."""
+    optimizer.state.clear()
+    optimizer.load_state_dict(deepcopy(moment.state))
+    with torch.no_grad():
+        for parameter, (value, gradient) in zip(optimizer.param_groups[0]["params"], moment.values, strict=True):
+            parameter.copy_(value)
+            parameter.grad = gradient.clone()
+
+
+def train(path: Path, which: str) -> dict[str, list[Finding]]:
+    """The findings about a training that makes all mistakes of an optimizer, each in steps of its own, by mistake."""
     kind, options = OPTIMIZERS[which]
-    made, number = model(), 0
+    made = model(kind)
     optimizer: Any = kind(held(made, kind), **options)
-    choose = named(mistake)
-    MistakenStep(optimizer, lambda formula, start: choose(formula, start) if number in STEPS else None)
-    with traindiff.record(path, made, optimizer, observe=("replay", "param"), steps=STEPS, strict=True):
-        for number, batch in enumerate(batches(STEPS[-1] + 1)):
-            (made(batch).square().mean() * 2.0 ** (number % 3)).backward()
+    beginnings = moments(made, optimizer)
+    mistaken = MistakenStep(optimizer)
+    names = [case for of, case in CASES if of == which for _ in beginnings]
+    with (
+        patch.object(optimizer_replay, "FIRST", len(names)),
+        traindiff.record(path, made, optimizer, observe=("replay", "param"), strict=True),
+    ):
+        for mistaken.name, moment in zip(names, beginnings * len(names), strict=False):
+            restore(optimizer, moment)
             optimizer.step()
-            optimizer.zero_grad()
-    return findings(path)
+    found: dict[str, list[Finding]] = {one: [] for one in names}
+    for one in findings(path):
+        if one.kind != "edited":  # by `restore`
+            found[names[one.step]].append(one)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found_in(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, list[Finding]]]:
+    """The findings about a training that makes all mistakes of an optimizer, by mistake."""
+    return cache(lambda which: train(tmp_path_factory.mktemp("mistakes") / which, which))
 
 
 NOT_HERE = {
@@ -154,8 +205,10 @@ CASES = [
 
 
 @pytest.mark.parametrize(("which", "name"), CASES)
-def test_a_mistake_is_found_and_named(which: str, name: str, tmp_path: Path) -> None:
-    found = train(tmp_path / "run", which, name)
+def test_a_mistake_is_found_and_named(
+    which: str, name: str, found_in: Callable[[str], dict[str, list[Finding]]]
+) -> None:
+    found = found_in(which)[name]
 
     assert {one.kind for one in found} <= {"update-rule", "never-updated"}
     names = [{str(one.evidence.get("variant", one.kind)), *one.evidence.get("or_variants", ())} for one in found]

@@ -17,7 +17,7 @@ from traindiff.analyse.noise.gradients import (
     terms_by_module,
     turned_share,
 )
-from traindiff.analyse.noise.measured import FEW, SAFETY, Calibration, StepNoise, basis
+from traindiff.analyse.noise.measured import ALONE, FEW, SAFETY, Calibration, StepNoise, basis
 from traindiff.analyse.noise.moments import MomentFloors, Moved
 from traindiff.analyse.noise.run_floors import (
     FIRST_MOMENTS,
@@ -297,7 +297,9 @@ class SiteFloors:
         if measured is None:
             return derived
         if pair.baseline.key.phase in ("optimizer", "update"):
-            if self._run.settings_differ:
+            if self._run.mixing:  # a whole update depends on a few inner products: of these, each replica is one draw
+                measured *= ALONE / SAFETY
+            if self._run.settings_differ or self._run.mixing:
                 return max(measured, derived)  # replicas only show the baseline's settings
             measured = max(measured, self._run.coefficients)  # and only its implementation of the optimizer
         if self._run.exceeded_noise:

@@ -7,6 +7,7 @@ from traindiff.analyse.rules.evaluation import EvaluationDrawsNothing, SpectralN
 from traindiff.analyse.rules.inputs import InputsHaveAllSamples, SamplesArrive
 from traindiff.analyse.rules.layers import EvaluationIsCertain, UnitsAreSensitive, UnitsLive
 from traindiff.analyse.rules.losses import LossDecreases, LossDoesNotDiverge, NothingSpikes
+from traindiff.analyse.rules.masters import MastersAreCopied
 from traindiff.analyse.rules.modes import ModelTrainsInTrainingMode
 from traindiff.analyse.rules.optimizers import EpsIsSmall, LearningRateIsSet, ScheduleIsFollowed, SecondMomentsHold
 from traindiff.analyse.rules.outputs import OutputsDiffer
@@ -36,6 +37,7 @@ RULES: tuple[type[Rule], ...] = (
     BoundariesHold,
     GradientsFollow,
     UpdatesFollowSettings,
+    MastersAreCopied,
     ReportedNumbersFit,
     TiedGradientsAddUp,
     GradientsAreOfOneStep,

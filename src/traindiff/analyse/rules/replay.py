@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import best_fit
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
+from traindiff.analyse.rules.optimizers import learning_rates
+from traindiff.analyse.rules.orthogonal import divided_updates
 from traindiff.analyse.rules.replayed_mistakes import is_a_method, meaning
 from traindiff.analyse.rules.rule import Limit, Rule
 from traindiff.core.summary import UNIT_ROUNDOFF, finite_count, largest, norm
@@ -40,6 +42,12 @@ PATIENCE = 2.0**-10
 
 FEW = 16
 """Elements below which a share says little."""
+
+MOST_RATES = 1000
+"""Learning rates of each group that are remembered, to name the step of a stale one."""
+
+EXACT = 1e-6
+"""Relative difference within which two learning rates are the same: they may be stored in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +141,12 @@ class UpdatesFollowSettings(Rule):
         ),
     }
 
+    def begin(self) -> None:
+        """No learning rate was seen so far."""
+        self._rates: dict[
+            str, dict[float, int]
+        ] = {}  # by group: the step in which each was used last, latest ones last
+
     def step(self, table: StepTable, *, step: int) -> list[Finding]:
         """Findings of a step."""
         limit = self.limit("residual") / self.strictness
@@ -140,9 +154,26 @@ class UpdatesFollowSettings(Rule):
         replays = list(replayed(table))
         wrong = [one for one in replays if one.worst > limit]
         votes = Counter(name for one in wrong for name in one.fitting(limit))
-        found = [_wrong(one, votes, step=step, limit=limit) for one in wrong]
+        now = learning_rates(table)
+        found = [_wrong(one, votes, self._earlier(one, now), step=step, limit=limit) for one in wrong]
+        for path, rate in now.items():
+            rates = self._rates.setdefault(path, {})
+            rates.pop(rate, None)
+            rates[rate] = step
+            if len(rates) > MOST_RATES:
+                del rates[next(iter(rates))]
         found += [_lost(one, step=step) for one in replays if one.worst <= limit and _is_lost(one, share)]
+        found += divided_updates(table, self.facts.held_in, step=step)
         return sorted((one for one in found if one is not None), key=lambda finding: finding.order)
+
+    def _earlier(self, one: Replayed, now: Mapping[str, float]) -> dict[float, int]:
+        """By factor to the learning rate of the parameter: the step before in which it had this factor."""
+        groups = self.facts.held_in.get(one.key.path, frozenset())
+        if len(groups) != 1:
+            return {}
+        (group,) = groups
+        rate = now.get(group, 0.0)
+        return {other / rate: step for other, step in self._rates.get(group, {}).items() if rate}
 
     def unknown(self, table: StepTable) -> list[str]:
         """Why whole optimizers were not replayed, as the recording says it."""
@@ -182,8 +213,18 @@ def _beside(table: StepTable, key: SiteKey, stage: str) -> MergedSite | None:
     return table.get(key) or table.get(key._replace(micro_step=0))
 
 
-def _wrong(one: Replayed, votes: Counter[str], *, step: int, limit: float) -> Finding | None:
-    """The finding for an update that rounding does not explain."""
+def _wrong(
+    one: Replayed, votes: Counter[str], earlier: Mapping[float, int], *, step: int, limit: float
+) -> Finding | None:
+    """The finding for an update that rounding does not explain.
+
+    Args:
+        one: The replay.
+        votes: The number of parameters that each mistake explains.
+        earlier: By factor, the earlier step whose learning rate was so many times that of this step.
+        step: The step.
+        limit: The largest residual that is right.
+    """
     path, size, apart = one.key.path, float(norm(one.value.summary)), _apart(one)
     evidence: dict[str, Any] = {"residual": one.worst, "replayed_norm": size}
     kind = "update-rule"
@@ -207,8 +248,12 @@ def _wrong(one: Replayed, votes: Counter[str], *, step: int, limit: float) -> Fi
             message += f" This step does not tell it from: {'; '.join(map(meaning, others[:MOST_OTHERS]))}."
             evidence["or_variants"] = others
     elif (factor := _factor(one, limit)) is not None:
-        message = f"{one.optimizer} moves {path} as if the learning rate were {factor:.4g} x what it is. {off}."
-        evidence |= {"variant": "lr", "factor": factor}
+        stale = _step_with(
+            factor, earlier, within=limit * float(norm(one.rounding.summary)) / float(norm(one.taken.summary))
+        )
+        where = "" if stale is None else f", which is that of step {stale}"
+        message = f"{one.optimizer} moves {path} as if the learning rate were {factor:.4g} x what it is{where}. {off}."
+        evidence |= {"variant": "lr", "factor": factor} | ({} if stale is None else {"step_of_rate": stale})
     elif one.may_mean_it:
         return None
     else:
@@ -229,10 +274,17 @@ def _likely(one: Replayed, limit: float) -> list[str]:
 
 
 def _closest(one: Replayed, fitting: list[str], votes: Counter[str]) -> list[str]:
-    """The mistakes that most parameters share, if they leave at most twice the least residual; likelier ones first."""
+    """The mistakes that most parameters share, if they leave at most twice the least residual; likelier ones first.
+
+    A value of a setting that is that of elsewhere, e.g. of another group, is one mistake.
+    """
     shared = [name for name in fitting if votes[name] == max(votes[name] for name in fitting)]
     left = {name: float(norm(one.variants[name].summary)) for name in shared}
-    return [name for name in shared if left[name] <= 2.0 * min(left.values())]
+    found: dict[str, str] = {}
+    for name in shared:
+        if left[name] <= 2.0 * min(left.values()):
+            found.setdefault(name.partition(" (of ")[0], name)
+    return list(found.values())
 
 
 def _is_lost(one: Replayed, share: float) -> bool:
@@ -262,6 +314,12 @@ def _factor(one: Replayed, limit: float) -> float | None:
     left = left_over * math.sqrt(float((one.taken.summary["sketch"] ** 2).sum()))
     allowed = limit * float(norm(one.rounding.summary)) * max(1.0, abs(factor))
     return factor if factor and left <= allowed and int(one.value.summary["count"]) >= FEW else None
+
+
+def _step_with(factor: float, earlier: Mapping[float, int], *, within: float) -> int | None:
+    """The earlier step whose learning rate explains a factor; None if none does, or several."""
+    near = [step for other, step in earlier.items() if abs(other - factor) <= max(within, EXACT) * abs(factor)]
+    return near[0] if len(near) == 1 else None
 
 
 def _apart(one: Replayed) -> float:

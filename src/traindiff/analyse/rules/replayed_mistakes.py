@@ -124,6 +124,9 @@ MEANINGS = {
     "scaled-by-own-size": "as if its update were divided by its own norm",
     "row-normalized": "as if rows of its update were normalized, not orthogonalized",
     "sign-of-momentum": "by the sign of its momentum, not orthogonalized",
+    # of LBFGS
+    "no-history": "as if it kept no history: along the gradient",
+    "history-unscaled": "as if the inverse Hessian began at 1, not at the scale of the latest step",
     # of inputs
     "other-sign": "in the opposite direction of what maximize asks for",
     "no-gradient": "as if there were no gradient",

@@ -9,7 +9,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
-from traindiff.core.observation import EDITED, MODE
+from traindiff.core.observation import BEFORE, EDITED, MASTER, MODE
 from traindiff.core.torch_compat.execution import inside_transform, version_of
 from traindiff.observe.torch.hooks.context import TapContext, emit_pieces
 from traindiff.observe.torch.hooks.nested import as_tensor
@@ -23,12 +23,24 @@ def attach(context: TapContext) -> None:
     context.events.after_step.append(guarded(tap.after_step))
 
 
+def master_weights(parameter: Tensor) -> Tensor | None:
+    """The copy in a longer dtype that an optimizer updates in place of a parameter, as Megatron keeps it.
+
+    None if there is none, or if this rank has a part of it only.
+    """
+    master = getattr(parameter, "main_param", None)
+    if not isinstance(master, Tensor) or type(master.data) is not Tensor or type(parameter.data) is not Tensor:
+        return None
+    return master if master.shape == parameter.shape and master.dtype != parameter.dtype else None
+
+
 class ModelStateTap:
     """Summarizes what no optimizer tap sees: initial and frozen parameters, and buffers.
 
     Parameters are recorded before the first step, and before each recorded step whose predecessor was not recorded,
     so that every update has both its ends. Parameters that require a gradient and that no optimizer holds are recorded
-    before steps 1, 2, 4, 8 and so on, too, to show whether they ever change. Parameters that something else than their
+    before steps 1, 2, 4, 8 and so on, too, to show whether they ever change. Parameters that are copies of master
+    weights (see `master_weights`) are recorded with these before every step. Parameters that something else than their
     optimizer changed since the step before are recorded as the step finds them.
 
     Buffers are recorded with the parameters. After a step, those are recorded that may have been written: floating-
@@ -54,16 +66,20 @@ class ModelStateTap:
         recorded = {progress.step} if self._context.before_every_step else {progress.step, progress.step - 1}
         if not progress.observing or inside_transform():  # `torch.func` puts its own tensors in place of the model's
             return
+        masters = self._masters()
+        with self._sink.together():
+            for path, master in masters.items():
+                self._sink.emit(master, phase="param", path=path, slot=MASTER, stage=BEFORE)
         if self._recorded_step in recorded:
-            if progress.step & (progress.step - 1) == 0:
-                self._parameters_before(self._held_by_none())
+            grows = progress.step & (progress.step - 1) == 0
+            self._parameters_before({*masters, *(self._held_by_none() if grows else ())})
             return
         self._recorded_step = progress.step
         with self._sink.together():
             self._parameters_before(self._context.targets.parameters)
             for path, buffer in present_buffers(self._context.targets.root, self._context.targets.buffers):
                 self._seen[path] = ref(buffer), version_of(buffer)
-                self._sink.emit(buffer, phase="param", path=path, slot="buffer", stage="before")
+                self._sink.emit(buffer, phase="param", path=path, slot="buffer", stage=BEFORE)
 
     def _parameters_before(self, paths: Collection[str]) -> None:
         """Record the parameters with these paths as the step finds them."""
@@ -82,7 +98,7 @@ class ModelStateTap:
                 if piece.path in paths and self._found_by.get(piece.path) != number:
                     self._found_by[piece.path] = number
                     emit_pieces(
-                        self._sink, parameter, [piece], phase="param", slot="value", stage="before",
+                        self._sink, parameter, [piece], phase="param", slot="value", stage=BEFORE,
                         optimizer=None if number == progress.step else name,
                     )  # fmt: skip
 
@@ -116,6 +132,11 @@ class ModelStateTap:
             for tap in self._context.optimizers.values():
                 for parameter, pieces in tap.marks.edited():
                     emit_pieces(self._sink, parameter, pieces, phase="param", slot="value", stage=EDITED)
+
+    def _masters(self) -> dict[str, Tensor]:
+        """Master weights by path."""
+        parameters = self._context.targets.parameters.items()
+        return {path: master for path, one in parameters if (master := master_weights(one)) is not None}
 
     def _held_by_none(self) -> Collection[str]:
         """Paths of the parameters that require a gradient and that no optimizer holds; none without optimizers."""

@@ -11,14 +11,31 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from traindiff.core.shards import Piece
+from traindiff.core.orthogonality import SIZE, TERMS
+from traindiff.core.shards import Piece, Shard
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.compiled import CallObserver, tap_compiled_calls
 from traindiff.observe.torch.hooks.step_hooks import has_closure, hook_after_step, hook_before_step
-from traindiff.observe.torch.replay.copied_range import CopiedRange, obstacle, of_real_numbers, plain, read_together
+from traindiff.observe.torch.replay.copied_range import (
+    CopiedRange,
+    in_roundings,
+    is_divided,
+    obstacle,
+    of_real_numbers,
+    plain,
+    read_together,
+)
 from traindiff.observe.torch.replay.copying import WHOLE, Held, copy_elements
 from traindiff.observe.torch.replay.formulas import Known, as_numbers, copied_settings, formula_of
+from traindiff.observe.torch.replay.lbfgs import (
+    LbfgsStart,
+    is_lbfgs,
+    lbfgs_stages,
+    lbfgs_start,
+    why_not,
+)
 from traindiff.observe.torch.replay.mistakes import mistakes
+from traindiff.observe.torch.replay.muon_parts import division_of
 
 FIRST = 3
 """The number of recorded steps that are replayed at the beginning of a run."""
@@ -33,7 +50,7 @@ EVERY = 100
 CAPACITY_BYTES = 64 * 2**20
 """The most bytes of parameters, gradients and states that are copied during a step."""
 
-WORK = 2**31
+WORK = 2**28
 """The most elements times their shorter side that formulas of whole matrices get in a step, after the first matrix."""
 
 MOST_VARIANTS = 8
@@ -59,7 +76,9 @@ class OptimizerReplayTap:
     * stage `taken`: the update that was made, new minus old parameter;
     * stage `rounding`: the largest difference of a correct optimizer from `replayed`, per element;
     * stage `residual`: (taken - replayed) / rounding, so between -1 and 1;
-    * stage `variant[NAME]`: the residual of a formula with a known mistake, if that explains the update better.
+    * stage `variant[NAME]`: the residual of a formula with a known mistake, if that explains the update better;
+    * stage `terms`: of a matrix whose formula needs all of it, and of which this rank has rows or columns, instead of
+      these: what adds up over ranks (`traindiff.core.orthogonality`).
 
     The slot is the optimizer whose formula it is.
 
@@ -99,6 +118,7 @@ class OptimizerReplayTap:
         self._turn = 0  # the first parameter to copy
         self._reached: dict[tuple[str, int], int] = {}  # by path and piece: where the next range begins
         self._copied: list[CopiedRange] = []
+        self._lbfgs: LbfgsStart | None = None
         self._said: set[tuple[str, str]] = set()
         self._settle_guarded: Callable[[], None] = lambda: None
         self._rates: tuple[list[float | None], list[float | None]] = [], []  # of the latest two steps, by group
@@ -112,7 +132,7 @@ class OptimizerReplayTap:
         """
         guarded = partial(self._sink.guarded, "optimizer_replay")
         with ExitStack() as undo:
-            undo.callback(self._copied.clear)
+            undo.callback(self._let_go)
             undo.callback(hook_after_step(self._optimizer, guarded(self.after_step)).remove)
             undo.enter_context(around())
             undo.callback(hook_before_step(self._optimizer, guarded(self.before_step)).remove)
@@ -127,10 +147,13 @@ class OptimizerReplayTap:
 
     def before_step(self, *call: Any) -> None:
         """Copy the values that the step starts from, if it is one to replay."""
-        self._copied.clear()  # copies of a step that raised
+        self._let_go()  # of copies of a step that raised
         self._evaluation = self._sink.progress.evaluation
         self._rates = self._rates[1], [_rate(group) for group in self._optimizer.param_groups]
         if not self._is_due():
+            return
+        if is_lbfgs(self._optimizer):
+            self._begin_lbfgs()
             return
         self._known = formula_of(self._optimizer)
         if self._known is None:
@@ -154,6 +177,8 @@ class OptimizerReplayTap:
     def after_step(self, *_: Any) -> None:
         """Replay the step and record the comparison."""
         try:
+            if self._lbfgs is not None:
+                self._replay_lbfgs(self._lbfgs)
             if self._copied and self._sink.progress.evaluation != self._evaluation:
                 self._not_replayed("its step evaluates the loss several times")
                 return
@@ -165,7 +190,36 @@ class OptimizerReplayTap:
             for number, copied in enumerate(unexplained):
                 self._try_mistakes(copied, helpful, read, everything=number < MOST_VARIANTS)
         finally:
-            self._copied.clear()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._copied.clear()
+        self._lbfgs = None
+
+    def _begin_lbfgs(self) -> None:
+        if reason := why_not(self._optimizer) or (self._is_compiled and "its step runs in compiled code"):
+            self._not_replayed(reason)
+            return
+        self._replayed += 1
+        self._latest = self._step
+        self._lbfgs = lbfgs_start(self._optimizer)
+
+    def _replay_lbfgs(self, start: LbfgsStart) -> None:
+        """Replay a step of LBFGS, which updates all parameters together."""
+        found, first = lbfgs_stages(self._optimizer, start, better=BETTER), 0
+        for _, parameter, pieces in self._parameters_held():
+            part, first = slice(first, first + parameter.numel()), first + parameter.numel()
+            for piece in pieces if parameter.numel() else ():
+                if not self._selects(piece.path):
+                    continue
+                if isinstance(found, str):
+                    self._not_replayed(found, piece.path)
+                    continue
+                for stage, tensor in found.items():
+                    self._sink.emit(
+                        tensor[part].reshape(parameter.shape), phase="update", path=piece.path, slot="LBFGS",
+                        stage=stage, optimizer=self._name,
+                    )  # fmt: skip
 
     def _before_compiled(self) -> None:
         self._is_compiled = True
@@ -224,23 +278,33 @@ class OptimizerReplayTap:
         for number, parameter, pieces in self._parameters_held():
             if not parameter.numel() or not (has_closure or parameter.grad is not None):
                 continue
-            state, fine = self._state_of(parameter), []
-            for piece in pieces:
-                if not self._selects(piece.path):
-                    continue
-                if known.formula.needs_whole and parameter.numel() > WHOLE:
-                    self._not_replayed(
-                        f"{known.formula.name} needs all {parameter.numel():,} elements at once, and at most {WHOLE:,} "
-                        "are replayed", piece.path,
-                    )  # fmt: skip
-                elif reason := obstacle(parameter, piece, known.formula):
-                    self._not_replayed(reason, "" if known.formula.needs_whole else piece.path)
-                elif known.formula.needs_whole:
-                    fine.append(piece)
-                else:
-                    yield Held(number=number, parameter=parameter, pieces=(piece,), state=state)
-            if fine:
-                yield Held(number=number, parameter=parameter, pieces=tuple(fine), state=state)
+            whole = known.formula.needs_whole
+            divided = whole and any(is_divided(parameter, piece) for piece in pieces)
+            fine = tuple(
+                piece for piece in pieces if self._selects(piece.path) and self._can_replay(known, parameter, piece)
+            )
+            for held in [fine] if whole and fine else [(piece,) for piece in fine]:
+                state = self._state_of(parameter)
+                yield Held(number=number, parameter=parameter, pieces=held, state=state, divided=divided)
+
+    def _can_replay(self, known: Known, parameter: Tensor, piece: Piece) -> bool:
+        """True if the update of a piece, or a part of what it needs, can be replayed; if not, that is recorded."""
+        name, whole = known.formula.name, known.formula.needs_whole
+        if whole and is_divided(parameter, piece):
+            adds_up = known.formula.terms is not None and division_of(piece.shard) is not None
+            rest = ": only what adds up over ranks is checked" if adds_up else ""
+            self._not_replayed(f"{name} needs the whole parameter, and each rank holds a part{rest}")
+            if not adds_up:
+                return False
+        elif whole and parameter.numel() > WHOLE:
+            self._not_replayed(
+                f"{name} needs all {parameter.numel():,} elements at once, and at most {WHOLE:,} are replayed",
+                piece.path,
+            )
+            return False
+        if reason := obstacle(parameter, piece):
+            self._not_replayed(reason, "" if whole else piece.path)
+        return not reason
 
     def _replay_all(self, read: Callable[[Tensor], float]) -> list[float]:
         """The largest residual of each copied parameter. Synchronizes once per device for all of them."""
@@ -253,13 +317,16 @@ class OptimizerReplayTap:
         nothing = torch.zeros((), dtype=torch.float64, device=copied.elements.device)
         if gradient is None:
             return nothing
+        if copied.divided:
+            self._emit_terms(copied, gradient, read)
+            return nothing
         try:
             update = copied.replay(gradient, read)
         except Exception as error:  # noqa: BLE001 - a user's formula may raise anything
             self._not_replayed(f"the formula of {copied.formula.name} raised {type(error).__name__}: {error}")
             return nothing
         taken = copied.taken()
-        residual = _in_roundings(taken - update.value, update.rounding)
+        residual = in_roundings(taken - update.value, update.rounding)
         for stage, tensor in (
             ("replayed", update.value), ("taken", taken), ("rounding", update.rounding), ("residual", residual),
         ):  # fmt: skip
@@ -274,7 +341,7 @@ class OptimizerReplayTap:
         if gradient is None:
             return
         taken, right = copied.taken(), copied.replay(gradient, read)
-        limit = BETTER * float(_in_roundings(taken - right.value, right.rounding).square().mean().sqrt())
+        limit = BETTER * float(in_roundings(taken - right.value, right.rounding).square().mean().sqrt())
         start = copied.start(gradient, read, rounded=False)
         others = {where: plain(as_numbers(settings, float, short=False)) for where, settings in copied.others.items()}
         for mistake in mistakes(copied.formula, start, others):
@@ -285,10 +352,27 @@ class OptimizerReplayTap:
             except (ArithmeticError, ValueError):
                 continue  # e.g. a power of a negative number
             rounding = right.rounding + ROUNDINGS * copied.unit * value.abs()
-            residual = _in_roundings(taken - value, rounding)
+            residual = in_roundings(taken - value, rounding)
             if float(residual.square().mean().sqrt()) < limit:
                 self._emit(copied, residual, f"variant[{mistake.name}]")
                 helpful.add(mistake.name)
+
+    def _emit_terms(self, copied: CopiedRange, gradient: Tensor, read: Callable[[Tensor], float]) -> None:
+        """Record this rank's terms of what adds up."""
+        (placed,), make = copied.placed, copied.formula.terms
+        division = division_of(placed.shard)
+        if make is None or division is None or (copied.overflowed is not None and read(copied.overflowed)):
+            return
+        start = copied.start(gradient, read, rounded=False)
+        vector = make(
+            start.parameter, start.gradient, start.state, start.settings, division=division, path=placed.path,
+            new=start.parameter + copied.taken().reshape(copied.shape), unit=copied.unit,
+        )  # fmt: skip
+        if vector is not None:
+            self._sink.emit(
+                vector, phase="update", path=placed.path, slot=self._label, stage=TERMS, optimizer=self._name,
+                shard=Shard.whole((SIZE,)), merge="sum", term=division.first, micro_step=0,
+            )  # fmt: skip
 
     def _emit(self, copied: CopiedRange, tensor: Tensor, stage: str) -> None:
         is_complex = copied.parameter.is_complex()
@@ -308,11 +392,6 @@ class OptimizerReplayTap:
                 f"not replayed: {reason}", phase="update", path=path or self._name, slot=self._label,
                 stage="replayed", optimizer=self._name,
             )  # fmt: skip
-
-
-def _in_roundings(residual: Tensor, rounding: Tensor) -> Tensor:
-    """A residual in units of the rounding bound; NaN where it is not finite, which other rules judge."""
-    return torch.where(residual.isfinite(), residual / rounding, torch.nan)
 
 
 def _rate(group: Mapping[str, Any]) -> float | None:

@@ -66,6 +66,7 @@ class CopiedRange:
         part: The range, in row-major order of this rank's part of `parameter`.
         shape: The shape in which the formula gets the elements.
         formula: How the optimizer should update them.
+        divided: Whether they are rows or columns of a matrix whose formula needs all of it.
         settings: The settings of the parameter's group.
         others: By where they come from, the settings that a mistaken optimizer may use instead.
         elements: The elements.
@@ -83,6 +84,7 @@ class CopiedRange:
     part: slice
     shape: tuple[int, ...]
     formula: Formula
+    divided: bool
     settings: dict[str, Any]
     others: Mapping[str, Mapping[str, Any]]
     elements: Tensor
@@ -189,6 +191,11 @@ class CopiedRange:
         return found
 
 
+def in_roundings(residual: Tensor, rounding: Tensor) -> Tensor:
+    """A residual in units of the rounding bound; NaN where it is not finite, which other rules judge."""
+    return torch.where(residual.isfinite(), residual / rounding, torch.nan)
+
+
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """The same values as numbers of Python, without bounds."""
     return {name: _plain(value) for name, value in values.items()}
@@ -206,7 +213,7 @@ def _kind(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def obstacle(parameter: Tensor, piece: Piece, formula: Formula) -> str:
+def obstacle(parameter: Tensor, piece: Piece) -> str:
     """The reason why the update of a parameter cannot be replayed; empty if it can."""
     gradient = parameter.grad
     known = type(parameter.data) is Tensor or (piece.shard is not None and hasattr(parameter, "placements"))
@@ -223,10 +230,13 @@ def obstacle(parameter: Tensor, piece: Piece, formula: Formula) -> str:
     placements = [getattr(one, "placements", None) for one in (parameter, gradient) if one is not None]
     if placements[0] != placements[-1]:
         return "the gradient is divided otherwise over ranks"
-    is_part = piece.shard is not None and piece.shard.size < math.prod(piece.shard.global_shape)
-    if formula.needs_whole and placements[0] is not None and is_part:
-        return f"{formula.name} needs the whole parameter, and each rank holds a part"
     return ""
+
+
+def is_divided(parameter: Tensor, piece: Piece) -> bool:
+    """True if this rank holds a part of a parameter that is a DTensor."""
+    is_part = piece.shard is not None and piece.shard.size < math.prod(piece.shard.global_shape)
+    return hasattr(parameter, "placements") and is_part
 
 
 def next_part(whole: Shard, start: int, most: int) -> tuple[slice, Shard]:

@@ -40,12 +40,14 @@ class Held:
         parameter: The tensor.
         pieces: The selected pieces of it.
         state: What the optimizer keeps of it.
+        divided: Whether this rank has rows or columns of a matrix whose formula needs all of it.
     """
 
     number: int
     parameter: Tensor
     pieces: tuple[Piece, ...]
     state: Mapping[str, Any]
+    divided: bool = False
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -64,7 +66,7 @@ class Held:
 
     def work(self, known: Known) -> int:
         """What the products of a whole matrix cost: elements times the shorter side; 0 for formulas of elements."""
-        shape = self.parameter.shape
+        shape = self.shards()[0][1].shape if self.divided else self.parameter.shape
         return math.prod(shape) * min(shape[-2:]) if known.formula.needs_whole and len(shape) > 1 else 0
 
     def next_elements(self, start: int, capacity_bytes: int, *, whole: bool) -> tuple[slice, tuple[Placed, ...]]:
@@ -80,7 +82,7 @@ class Held:
                 Placed(path=piece.path, part=slice(piece.first, piece.first + shard.size), shard=shard)
                 for piece, shard in self.shards()
             )
-            return slice(0, self.parameter.numel()), places
+            return slice(0, places[0].shard.size if self.divided else self.parameter.numel()), places
         ((piece, shard),) = self.shards()
         most = min(RANGE, max(1, capacity_bytes // self.element_bytes))
         part, place = next_part(shard, start, most)
@@ -116,6 +118,7 @@ def copy_elements(
     parameter, group = held.parameter, optimizer.param_groups[held.number]
     elements, gradient = local_part(parameter, part).clone(), None if has_closure else parameter.grad
     shape = (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
+    shape = placed[0].shard.shape if held.divided else shape
     tensors = held.tensors
     return CopiedRange(
         placed=placed,
@@ -123,6 +126,7 @@ def copy_elements(
         part=part,
         shape=shape if known.formula.needs_whole else tuple(elements.shape),
         formula=known.formula,
+        divided=held.divided,
         settings=settings[held.number],
         others=_other_settings(held.number, settings, rates),
         elements=elements,

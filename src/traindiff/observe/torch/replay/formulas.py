@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from traindiff.core.torch_compat.execution import with_torch_function
 from traindiff.observe.common.user_formulas import FORMULAS as OF_USERS
-from traindiff.observe.torch.replay import adafactor, adagrad, adam, muon, sgd
+from traindiff.observe.torch.replay import adafactor, adagrad, adam, muon, muon_parts, sgd
 from traindiff.observe.torch.replay.rounded import SHORT, Rounded
 
 
@@ -37,6 +37,7 @@ class Formula:
         needs_whole: True if an element depends on others, so that the formula needs all of the parameter.
         is_users: True if a user declared it.
         settings: Gives the settings of a group, if they are not all in the group.
+        terms: Gives what adds up over ranks of an update that needs all of the parameter; None if nothing is known.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Formula:
     needs_whole: bool = False
     is_users: bool = False
     settings: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]] = lambda _, group: group
+    terms: Callable[..., Tensor | None] | None = None
 
     def call(self, *arguments: Any, **wrong: str) -> Any:
         """The parameter after the step; a user's formula may use functions of torch, which hooks switch off."""
@@ -83,7 +85,7 @@ _FORMULAS = (
         name="Adafactor", after=adafactor.adafactor, mistakes=adafactor.ADAFACTOR_MISTAKES, needs_whole=True,
         settings=adafactor.adafactor_settings,
     ),
-    Formula(name="Muon", after=muon.muon, mistakes=muon.MUON_MISTAKES, needs_whole=True),
+    Formula(name="Muon", after=muon.muon, mistakes=muon.MUON_MISTAKES, needs_whole=True, terms=muon_parts.terms),
 )  # fmt: skip
 
 OF_TORCH: dict[type, Formula] = {

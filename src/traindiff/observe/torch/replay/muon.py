@@ -39,20 +39,24 @@ def muon(parameter: Any, gradient: Any, state: Any, settings: Any, wrong: str = 
     Source: Jordan et al., Muon, 2024; Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982;
     torch.optim.Muon.
     """
-    momentum, held = settings["momentum"], state.get("momentum_buffer", 0.0 * gradient)
     if wrong == "orthogonalized-before-momentum":
         gradient = _orthogonalized(gradient, settings, "")
-    buffer = momentum * held + (1.0 if wrong == "summed-momentum" else 1.0 - momentum) * gradient
-    if wrong == "state-late":
-        buffer = held
-    if bool(settings.get("nesterov")) != (wrong == "other-nesterov"):
-        buffer = momentum * buffer + (1.0 if wrong == "summed-momentum" else 1.0 - momentum) * gradient
-    if wrong == "no-momentum":
-        buffer = gradient
+    buffer = momentum_of(gradient, state, settings, wrong)
     direction = buffer if wrong == "orthogonalized-before-momentum" else _orthogonalized(buffer, settings, wrong)
     lr, decay = settings["lr"], settings.get("weight_decay", 0.0)
     kept = parameter * (1.0 - lr * decay) if decay else parameter
-    return kept - lr * _adjustment(tuple(gradient.shape), settings.get("adjust_lr_fn"), direction, wrong) * direction
+    return kept - lr * adjustment(tuple(gradient.shape), settings.get("adjust_lr_fn"), direction, wrong) * direction
+
+
+def momentum_of(gradient: Any, state: Any, settings: Any, wrong: str = "") -> Any:
+    """What is orthogonalized. Its elements do not depend on each other."""
+    momentum, held = settings["momentum"], state.get("momentum_buffer", 0.0 * gradient)
+    if wrong == "no-momentum":
+        return gradient
+    share = 1.0 if wrong == "summed-momentum" else 1.0 - momentum
+    buffer = held if wrong == "state-late" else momentum * held + share * gradient
+    nesterov = bool(settings.get("nesterov")) != (wrong == "other-nesterov")
+    return momentum * buffer + share * gradient if nesterov else buffer
 
 
 def _orthogonalized(matrix: Any, settings: Any, wrong: str) -> Any:
@@ -79,7 +83,7 @@ def _orthogonalized(matrix: Any, settings: Any, wrong: str) -> Any:
     return newton_schulz(matrix, [coefficients] * iterations, eps=float(eps))
 
 
-def _adjustment(shape: tuple[int, ...], kind: str | None, direction: Any, wrong: str) -> Any:
+def adjustment(shape: tuple[int, ...], kind: str | None, direction: Any = None, wrong: str = "") -> Any:
     """The factor by which the learning rate depends on the shape."""
     rows, columns = shape[-2:]
     if wrong == "lr-adjusted-for-transpose":

@@ -25,7 +25,7 @@ from traindiff.observe.common.user_input import (
     optimizers_by_name,
     warn_of_other_models,
 )
-from traindiff.observe.torch.hooks.model_state import present_buffers
+from traindiff.observe.torch.hooks.model_state import master_weights, present_buffers
 from traindiff.observe.torch.session.models import (
     ModelParts,
     NamedModels,
@@ -271,10 +271,11 @@ def find_targets(
         optimizers=followed,
         zoomed=zoomed_modules(operators, modules, model) if operators else {},
     )
+    masters = {id(one) for one in map(master_weights, parameters.tensors.values()) if one is not None}
     warn_of_other_models(
         {name: (type(one).__name__, _held(one)) for name, one in followed.items() if isinstance(one, Optimizer)},
         found.paths,
-        is_ours=lambda parameter: found.pieces_of(parameter) is not None,
+        is_ours=lambda parameter: found.pieces_of(parameter) is not None or id(parameter) in masters,
         is_frozen=not any(parameter.requires_grad for parameter in parameters.tensors.values()),
         caller=caller,
     )
