@@ -18,10 +18,11 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "observe": frozenset({"core", "storage"}),
     "analyse": frozenset({"core", "storage"}),
     "present": frozenset({"core", "storage", "analyse"}),
+    "state": frozenset({"core", "storage", "analyse"}),
     "run": frozenset({"core", "storage", "observe", "analyse", "present"}),
     "compat": frozenset({"core", "storage", "observe", "analyse", "present", "run"}),
     "integrations": frozenset({"core", "observe"}),
-    "cli": frozenset({"core", "storage", "observe", "analyse", "present", "run", "compat"}),
+    "cli": frozenset({"core", "storage", "observe", "analyse", "present", "run", "compat", "state"}),
 }
 """The layers, and what each may import beside itself."""
 
@@ -29,8 +30,8 @@ PUBLIC = frozenset({"__init__", "__main__", "testing", "mindspore"})
 """Modules that have names for users alone: they import any layer, and no layer imports them."""
 
 WITHOUT_FRAMEWORK = (
-    "core", "storage", "observe.common", "analyse", "present", "compat.msprobe.importing", "compat.msprobe.exporting",
-    "compat.onnxruntime.importing", "cli",
+    "core", "storage", "observe.common", "analyse", "present", "state", "compat.msprobe.importing",
+    "compat.msprobe.exporting", "compat.onnxruntime.importing", "cli",
 )  # fmt: skip
 """What can be imported where no framework is installed, except for:"""
 

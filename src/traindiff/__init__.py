@@ -23,6 +23,7 @@ Judging recordings, which needs no torch:
     compare         Compare two recordings: a `Comparison`, with `verdict`, `first_divergence` and `findings`.
     check           Check one recording by itself: a `Verdict`, with `verdict` and `findings`.
     open_recording  Read the numbers of a recording: a `Recording`.
+    weights         Compare saved weights, models or state dicts: a `WeightsComparison`.
     Finding         One judged difference or broken rule, with its evidence.
 
 Running trainings and judging them, which needs torch:
@@ -44,6 +45,7 @@ Errors; `ConfigError` is the one about what the user wrote:
             MixedRecordingError     Its ranks belong to different runs.
             FormatVersionError      A newer traindiff wrote it.
             LostFilesError          Its files were moved, deleted or cut short while they were written.
+        CheckpointError         Saved weights cannot be used.
         LockstepError           The ranks, or the sides, of a lockstep cannot continue together.
         NonFiniteError          A watched training has made its first NaN or infinity.
         StoppedError            A watched training has reached the step after which it should stop.
@@ -65,6 +67,7 @@ from typing import TYPE_CHECKING, Any
 from traindiff._version import __version__
 from traindiff.core.shards import shard
 from traindiff.errors import (
+    CheckpointError,
     ConfigError,
     CorruptRecordingError,
     FormatVersionError,
@@ -98,6 +101,8 @@ if TYPE_CHECKING:
     from traindiff.run.verify.investigate import investigate
     from traindiff.run.verify.recipe import Recipe
     from traindiff.run.verify.verify import calibrate, verify
+    from traindiff.state.comparing import weights
+    from traindiff.state.comparison import WeightsComparison
     from traindiff.storage import Recording, open_recording
 
 _LAZY = {
@@ -114,6 +119,7 @@ _LAZY = {
     "Verdict": "traindiff.analyse.check",
     "Verification": "traindiff.analyse.compare",
     "Watcher": "traindiff.observe.torch.nonfinite.watcher",
+    "WeightsComparison": "traindiff.state.comparison",
     "calibrate": "traindiff.run.verify.verify",
     "check": "traindiff.analyse.check",
     "compare": "traindiff.analyse.compare",
@@ -123,11 +129,13 @@ _LAZY = {
     "record": "traindiff.observe.torch.session.record",
     "verify": "traindiff.run.verify.verify",
     "watch": "traindiff.observe.torch.nonfinite.watch",
+    "weights": "traindiff.state.comparing",
 }
 _OLDEST_TORCH = (2, 4)
 _NEEDS_TORCH = ("traindiff.observe.torch.session", "traindiff.run.lockstep", "traindiff.observe.torch.nonfinite")
 
 __all__ = [
+    "CheckpointError",
     "Comparison",
     "ConfigError",
     "CorruptRecordingError",
@@ -155,6 +163,7 @@ __all__ = [
     "Verdict",
     "Verification",
     "Watcher",
+    "WeightsComparison",
     "__version__",
     "calibrate",
     "check",
@@ -166,6 +175,7 @@ __all__ = [
     "shard",
     "verify",
     "watch",
+    "weights",
 ]
 
 

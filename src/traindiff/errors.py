@@ -8,6 +8,7 @@
     - MixedRecordingError    its ranks are of different runs
     - FormatVersionError     written by a newer traindiff
     - LostFilesError         its files were moved, deleted or cut short while they were written
+  + CheckpointError          saved weights cannot be used
   + UnsupportedTensorError   no kernel can summarize this tensor
   + NotPerturbedError        a replica's training ran where it cannot be perturbed
   + LockstepError            the ranks, or the sides, of a lockstep cannot go on together
@@ -76,6 +77,10 @@ class FormatVersionError(RecordingError):
 
 class LostFilesError(RecordingError):
     """Files of a recording are no longer as they were written, and it is still being written."""
+
+
+class CheckpointError(TraindiffError):
+    """Saved weights cannot be used: a file is missing, damaged or would run code. The message names file and key."""
 
 
 class TraindiffWarning(UserWarning):

@@ -196,6 +196,29 @@ def test_a_rerun_fits_its_schema(factor: float, tmp_path: Path) -> None:
     assert found["cause"] == ("dtype" if factor > 1 else "mathematics")
 
 
+def test_a_comparison_of_weights_fits_its_schema(tmp_path: Path) -> None:
+    state = {"first": torch.randn(3, 4), "second": torch.randn(5), "third": torch.randn(6, 2)}
+    torch.save(state, tmp_path / "a.pt")
+    torch.save(
+        {"first": state["first"].bfloat16(), "second": 2 * state["second"], "new": state["third"].T}, tmp_path / "b.pt"
+    )
+
+    found = printed("weights", str(tmp_path / "a.pt"), str(tmp_path / "b.pt"))
+
+    assert_fits(found, "weights")
+    assert {one["kind"] for one in found["relations"]} == {"cast", "scaled", "rearranged"}
+
+
+def test_the_kinds_of_relation_are_those_of_the_code_and_of_the_documentation() -> None:
+    table = (DOCS / "weights.md").read_text().partition("| kind | what it means |")[2].partition("\n\n")[0]
+    documented = re.findall(r"^\| `([a-z-]+)` \|", table, re.MULTILINE)
+    known = SCHEMAS["weights"]["$defs"]["relation"]["properties"]["kind"]["enum"]
+    code = "".join(file.read_text() for file in (Path(traindiff.__file__).parent / "state").glob("*.py"))
+
+    assert sorted(documented) == sorted(known)
+    assert [kind for kind in known if f'"{kind}"' not in code and not kind.startswith("only-")] == []
+
+
 def test_a_diagnosis_fits_its_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(RECIPES)
@@ -205,7 +228,16 @@ def test_a_diagnosis_fits_its_schema(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    "command", [("compare", "a", "b"), ("check", "a"), ("show", "a"), ("verify", "a"), ("doctor", "a"), ("rerun", "a")]
+    "command",
+    [
+        ("compare", "a", "b"),
+        ("check", "a"),
+        ("show", "a"),
+        ("verify", "a"),
+        ("doctor", "a"),
+        ("rerun", "a"),
+        ("weights", "a", "b"),
+    ],
 )
 def test_what_cannot_be_used_leaves_standard_output_empty(
     command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -232,6 +264,8 @@ DOCUMENTED = {
     "`traindiff investigate --json`": ("investigation", ""),
     "A stage": ("investigation", "stage"),
     "`traindiff check --json`": ("check", ""),
+    "`traindiff weights --json`": ("weights", ""),
+    "A relation": ("weights", "relation"),
     "`traindiff rerun --json`": ("rerun", ""),
     "A tensor that an operator made": ("rerun", "made"),
     "`traindiff show --json`": ("observations", ""),
@@ -282,7 +316,10 @@ def test_the_kinds_of_finding_are_those_of_the_code_and_of_the_documentation() -
 def kinds() -> Iterator[str]:
     """Every kind that the code gives a finding: `kind="..."`, constants of that name, and those of rules."""
     yield from (kind for rule in RULES for kind in rule.kinds)
-    for file in Path(traindiff.__file__).parent.rglob("*.py"):
+    package = Path(traindiff.__file__).parent
+    for file in package.rglob("*.py"):
+        if file.is_relative_to(package / "state"):  # kinds of relations: docs/weights.md
+            continue
         for node in ast.walk(ast.parse(file.read_text())):
             named = node.arg if isinstance(node, ast.keyword) else ""
             named = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else named

@@ -20,6 +20,7 @@ from tests.messages import (
     showing,
     training,
     watching,
+    weights,
 )
 from tests.messages.provoking import Chapter, said
 
@@ -31,6 +32,7 @@ CHAPTERS: Sequence[Chapter] = (
     watching.chapter,
     rerunning.chapter,
     reading.chapter,
+    weights.chapter,
     comparing.chapter,
     recipes.chapter,
     setups.chapter,

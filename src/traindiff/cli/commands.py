@@ -14,6 +14,7 @@ from traindiff.cli import (  # noqa: F401
     rerun,
     run,
     verify,
+    weights,
 )
 from traindiff.cli.app import app
 

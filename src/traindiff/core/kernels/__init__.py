@@ -71,20 +71,21 @@ def _of_part(tensor: Tensor, shard: Shard) -> np.void:
     return reference.summarize_array(array.values, array.bits, shard, tiny=array.tiny)
 
 
-def summarize_array(array: NDArray[Any], shard: Shard, elements: Callable[[], Elements]) -> np.void:
+def summarize_array(array: NDArray[Any], shard: Shard, elements: Callable[[], Elements], dtype: str = "") -> np.void:
     """The summary of a NumPy array; see `summarize`.
 
     Args:
         array: Real numbers, row-major; never changed.
         shard: Which elements of the global tensor it holds.
         elements: Its values and bits, for the NumPy reference, which summarizes what no kernel reads.
+        dtype: Of the numbers, as torch spells it, if the array has their bits; the array's own if left out.
 
     Raises:
         UnsupportedTensorError: `elements` raises it.
     """
     for kernel in ARRAYS:
-        if (fast := kernel.load()) is not None and fast.reads(array):
-            summary: np.void = fast.summarize(array, shard)
+        if (fast := kernel.load()) is not None and fast.reads(array, dtype):
+            summary: np.void = fast.summarize(array, shard, dtype)
             return summary
     found = elements()
     return reference.summarize_array(found.values, found.bits, shard, tiny=found.tiny)

@@ -8,7 +8,9 @@ import stat
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 from fsspec.implementations.local import LocalFileSystem
+from numpy.typing import NDArray
 
 from traindiff.core.untrusted.demands import Refuse, damaged
 
@@ -135,6 +137,22 @@ class Folder:
         if len(content) > limit:
             raise self._refuse(self.path(name), f"it has more than the {limit} bytes that it may have")
         return content
+
+    def read_range(self, name: str, first: int, count: int) -> NDArray[np.uint8]:
+        """`count` bytes of a file from byte `first` on; fewer where it ends. Several threads may read at once.
+
+        Raises:
+            TraindiffError: There is no regular file of this name inside the directory.
+            OSError: It may not be read.
+        """
+        if not self._local:
+            self._about(self.path(name))
+            return np.frombuffer(self._fs.cat_file(self.path(name), start=first, end=first + count), dtype=np.uint8)
+        with self._opened(name) as file:
+            length = os.fstat(file.fileno()).st_size
+            found = np.empty(max(0, min(count, length - first)), dtype=np.uint8)
+            file.seek(first)
+            return found[: file.readinto(found.data)]  # type: ignore[attr-defined]
 
     def _about(self, path: str) -> None:
         """Refuse anything but a regular file, on a file system that is not local."""

@@ -14,21 +14,21 @@ from traindiff.core.kernels.cpu.layout import DTYPES
 from traindiff.core.shards import Shard
 
 
-def reads(array: NDArray[Any]) -> bool:
+def reads(array: NDArray[Any], dtype: str = "") -> bool:
     """True if the kernel can read this array in place: row-major, of one of its dtypes, in this machine's byte order.
 
-    bfloat16, which NumPy does not have, is a dtype with this name that another package has registered.
+    bfloat16, which NumPy does not have, is a dtype with this name that another package has registered, or `dtype`.
     """
-    return array.flags.c_contiguous and array.dtype.isnative and array.dtype.name in DTYPES
+    return array.flags.c_contiguous and array.dtype.isnative and (dtype or array.dtype.name) in DTYPES
 
 
-def summarize(array: NDArray[Any], shard: Shard) -> np.void:
-    """The summary of an array that `reads` accepts; see `traindiff.core.kernels.summarize`.
+def summarize(array: NDArray[Any], shard: Shard, dtype: str = "") -> np.void:
+    """The summary of an array that `reads` accepts; see `traindiff.core.kernels.summarize_array`.
 
     One pass over its memory, without the interpreter lock.
     """
     state = memory.begin()
-    plan, name = memory.plan_of(shard), array.dtype.name
+    plan, name = memory.plan_of(shard), dtype or array.dtype.name
     if plan.contiguous and plan.size:
         memory.add_run(name, array.ctypes.data, plan, state)
     elif plan.size:

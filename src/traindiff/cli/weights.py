@@ -1,0 +1,67 @@
+"""`traindiff weights`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.text import Text
+
+from traindiff.cli.app import app, messages, print_result, results, says_what_is_wrong
+
+
+@app.command(short_help="Compare saved weights: is it the same model?")
+@says_what_is_wrong
+def weights(
+    baseline: Annotated[
+        str, typer.Argument(metavar="BASELINE", help="File or directory of saved weights, or a recording.")
+    ],
+    candidate: Annotated[str, typer.Argument(metavar="CANDIDATE", help="What is compared with it, likewise.")],
+    base: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="A third set, e.g. before fine-tuning: is the candidate still the base?"),
+    ] = None,
+    layout: Annotated[
+        Path | None, typer.Option("--map", metavar="FILE.toml", help="Which tensors are which (docs/weights.md).")
+    ] = None,
+    propose: Annotated[
+        Path | None, typer.Option(metavar="FILE.toml", help="Write the map that the contents suggest.")
+    ] = None,
+    accept: Annotated[
+        Path | None, typer.Option(metavar="FILE.toml", help="Intended differences, each with a reason.")
+    ] = None,
+    top: Annotated[int, typer.Option(min=0, help="Groups of tensors with each word.")] = 12,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs (docs/json.md).")] = False,
+) -> None:
+    """Compare saved weights: is what was saved, converted or loaded the same model?
+
+    Reads safetensors, torch.save, Hugging Face directories, torch.distributed.checkpoint, DeepSpeed ZeRO, and
+    recordings. Exits with 0 if the numbers are the same (identical or equivalent), 1 if they diverged, 2 if the input
+    cannot be used, and 3 if tensors are in one of the two only.
+    """
+    from traindiff.state.comparing import weights as compare_weights
+    from traindiff.state.comparison import text_lines
+    from traindiff.state.maps import write_map
+
+    columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=messages, transient=True, disable=not messages.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        result = compare_weights(
+            baseline, candidate, base=base, map=layout, accept=accept,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )  # fmt: skip
+
+    def text() -> None:
+        title, *lines = text_lines(result, top=top)
+        style = "bold green" if result.exit_code == 0 else "bold red" if result.exit_code == 1 else "bold yellow"
+        results.print(Text(title, style=style), soft_wrap=True)
+        for line in lines:
+            results.print(Text(line, style="" if line.startswith(" ") else "bold" * (len(line) < 40)), soft_wrap=True)
+
+    print_result(result, "json" if as_json else "text", text=text)
+    if propose is not None:
+        count = write_map(result, propose)
+        messages.print(f"traindiff: wrote {count} entries to {propose}", markup=False, soft_wrap=True)
+    raise typer.Exit(result.exit_code)

@@ -1,0 +1,217 @@
+"""The same numbers in other places: transposed, permuted, fused, padded. Decided from hashes of rows and of columns.
+
+A row's hash is `sum over columns j of bits(x_j) * w_j mod 2^64` with odd pseudo-random weights w; a column's is the
+same over rows. So the rows of a transposed tensor have the hashes of the tensor's columns, and what moves rows moves
+hashes.
+Rows are those of the tensor seen as a matrix with its last dim as columns; a vector has one column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from math import gcd, prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from traindiff.core.kernels.reference import splitmix64
+from traindiff.state.measured import in_dtype
+from traindiff.state.stored import StoredTensor
+
+Hashes = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How the tensors of one side become one tensor of the other side.
+
+    Attributes:
+        join: `concat` or `interleave` (of the groups of all parts: the first of each, the second of each, ...).
+        groups: Number of groups for `interleave`.
+        transpose: Whether the joined rows are the columns of the whole.
+        heads: By part: number of heads whose rows go from rotary halves to interleaved pairs; negative for the other
+            way; 0 for rows that stay.
+        order: By part: its place among the names that were given.
+    """
+
+    join: str = "concat"
+    groups: int = 1
+    transpose: bool = False
+    heads: tuple[int, ...] = (0,)
+    order: tuple[int, ...] = (0,)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if one tensor is the other, unchanged."""
+        return len(self.order) == 1 and not self.transpose and not any(self.heads)
+
+
+def _weights(first: int, count: int) -> Hashes:
+    return splitmix64(np.arange(first, first + count, dtype=np.uint64) ^ np.uint64(0x5851F42D4C957F2D)) | np.uint64(1)
+
+
+def hashes(tensor: StoredTensor, dtype: str) -> tuple[Hashes, Hashes]:
+    """Hashes of the rows and of the columns of a tensor, rounded to a dtype.
+
+    Raises:
+        CheckpointError: A file has ended.
+    """
+    columns = tensor.shape[-1] if len(tensor.shape) > 1 else 1
+    rows = tensor.size // max(1, columns)
+    of_rows, of_columns = np.zeros(rows, np.uint64), np.zeros(columns, np.uint64)
+    across, place = _weights(0, columns), 0
+    with np.errstate(over="ignore"):
+        for slab in tensor.slabs:
+            bits = in_dtype(tensor.slab(*slab), tensor.dtype, dtype).reshape(-1, columns)
+            for first in range(0, len(bits), step := max(1, (1 << 18) // columns)):
+                block = bits[first : first + step].astype(np.uint64)
+                of_rows[place : place + len(block)] = (block * across).sum(axis=1, dtype=np.uint64)
+                of_columns += (block * _weights(place, len(block))[:, None]).sum(axis=0, dtype=np.uint64)
+                place += len(block)
+    return of_rows, of_columns
+
+
+def pairs_order(rows: int, heads: int) -> NDArray[np.intp]:
+    """Rows in the order of interleaved rotary pairs, as indices into rows in the order of halves, per head.
+
+    Row `2 i + j` of a head is row `j * d / 2 + i` there, for `i < d / 2` and `j` in 0, 1.
+    """
+    index = np.arange(rows).reshape(heads, 2, rows // heads // 2)
+    return np.ascontiguousarray(index.transpose(0, 2, 1)).reshape(-1)
+
+
+def _head_counts(rows: int) -> Iterator[int]:
+    for size in range(4, min(rows, 1024) + 1, 2):
+        if rows % size == 0:
+            yield rows // size
+
+
+def rotary_heads(given: Hashes, made: Hashes) -> int | None:
+    """Heads whose rows go from halves to pairs in `made` (negative: back); 0 if rows stay; None if neither."""
+    if np.array_equal(given, made):
+        return 0
+    if len(given) != len(made) or not len(given) or given[0] != made[0]:  # the first row stays in every such order
+        return None
+    for heads in _head_counts(len(given)):
+        order = pairs_order(len(given), heads)
+        if np.array_equal(given[order], made):
+            return heads
+        if np.array_equal(given, made[order]):
+            return -heads
+    return None
+
+
+def layout_of(parts: Sequence[Hashes], rows: Hashes, columns: Hashes) -> Layout | None:
+    """How parts, given by the hashes of their rows, make up a whole; None if no known layout does.
+
+    Args:
+        parts: By part, the hashes of its rows.
+        rows: Of the whole.
+        columns: Of the whole.
+    """
+    total = sum(map(len, parts))
+    for whole, transpose in ((rows, False), (columns, True)):
+        if len(whole) != total:
+            continue
+        orders = permutations(range(len(parts))) if len(parts) <= 3 else [tuple(range(len(parts)))]
+        for order in orders:
+            for groups in _group_counts([len(part) for part in parts]):
+                heads = _split(parts, whole, order, groups)
+                if heads is not None:
+                    join = "concat" if groups == 1 else "interleave"
+                    return Layout(join=join, groups=groups, transpose=transpose, heads=heads, order=order)
+    return None
+
+
+def _group_counts(lengths: Sequence[int]) -> list[int]:
+    common = gcd(*lengths)
+    return [1] if len(lengths) == 1 else [one for one in range(1, common + 1) if common % one == 0]
+
+
+def _split(parts: Sequence[Hashes], whole: Hashes, order: Sequence[int], groups: int) -> tuple[int, ...] | None:
+    """Heads by part, if the whole has these parts in this order, in groups."""
+    table = whole.reshape(groups, -1)
+    first, found = 0, []
+    for number in order:
+        length = len(parts[number]) // groups
+        heads = rotary_heads(parts[number], np.ascontiguousarray(table[:, first : first + length]).reshape(-1))
+        if heads is None:
+            return None
+        found.append(heads)
+        first += length
+    return tuple(found)
+
+
+def moved_rows(baseline: Hashes, candidate: Hashes) -> str:
+    """A clause on rows of one tensor that are in another order in the other; empty if they are not the same rows."""
+    if len(baseline) != len(candidate) or not np.array_equal(np.sort(baseline), np.sort(candidate)):
+        return ""
+    rows = len(baseline)
+    for count in range(2, min(rows, 4096) + 1):
+        if rows % count:
+            continue
+        blocks = [block.tobytes() for block in baseline.reshape(count, -1)]
+        others = [block.tobytes() for block in candidate.reshape(count, -1)]
+        if len({*blocks}) == count and sorted(blocks) == sorted(others) and rows // count > 1:
+            place = {block: number for number, block in enumerate(blocks)}
+            moved = [number for number, block in enumerate(others) if place[block] != number]
+            if len(moved) == 2 or count <= 64:
+                first = moved[0]
+                order = f"{len(moved)} of {count} blocks of {rows // count} {{}} are in another order"
+                return f"{order}: block {first} is the baseline's block {place[others[first]]}"
+    num = int(np.count_nonzero(baseline != candidate))
+    return f"{num} of {rows} {{}} are in another order"
+
+
+def repeated_rows(baseline: Hashes, candidate: Hashes) -> tuple[str, str]:
+    """A kind and a clause on rows of the candidate that are other rows of the baseline, or zero; empty if neither."""
+    apart = np.flatnonzero(baseline != candidate)
+    if len(baseline) != len(candidate) or not len(apart) or len(apart) == len(baseline):
+        return "", ""
+    first, end = int(apart[0]), int(apart[-1]) + 1
+    if end - first < 2 or len(apart) != end - first:
+        return "", ""
+    span = f"{{}} {first} to {end - 1} of {len(baseline)}"
+    if not candidate[first:end].any():
+        return "missing-shard", f"has zeros in {span}, and the baseline has not: a shard is missing"
+    rows, length = baseline, end - first
+    for start in range(0, len(rows) - length + 1, length if len(rows) % length == 0 else 1):
+        if (
+            start != first
+            and rows[start] == candidate[first]
+            and np.array_equal(rows[start : start + length], candidate[first:end])
+        ):
+            again = f"those of {start} to {start + length - 1}"
+            return "repeated-shard", f"has in {span} {again} a second time: a shard is there twice"
+    return "", ""
+
+
+def padded(baseline: Hashes, candidate: Hashes) -> bool:
+    """True if the longer of two begins with all rows of the shorter one."""
+    count = min(len(baseline), len(candidate))
+    return count > 0 and len(baseline) != len(candidate) and np.array_equal(baseline[:count], candidate[:count])
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of a tensor, as they are hashed."""
+    return (prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (prod(shape), 1)
+
+
+def layout_text(layout: Layout, names: Sequence[str]) -> str:
+    """A clause on a layout of one or several parts, e.g. `the rows of q, k and v, one after the other`."""
+    told = []
+    for number, heads in zip(layout.order, layout.heads, strict=True):
+        if heads:
+            way = "halves to interleaved pairs" if heads > 0 else "interleaved pairs to halves"
+            told.append(f"{names[number]} with its rows from rotary {way} in {abs(heads)} heads")
+        else:
+            told.append(names[number])
+    listed = told[0] if len(told) == 1 else f"{', '.join(told[:-1])} and {told[-1]}"
+    if len(told) > 4:
+        listed = f"{told[0]} to {told[-1]} ({len(told)} tensors)"
+    how = ""
+    if len(told) > 1:
+        how = ", one after the other" if layout.join == "concat" else f", interleaved in {layout.groups} groups"
+    return f"{listed}{how}{', transposed' if layout.transpose else ''}"

@@ -1,0 +1,243 @@
+"""How two tensors of one shape differ, from one pass over their elements: a few megabytes of each are in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from traindiff.core.summary import UNIT_ROUNDOFF
+from traindiff.state.dtypes import Bits, decoded, gap, is_float, rounded, shorter, truncated
+from traindiff.state.measured import common_dtype
+from traindiff.state.stored import StoredTensor
+
+_BLOCK = 1 << 17
+"""Elements that are worked on at a time, so that intermediate arrays stay in the cache."""
+
+_LEAST_IN_GAPS = 0.15
+"""A difference that is smaller, in gaps between numbers of a dtype, is not called a rounding to that dtype."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElementDifference:
+    """How two tensors differ.
+
+    Attributes:
+        kind: `cast`, `through`, `scaled`, `offset` or `other`.
+        message: A clause of which the candidate's tensor is the subject.
+        evidence: Numbers, by name.
+    """
+
+    kind: str
+    message: str
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+
+
+class _Totals:
+    """What is added up over slabs."""
+
+    def __init__(self, baseline: StoredTensor, candidate: StoredTensor) -> None:
+        self.baseline, self.candidate = baseline.dtype, candidate.dtype
+        self.count = self.unequal = 0
+        self.num_rows = baseline.rows
+        self.rows = [0, -1, -1]  # how many have unequal elements, the first, the last
+        self.squares = self.product = self.apart = self.candidate_squares = 0.0
+        self.largest = 0.0
+        self.low, self.high = math.inf, -math.inf
+        self.finite = True
+        longest = baseline.dtype if common_dtype(baseline.dtype, candidate.dtype) != baseline.dtype else candidate.dtype
+        short = common_dtype(baseline.dtype, candidate.dtype)
+        one_dtype = baseline.dtype == candidate.dtype
+        self.through = {dtype: [True, True] for dtype in shorter(longest)} if one_dtype else {}
+        self.in_gaps = dict.fromkeys(self.through, 0.0)
+        self.short = None if one_dtype else short
+        self.cut = self.beside = self.short is not None
+        self.unrounded = 0
+        self.both = short is None and is_float(baseline.dtype) and is_float(candidate.dtype)
+
+    def add(self, baseline: NDArray[Any], candidate: NDArray[Any], first: int, end: int) -> None:
+        """Add the values of the rows from `first` to `end`."""
+        wide, other = baseline.astype(np.float64), candidate.astype(np.float64)
+        with np.errstate(invalid="ignore", over="ignore"):
+            apart = other - wide
+            self.finite = self.finite and bool(np.isfinite(apart).all())
+            self.count += apart.size
+            self._count(*self._in_one_dtype(baseline, candidate), first, end)
+            self.squares += float(wide @ wide)
+            self.candidate_squares += float(other @ other)
+            self.product += float(wide @ other)
+            self.apart += float(apart @ apart)
+            self.largest = max(self.largest, float(np.abs(apart).max(initial=0.0)))
+            self.low, self.high = min(self.low, float(apart.min())), max(self.high, float(apart.max()))
+        for dtype, holds in self.through.items():
+            holds[0] = holds[0] and np.array_equal(_through(baseline, dtype), candidate)
+            holds[1] = holds[1] and np.array_equal(_through(candidate, dtype), baseline)
+            if any(holds):
+                self.in_gaps[dtype] += float(np.square(apart / gap(wide, dtype)).sum())
+        if self.short is not None and (self.cut or self.beside):
+            long, short = (wide, other) if self.short == self.candidate else (other, wide)
+            self._cast(long, short, self.short)
+        if self.both:
+            allowed = (gap(wide, self.baseline) + gap(other, self.candidate)) / 2
+            self.both = bool((np.abs(apart) <= allowed).all())
+
+    def _in_one_dtype(self, baseline: NDArray[Any], candidate: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Both, the longer one rounded as the shorter one is."""
+        if self.short is None:
+            return baseline, candidate
+        return _through(baseline, self.short), _through(candidate, self.short)
+
+    def _count(self, baseline: NDArray[Any], candidate: NDArray[Any], first: int, end: int) -> None:
+        unequal = (baseline != candidate) & ~(np.isnan(baseline) & np.isnan(candidate))
+        self.unequal += int(np.count_nonzero(unequal))
+        rows = np.flatnonzero(unequal.reshape(end - first, -1).any(axis=1)) + first
+        if len(rows):
+            self.rows = [self.rows[0] + len(rows), self.rows[1] if self.rows[0] else int(rows[0]), int(rows[-1])]
+
+    def _cast(self, long: NDArray[Any], short: NDArray[Any], dtype: str) -> None:
+        self.cut = self.cut and bool(np.array_equal(truncated(long, dtype), short))
+        # neighbors of the dtype on both sides: less than one gap away, measured where the gap is smaller
+        spacing = np.minimum(gap(long, dtype), np.maximum(gap(short, dtype), gap(long, dtype)))
+        self.beside = self.beside and bool((np.abs(short - long) < spacing).all())
+        if self.beside:
+            self.unrounded += int(np.count_nonzero(_through(long, dtype) != short))
+
+
+def _through(values: NDArray[Any], dtype: str) -> NDArray[Any]:
+    return decoded(rounded(values, dtype), dtype).astype(values.dtype)
+
+
+def element_difference(baseline: StoredTensor, candidate: StoredTensor) -> ElementDifference:
+    """How the candidate's tensor differs from the baseline's, which has the same shape and other bits.
+
+    Raises:
+        CheckpointError: A file has ended.
+    """
+    total = _Totals(baseline, candidate)
+    numeric = is_float(baseline.dtype) and is_float(candidate.dtype)
+    for begin, end in baseline.slabs:
+        first, second = baseline.slab(begin, end), candidate.slab(begin, end)
+        if numeric:
+            inner = first.size // (end - begin)
+            step = max(1, _BLOCK // max(1, inner))
+            for low in range(begin, end, step):
+                high = min(low + step, end)
+                part = slice((low - begin) * inner, (high - begin) * inner)
+                total.add(decoded(first[part], baseline.dtype), decoded(second[part], candidate.dtype), low, high)
+        else:
+            total.count += first.size
+            total.unequal += _unequal(first, second, baseline.dtype, candidate.dtype)
+    if not numeric:
+        evidence = {"unequal": total.unequal, "elements": total.count}
+        if not total.unequal:
+            message = f"is the baseline's, as {candidate.dtype} in place of {baseline.dtype}"
+            return ElementDifference(kind="cast", message=message, evidence=evidence)
+        message = f"differs in {total.unequal} of {total.count} elements"
+        return ElementDifference(kind="other", message=message, evidence=evidence)
+    return _judged(total)
+
+
+def _unequal(first: Bits, second: Bits, baseline: str, candidate: str) -> int:
+    """How many elements differ, in a dtype that is not computed with: by value for integers, by bits for the others."""
+    if baseline != candidate:
+        if not all(dtype == "bool" or "int" in dtype or is_float(dtype) for dtype in (baseline, candidate)):
+            return first.size
+        first, second = decoded(first, baseline), decoded(second, candidate)
+    return int(np.count_nonzero(first != second))
+
+
+def _judged(total: _Totals) -> ElementDifference:
+    for dtype, (candidates, baselines) in total.through.items():
+        # rounding is off by 0.29 gaps (rms of a uniform distribution); a small change of rounded numbers by far less
+        if (candidates or baselines) and math.sqrt(total.in_gaps[dtype] / total.count) > _LEAST_IN_GAPS:
+            who = "candidate" if candidates else "baseline"
+            message = (
+                f"is the baseline's, rounded to {dtype} and stored as {total.candidate}"
+                if candidates
+                else f"has more digits: the baseline's is it rounded to {dtype} and stored as {total.baseline}"
+            )
+            return ElementDifference(kind="through", message=message, evidence={"dtype": dtype, "rounded": who})
+    if total.short is not None and total.cut:
+        message = f"is the baseline's as {total.short}, cut off and not rounded to nearest"
+        if total.short == total.baseline:
+            message = f"has more digits: the baseline's is it as {total.short}, cut off and not rounded to nearest"
+        return ElementDifference(kind="cast", message=message, evidence={"dtype": total.short, "rounding": "truncated"})
+    if total.short is not None and total.beside:
+        share = total.unrounded / max(1, total.count)
+        message = (
+            f"is the baseline's up to a rounding to {total.short} that is not to nearest: every element is one of the "
+            f"two numbers around it, and {share:.2g} of them are not the nearer one"
+        )
+        evidence = {"dtype": total.short, "rounding": "other", "not_nearest": total.unrounded}
+        return ElementDifference(kind="cast", message=message, evidence=evidence)
+    if total.both:
+        message = f"is {total.candidate} and the baseline's {total.baseline}: both can be one tensor, rounded"
+        return ElementDifference(kind="cast", message=message, evidence={"dtype": total.candidate, "rounding": "both"})
+    return _sized(total)
+
+
+def _sized(total: _Totals) -> ElementDifference:
+    evidence: dict[str, Any] = {"unequal": total.unequal, "elements": total.count}
+    counted = f"{total.unequal} of {total.count} elements differ{_rows_text(total)}"
+    if total.rows[0]:
+        evidence |= {"rows": total.rows[0], "first_row": total.rows[1], "last_row": total.rows[2]}
+    if not total.unequal:
+        return ElementDifference(
+            kind="cast", message="has the same numbers in other bits (like 0 and -0)", evidence=evidence
+        )
+    if not total.finite:
+        return ElementDifference(
+            kind="other", message=f"differs, also in NaN or infinity: {counted}", evidence=evidence
+        )
+    size, u = math.sqrt(total.squares), max(UNIT_ROUNDOFF[total.baseline], UNIT_ROUNDOFF[total.candidate])
+    relative = math.sqrt(total.apart) / size if size else math.inf
+    error = 1e-7 + 4 * u / math.sqrt(total.count)  # roundings of elements average out
+    evidence |= {"relative": relative if size else None, "largest": total.largest}
+    if size and total.candidate_squares:
+        scale = total.product / total.squares
+        left = math.sqrt(max(0.0, total.candidate_squares - scale * total.product)) / math.sqrt(total.candidate_squares)
+        if left <= max(2 * u, 5e-8) and abs(scale - 1.0) > 8 * u and total.count > 2:
+            evidence["scale"] = scale
+            return ElementDifference(
+                kind="scaled", message=f"is the baseline's times {shown_number(scale, error)}", evidence=evidence
+            )
+    middle = (total.low + total.high) / 2
+    spread = 4 * u * (abs(middle) + math.sqrt(total.squares / total.count) * 8)
+    if (
+        total.count > 2
+        and total.unequal == total.count
+        and abs(middle) > 16 * spread
+        and total.high - total.low <= spread
+    ):
+        evidence["offset"] = middle
+        return ElementDifference(
+            kind="offset",
+            message=f"is the baseline's plus {shown_number(middle, u)} in every element",
+            evidence=evidence,
+        )
+    shown = f"relative L2 difference {relative:.3g}" if size else "the baseline's is zero"
+    return ElementDifference(kind="other", message=f"differs: {shown}, {counted}", evidence=evidence)
+
+
+def _rows_text(total: _Totals) -> str:
+    """Which rows differ, if they are few; and that rounding is not counted."""
+    count, first, last = total.rows
+    rounding = "" if total.short is None else " by more than rounding"
+    if not count or 4 * count > total.num_rows or total.num_rows < 8:
+        return rounding
+    if count == 1:
+        return f"{rounding}, all in row {first} of {total.num_rows}"
+    return f"{rounding}, in {count} of {total.num_rows} rows ({first} to {last})"
+
+
+def shown_number(value: float, error: float) -> str:
+    """A number with as few digits as it has within its relative error, or with six."""
+    for digits in range(7):
+        near = round(value, digits)
+        if near and abs(near - value) <= error * abs(value):
+            return f"{near:g}"
+    return f"{value:.6g}"

@@ -1,0 +1,177 @@
+"""Which tensor of one side is which of the other: by name, then by contents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from traindiff.core.site import canonical_path
+from traindiff.state.comparison import numbers, skeleton
+from traindiff.state.measured import Measured, common_dtype
+from traindiff.state.stored import StoredTensor
+
+_MOST_PREFIX = 3
+
+
+def under_plain_names(
+    baseline: Mapping[str, StoredTensor], candidate: Mapping[str, StoredTensor]
+) -> tuple[dict[str, str], dict[str, str], str]:
+    """Names to pair by, by the names that each side has, and a note on a prefix that was left out.
+
+    Components that wrappers insert (`module.`, `_orig_mod.`) are left out where names stay distinct. Where most names
+    of one side begin with components that the other side's lack (`model.`), and more names agree without them, these
+    are left out, too.
+    """
+    first, second = _canonical(baseline), _canonical(candidate)
+    best, chosen = _agreeing(first, second), ("", "")
+    for side, names in (("baseline", first), ("candidate", second)):
+        for prefix in _prefixes(names.values()):
+            shorter = {name: path.removeprefix(prefix) for name, path in names.items()}
+            if len(set(shorter.values())) < len(shorter):
+                continue
+            found = _agreeing(shorter, second) if side == "baseline" else _agreeing(first, shorter)
+            if found > best:
+                best, chosen = found, (side, prefix)
+    side, prefix = chosen
+    if not prefix:
+        return first, second, ""
+    note = f'Names of the {side} begin with "{prefix}", those of the other do not; they are paired without it.'
+    if side == "baseline":
+        return {name: path.removeprefix(prefix) for name, path in first.items()}, second, note
+    return first, {name: path.removeprefix(prefix) for name, path in second.items()}, note
+
+
+def _canonical(tensors: Iterable[str]) -> dict[str, str]:
+    names = list(tensors)
+    found = {name: canonical_path(name) for name in names}
+    return found if len(set(found.values())) == len(names) else {name: name for name in names}
+
+
+def _prefixes(paths: Iterable[str]) -> Iterator[str]:
+    """Leading components that most paths share."""
+    counts: dict[str, int] = {}
+    total = 0
+    for path in paths:
+        total += 1
+        parts = path.split(".")
+        for length in range(1, min(_MOST_PREFIX, len(parts) - 1) + 1):
+            prefix = ".".join(parts[:length]) + "."
+            counts[prefix] = counts.get(prefix, 0) + 1
+    yield from (prefix for prefix, count in counts.items() if 2 * count > total)
+
+
+def _agreeing(baseline: Mapping[str, str], candidate: Mapping[str, str]) -> int:
+    return len({*baseline.values()} & {*candidate.values()})
+
+
+Key = tuple[str, tuple[int, ...], int, int]
+"""Dtype, shape, fingerprint, multiset: equal for tensors with the same bits."""
+
+
+def content_keys(one: Measured) -> list[Key]:
+    """The keys of a tensor, in its own dtype and in shorter ones."""
+    return [
+        (dtype, one.tensor.shape, int(summary["fingerprint"]), int(summary["multiset"]))
+        for dtype, summary in one.summaries.items()
+    ]
+
+
+def by_content(tensors: Mapping[str, Measured]) -> dict[Key, list[str]]:
+    """Names by contents. Tensors whose elements are all one number are left out: they could be any."""
+    found: dict[Key, list[str]] = {}
+    for name, one in tensors.items():
+        if not one.is_constant:
+            for key in content_keys(one):
+                found.setdefault(key, []).append(name)
+    return found
+
+
+def likest(name: str, others: Sequence[str]) -> str:
+    """The name that is most like another one: the same numbers, then the same last component."""
+    own, last = numbers(name), name.rpartition(".")[2]
+    return min(others, key=lambda other: (numbers(other) != own, other.rpartition(".")[2] != last))
+
+
+def multiset_in(one: Measured, dtype: str) -> tuple[int, int] | None:
+    """Multiset fingerprint and number of elements in a dtype; None if it is not known."""
+    summary: Any = one.summaries.get(dtype)
+    return None if summary is None else (int(summary["multiset"]), one.tensor.size)
+
+
+def rearranged(baseline: Measured, candidate: Measured) -> str | None:
+    """The dtype in which two tensors have the same numbers in any order; None if they have not."""
+    dtype = common_dtype(baseline.tensor.dtype, candidate.tensor.dtype)
+    if dtype is None or baseline.is_constant or candidate.is_constant:
+        return None
+    first, second = multiset_in(baseline, dtype), multiset_in(candidate, dtype)
+    return dtype if first is not None and first == second else None
+
+
+_MODULUS = 1 << 64
+
+
+def fused_parts(
+    whole: Measured, parts: Mapping[str, Measured], families: Sequence[Sequence[str]]
+) -> tuple[list[list[str]], str] | None:
+    """Tensors whose numbers together are those of a whole: two or three, or families of experts.
+
+    Args:
+        whole: The tensor of one side.
+        parts: Tensors of the other side that have no partner.
+        families: Names of `parts` that differ in one number only, each in the order of that number.
+
+    Returns:
+        A list for each part, with the names that are stacked to make it, and the dtype in which the numbers are equal;
+        None if there are none.
+    """
+    if whole.is_constant or not parts:
+        return None
+    dtypes = [common_dtype(whole.tensor.dtype, one.tensor.dtype) for one in parts.values()]
+    own = numbers(_name(whole))
+    near = [[name] for name in parts if numbers(name) == own]
+    stacks = [list(family) for family in families if _fixed(family) == own]
+    for groups, least in ((near, 2), (stacks, 1)):
+        for count in range(least, min(3, len(groups)) + 1):
+            for chosen in combinations(groups, count):
+                names = [name for group in chosen for name in group]
+                dtype = common_dtype(whole.tensor.dtype, parts[names[0]].tensor.dtype)
+                if dtype in dtypes and dtype is not None and _adds_up(whole, [parts[name] for name in names], dtype):
+                    return list(chosen), dtype
+    return None
+
+
+def _name(one: Measured) -> str:
+    return one.tensor.name
+
+
+def _fixed(family: Sequence[str]) -> tuple[int, ...]:
+    """The numbers that all names of a family share, without the one in which they differ."""
+    table = np.array([numbers(name) for name in family])
+    return tuple(int(column[0]) for column in table.T if (column == column[0]).all())
+
+
+def _adds_up(whole: Measured, parts: Sequence[Measured], dtype: str) -> bool:
+    target = multiset_in(whole, dtype)
+    found = [multiset_in(part, dtype) for part in parts]
+    if target is None or any(one is None for one in found):
+        return False
+    pairs = [one for one in found if one is not None]
+    return target == (sum(value for value, _ in pairs) % _MODULUS, sum(size for _, size in pairs))
+
+
+def families(names: Iterable[str]) -> list[list[str]]:
+    """Names that differ in one number, which counts from 0 on without gaps; in its order."""
+    by_rest: dict[tuple[str, int, tuple[int, ...]], dict[int, str]] = {}
+    for name in names:
+        own = numbers(name)
+        for position in range(len(own)):
+            rest = (*own[:position], *own[position + 1 :])
+            by_rest.setdefault((skeleton(name), position, rest), {})[own[position]] = name
+    return [
+        [members[number] for number in range(len(members))]
+        for members in by_rest.values()
+        if len(members) > 1 and all(number in members for number in range(len(members)))
+    ]

@@ -1,0 +1,123 @@
+"""What a path holds, found out from its files: `open_checkpoint`."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from traindiff.core.untrusted.demands import quoted
+from traindiff.core.untrusted.folder import Folder
+from traindiff.errors import CheckpointError
+from traindiff.state.sources import distributed_checkpoints, safetensors_files, torch_files, zero_checkpoints
+from traindiff.state.sources.index_files import of_index
+from traindiff.state.sources.live import of_object
+from traindiff.state.sources.recordings import of_recording
+from traindiff.state.stored import Checkpoint, StoredTensor, unreadable
+from traindiff.storage.location import file_system
+
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_SINGLE = (
+    "model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin", "consolidated.00.pth",
+)  # fmt: skip
+"""Files of a directory, in the order in which Hugging Face's libraries look for them."""
+
+_TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
+
+
+def open_checkpoint(source: Any) -> Checkpoint:
+    """What a path, a model or a state dict holds. Headers and pickles are read as data; elements are not read yet.
+
+    Args:
+        source: A local path or any fsspec URL of a file or directory, a model, or a state dict.
+
+    Raises:
+        CheckpointError: Nothing that can be read is there; the message names file and key.
+        ConfigError: The protocol of the URL is not known, or needs a package that is not installed.
+        RecordingError: A recording is damaged.
+    """
+    if not isinstance(source, str | os.PathLike):
+        tensors = of_object(source)
+        return _checked(Checkpoint(path=type(source).__name__, kind="in memory", tensors=tensors))
+    path = os.fspath(source)
+    files, root = file_system(path)
+    if not files.exists(root):
+        raise CheckpointError(f"{path} does not exist. Give a file or a directory of saved weights.")
+    if files.isdir(root):
+        return _checked(_of_directory(path, Folder(files, root, refuse=unreadable)))
+    folder = Folder(files, posixpath.dirname(root) or ".", refuse=unreadable)
+    return _checked(_of_file(path, folder, posixpath.basename(root)))
+
+
+def _checked(found: Checkpoint) -> Checkpoint:
+    if not found.tensors:
+        raise CheckpointError(f"{found.path} ({found.kind}) holds no tensors. Give a file or a directory that does.")
+    return found
+
+
+def _of_file(path: str, folder: Folder, name: str) -> Checkpoint:
+    if name.endswith(".index.json"):
+        return _of_index(path, folder, name)
+    start = folder.read_range(name, 0, 9).tobytes()
+    if name.endswith(".safetensors") or (start[8:9] == b"{" and not name.endswith(_TORCH_ENDINGS)):
+        return Checkpoint(path=path, kind="safetensors", tensors=safetensors_files.of_file(folder, name))
+    return Checkpoint(path=path, kind="torch.save", tensors=torch_files.of_file(folder, name))
+
+
+def _of_index(path: str, folder: Folder, name: str) -> Checkpoint:
+    read: Callable[[Folder, str], Mapping[str, StoredTensor]] = _read_one
+    tensors, notes = of_index(folder, name, read)
+    return Checkpoint(path=path, kind=f"files of {name}", tensors=tensors, notes=tuple(notes))
+
+
+def _read_one(folder: Folder, name: str) -> Mapping[str, StoredTensor]:
+    of_file = safetensors_files.of_file if name.endswith(".safetensors") else torch_files.of_file
+    return of_file(folder, name)
+
+
+def _of_directory(path: str, folder: Folder) -> Checkpoint:
+    names = folder.names()
+    if "run.json" in names:
+        tensors, notes = of_recording(path)
+        return Checkpoint(path=path, kind="recording", tensors=tensors, notes=tuple(notes))
+    if distributed_checkpoints.METADATA in names:
+        kind = "torch.distributed.checkpoint"
+        return Checkpoint(path=path, kind=kind, tensors=distributed_checkpoints.of_directory(folder))
+    zero = zero_checkpoints.directory_of(folder)
+    if zero is not None:
+        return Checkpoint(path=path, kind="DeepSpeed ZeRO", tensors=zero_checkpoints.of_directory(zero))
+    for name in _INDEXES:
+        if name in names:
+            return _of_index(path, folder, name)
+    for name in _SINGLE:
+        if name in names:
+            return _of_file(path, folder, name)
+    files = [name for name in names if name.endswith(".safetensors")]
+    files = files or [name for name in names if name.endswith(_TORCH_ENDINGS)]
+    if not files:
+        shown = ", ".join(quoted(name) for name in names[:5]) or "nothing"
+        raise CheckpointError(
+            f"{path} is no directory of saved weights: it holds {shown}. Give a file, or a directory with "
+            "model.safetensors, an index, .metadata (torch.distributed.checkpoint) or run.json (a recording)."
+        )
+    return _of_files(path, folder, files)
+
+
+def _of_files(path: str, folder: Folder, files: list[str]) -> Checkpoint:
+    """Files without an index, each with tensors of its own.
+
+    Raises:
+        CheckpointError: Two files have a tensor of one name.
+    """
+    found: dict[str, StoredTensor] = {}
+    holder: dict[str, str] = {}
+    for name in files:
+        for key, tensor in _read_one(folder, name).items():
+            if key in found:
+                raise unreadable(
+                    folder.path(name),
+                    f"{quoted(key)} is in {quoted(holder[key])}, too, and no index says which of them counts",
+                )
+            found[key], holder[key] = tensor, name
+    return Checkpoint(path=path, kind=f"{len(files)} files" if len(files) > 1 else files[0], tensors=found)

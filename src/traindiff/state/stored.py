@@ -1,0 +1,234 @@
+"""A tensor of a checkpoint: its dtype and shape, and its elements slab by slab, wherever its parts lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from traindiff.core.untrusted.demands import quoted
+from traindiff.core.untrusted.folder import Folder
+from traindiff.errors import CheckpointError
+from traindiff.state.dtypes import ITEM_BYTES, Bits, bits_type
+
+SLAB_BYTES = 1 << 24
+"""Bytes of a slab: as many rows as fit, at least one."""
+
+Role = Literal["parameter", "optimizer", "other"]
+
+
+def unreadable(where: str, what: str) -> CheckpointError:
+    """The error for a file of a checkpoint; `what` is a clause without a full stop."""
+    return CheckpointError(f"{where} cannot be read: {what}. Restore the file from where it was copied, or save again.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bytes:
+    """Some bytes of a file: uncompressed, one after the other.
+
+    Attributes:
+        folder: Opens the file.
+        name: Its name there.
+        offset: The first byte.
+        count: How many.
+    """
+
+    folder: Folder
+    name: str
+    offset: int
+    count: int
+
+    def read(self, first: int, count: int) -> NDArray[np.uint8]:
+        """`count` bytes from byte `first` on.
+
+        Raises:
+            CheckpointError: The file has ended.
+        """
+        inside = first >= 0 and count >= 0 and first + count <= self.count
+        found = self.folder.read_range(self.name, self.offset + first, count) if inside else np.empty(0, np.uint8)
+        if found.size != count or not inside:
+            raise unreadable(
+                self.folder.path(self.name),
+                "it ends, or a part of it ends, before the bytes that are described",
+            )
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the elements of a part lie.
+
+    Attributes:
+        content: The bytes, of the first element on.
+        strides: Of its dims in elements; None if they are row-major.
+    """
+
+    content: Bytes
+    strides: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Some elements of a tensor.
+
+    Attributes:
+        offset: First index: one entry for each dim of a box, one entry for a flat range of elements.
+        shape: Shape of the box; one entry for a flat range.
+        find: Finds the place of the elements, when they are read.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    find: Callable[[], Place]
+
+    def rows(self, first: int, end: int, dtype: str) -> Bits:
+        """Rows of a box, counted in the box; elements of a flat range."""
+        size, inner = ITEM_BYTES[dtype], prod(self.shape[1:])
+        kind, place = bits_type(dtype), self.find()
+        shape = (end - first, *self.shape[1:])
+        if kind.itemsize != size:
+            shape = (*shape, size // kind.itemsize)
+        if place.strides is None:
+            return place.content.read(first * inner * size, (end - first) * inner * size).view(kind).reshape(shape)
+        if 0 in shape:
+            return np.empty(shape, kind)
+        low = first * place.strides[0]
+        span = 1 + sum((length - 1) * step for length, step in zip(shape, place.strides, strict=True))
+        stored = place.content.read(low * size, span * size).view(kind)
+        steps = [step * kind.itemsize for step in place.strides]
+        return np.lib.stride_tricks.as_strided(stored, shape, steps, writeable=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """A tensor that can be read, in slabs along its first dim.
+
+    Attributes:
+        name: Its name in the checkpoint.
+        dtype: As torch spells it.
+        shape: Its shape; a tensor without dims has one element.
+        parts: Disjoint parts that together are all of it. Empty for a tensor in memory and for a summary.
+        role: What it is of.
+        memory: Slabs of a tensor in memory, by first and last row.
+        summary: Its summary, if that is all there is.
+        in_one: Whether it is one slab, because its elements are made of whole tensors.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...] = ()
+    role: Role = "parameter"
+    memory: Callable[[int, int], Bits] | None = None
+    summary: Any = None
+    in_one: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all elements."""
+        return self.size * ITEM_BYTES[self.dtype]
+
+    @property
+    def is_readable(self) -> bool:
+        """True if it has elements, and not only a summary."""
+        return self.summary is None
+
+    @property
+    def rows(self) -> int:
+        """Length of the first dim; 1 without dims."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def slabs(self) -> list[tuple[int, int]]:
+        """First and last row (excluded) of each slab."""
+        if self.in_one:
+            return [(0, self.rows)] if self.size else []
+        row_bytes = max(1, self.num_bytes // max(1, self.rows))
+        step = max(1, SLAB_BYTES // row_bytes)
+        return [(first, min(first + step, self.rows)) for first in range(0, self.rows, step)] if self.size else []
+
+    def slab(self, first: int, end: int) -> Bits:
+        """The rows from `first` to `end`, flat and contiguous.
+
+        Raises:
+            CheckpointError: A file has ended.
+        """
+        assert self.is_readable, "a summary has no elements"
+        if self.memory is not None:
+            return self.memory(first, end).reshape(-1)
+        shape = self.shape or (1,)
+        inner = prod(shape[1:])
+        if len(self.parts) == 1 and self.parts[0].shape == shape:
+            return np.ascontiguousarray(self.parts[0].rows(first, end, self.dtype)).reshape(-1)
+        kind = bits_type(self.dtype)
+        words = ITEM_BYTES[self.dtype] // kind.itemsize
+        made = np.empty((end - first, *shape[1:], words), kind)
+        flat = made.reshape(-1, words)
+        for part in self.parts:
+            if len(part.offset) == 1 and (len(shape) > 1 or not self.shape):  # a flat range
+                begin, stop = part.offset[0], part.offset[0] + part.shape[0]
+                low, high = max(begin, first * inner), min(stop, end * inner)
+                if low < high:
+                    found = part.rows(low - begin, high - begin, self.dtype)
+                    flat[low - first * inner : high - first * inner] = found.reshape(-1, words)
+                continue
+            low, high = max(part.offset[0], first), min(part.offset[0] + part.shape[0], end)
+            if low < high and 0 not in part.shape:
+                box = (slice(low - first, high - first), *(
+                    slice(begin, begin + length)
+                    for begin, length in zip(part.offset[1:], part.shape[1:], strict=True)
+                ))  # fmt: skip
+                found = part.rows(low - part.offset[0], high - part.offset[0], self.dtype)
+                made[box] = found.reshape((*found.shape[: len(shape)], words))
+        return made.reshape(-1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """What a path, a model or a state dict holds.
+
+    Attributes:
+        path: As the user gave it.
+        kind: What it is, in words.
+        tensors: By name, in the order of the checkpoint.
+        notes: What a reader should know of it, sentences.
+    """
+
+    path: str
+    kind: str
+    tensors: Mapping[str, StoredTensor]
+    notes: tuple[str, ...] = field(default=())
+
+
+def check_parts(where: str, tensor: StoredTensor) -> StoredTensor:
+    """The tensor, after checking that its parts lie inside of it and are as many elements as it has.
+
+    Raises:
+        CheckpointError: A part is missing, is there twice, or lies outside.
+    """
+    shape = tensor.shape or (1,)
+    held = 0
+    for part in tensor.parts:
+        limits = shape if len(part.offset) == len(shape) else (tensor.size,)
+        pairs = zip(part.offset, part.shape, limits, strict=False)
+        if len(part.offset) != len(limits) or any(
+            first < 0 or length < 0 or first + length > limit for first, length, limit in pairs
+        ):
+            raise unreadable(where, f"a part of {quoted(tensor.name)} lies outside of its shape {list(tensor.shape)}")
+        held += prod(part.shape)
+    if held != tensor.size:
+        raise unreadable(
+            where,
+            f"its parts of {quoted(tensor.name)} have {held} elements, and the tensor has {tensor.size} (shape "
+            f"{list(tensor.shape)}): a shard is {'missing' if held < tensor.size else 'there twice'}",
+        )
+    return tensor

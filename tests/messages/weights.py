@@ -1,0 +1,193 @@
+"""What `traindiff weights` says of checkpoints, maps and accepted differences that it cannot use."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+import traindiff
+from tests.messages.command_line import command
+from tests.messages.provoking import Chapter
+from traindiff.state.sources.opening import open_checkpoint
+
+chapter = Chapter("Saved weights that cannot be used", [])
+situation = chapter.situation
+
+STATE = {"weight": torch.arange(12.0).reshape(3, 4), "bias": torch.arange(3.0)}
+
+
+def opened(path: Path) -> None:
+    """Read everything that is there."""
+    for tensor in open_checkpoint(path).tensors.values():
+        for slab in tensor.slabs:
+            tensor.slab(*slab)
+
+
+@situation("nothing is there")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    return command("weights", "a", "b")
+
+
+@situation("a directory of something else")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    (here / "notes.txt").write_text("")
+    opened(here)
+
+
+@situation("an object that is no model")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    traindiff.weights([1, 2], STATE)
+
+
+@situation("a model of DTensors")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    class Sharded(torch.Tensor):
+        placements = ()
+
+    traindiff.weights({"weight": torch.ones(3).as_subclass(Sharded)}, STATE)
+
+
+@situation("a file without tensors")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    torch.save({"epoch": 3}, here / "last.pt")
+    opened(here / "last.pt")
+
+
+@situation("a recording without parameters")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(2, 2)
+    with traindiff.record(here / "run", model, observe="forward"):
+        model(torch.ones(1, 2)).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    opened(here / "run")
+
+
+@situation("nothing in common")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    save_file(STATE, here / "a.safetensors")
+    save_file({"other": torch.ones(7)}, here / "b.safetensors")
+    traindiff.weights(here / "a.safetensors", here / "b.safetensors")
+
+
+@situation("safetensors that are cut off")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    save_file(STATE, here / "a.safetensors")
+    (here / "a.safetensors").write_bytes((here / "a.safetensors").read_bytes()[:-8])
+    opened(here)
+
+
+@situation("safetensors that are cut off while they are read")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    save_file(STATE, here / "a.safetensors")
+    found = open_checkpoint(here).tensors["weight"]
+    (here / "a.safetensors").write_bytes((here / "a.safetensors").read_bytes()[:-48])
+    found.slab(0, 3)
+
+
+@situation("an index that names a file which is not there")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    save_file(STATE, here / "a.safetensors")
+    weight_map = {"weight": "a.safetensors", "head": "b.safetensors"}
+    (here / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    opened(here)
+
+
+@situation("a file that lacks a tensor of the index")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    save_file(STATE, here / "a.safetensors")
+    weight_map = {"weight": "a.safetensors", "head": "a.safetensors"}
+    (here / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    opened(here)
+
+
+@situation("a pickle with code")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    class Runs:
+        def __reduce__(self) -> Any:
+            return os.getcwd, ()
+
+    torch.save({"weight": torch.ones(3), "other": Runs()}, here / "model.pt")
+    opened(here / "model.pt")
+
+
+@situation("a file that is no archive")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    torch.save(STATE, here / "model.pt", _use_new_zipfile_serialization=False)
+    opened(here / "model.pt")
+
+
+def distributed(here: Path, change: Callable[[Any], object]) -> None:
+    """Read a directory of torch.distributed.checkpoint whose metadata are changed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": STATE}, checkpoint_id=here / "dcp", no_dist=True)
+    content = pickle.loads((here / "dcp" / ".metadata").read_bytes())
+    change(content.state_dict_metadata["model.weight"].chunks)
+    (here / "dcp" / ".metadata").write_bytes(pickle.dumps(content))
+    opened(here / "dcp")
+
+
+@situation("a shard is missing")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    distributed(here, lambda chunks: chunks.clear())
+
+
+@situation("a shard lies outside of its tensor")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    distributed(here, lambda chunks: setattr(chunks[0], "sizes", torch.Size([3, 5])))
+
+
+def with_file(option: str, text: str) -> Callable[[Path, pytest.MonkeyPatch], None]:
+    """Compare with a map, or with accepted differences."""
+
+    def provoke(here: Path, patched: pytest.MonkeyPatch) -> None:
+        Path("file.toml").write_text(text)
+        traindiff.weights(STATE, dict(STATE), **{option: "file.toml"})  # type: ignore[arg-type]
+
+    return provoke
+
+
+ENTRY = '[[tensor]]\nbaseline = ["weight"]\ncandidate = ["weight"]\n'
+
+FILES: Mapping[str, tuple[str, str]] = {
+    "accepted differences without entries": ("accept", ""),
+    "accepted differences that are not TOML": ("accept", "[accept"),
+    "an accepted difference without a reason": ("accept", '[[accept]]\nname = "weight"'),
+    "an accepted difference with an unknown key": ("accept", '[[accept]]\nname = "a"\nreason = "b"\nwhy = "c"'),
+    "a map without entries": ("map", ""),
+    "an entry of a map without a candidate": ("map", '[[tensor]]\nbaseline = ["weight"]'),
+    "an entry of a map with an unknown key": ("map", f"{ENTRY}grops = 3"),
+    "an entry of a map from many to many": ("map", '[[tensor]]\nbaseline = ["a", "b"]\ncandidate = ["c", "d"]'),
+    "an entry of a map with heads of something else": ("map", f"{ENTRY}heads = [1, 2]"),
+    "an entry of a map with layers on one side": ("map", '[[tensor]]\nbaseline = ["a.{n}"]\ncandidate = ["b"]'),
+    "an entry of a map with groups of nothing": ("map", f"{ENTRY}groups = 2"),
+    "an entry of a map that does not fit": ("map", f"{ENTRY}heads = [5]"),
+}
+for title, (option, text) in FILES.items():
+    situation(title)(with_file(option, text))
+
+
+@situation("a map that is missing")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    traindiff.weights(STATE, dict(STATE), map="nothing.toml")
+
+
+@situation("a map that cannot be written")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    from typer.testing import CliRunner
+
+    from traindiff.cli.commands import app
+
+    save_file(STATE, here / "a.safetensors")
+    arguments = ["weights", "a.safetensors", "a.safetensors", "--propose", "nowhere/map.toml"]
+    return CliRunner().invoke(app, arguments, catch_exceptions=False).stderr

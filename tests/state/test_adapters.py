@@ -1,0 +1,93 @@
+"""Adapters that are merged, not merged, or merged otherwise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import traindiff
+from tests.state.models import State
+
+torch.manual_seed(0)
+BASE: State = {f"layers.{number}.proj.weight": torch.randn(48, 32) * 0.02 for number in range(3)} | {
+    "norm.weight": torch.randn(32)
+}
+FACTORS: State = {
+    f"base_model.model.layers.{number}.proj.lora_{which}.weight": torch.randn(shape) * 0.05
+    for number in range(3)
+    for which, shape in (("A", (4, 32)), ("B", (48, 4)))
+}
+
+
+def merged(scale: float) -> State:
+    return {
+        name: value + scale * FACTORS[_factor(name, "B")] @ FACTORS[_factor(name, "A")] if "proj" in name else value
+        for name, value in BASE.items()
+    }
+
+
+def _factor(name: str, which: str) -> str:
+    return f"base_model.model.{name.removesuffix('weight')}lora_{which}.weight"
+
+
+def in_peft() -> State:
+    """As a model with an adapter has it."""
+    made = {name.replace(".weight", ".default.weight"): value for name, value in FACTORS.items()}
+    for name, value in BASE.items():
+        made[f"base_model.model.{name.replace('.weight', '.base_layer.weight') if 'proj' in name else name}"] = value
+    return made
+
+
+@pytest.mark.parametrize("scale", [2.0, 0.5, -1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("back", [False, True])
+def test_a_merged_adapter_is_equivalent_and_its_scale_is_named(scale: float, dtype: torch.dtype, *, back: bool) -> None:
+    sides = [in_peft(), {name: value.to(dtype) for name, value in merged(scale).items()}]
+    result = traindiff.weights(*(reversed(sides) if back else sides))
+
+    assert result.verdict == "equivalent"
+    found = [one for one in result.relations if one.kind == "merged"]
+    assert {one.message for one in found} == {f"is W + s B A with s = {scale:g}"}
+    assert len(found) == 3
+
+
+def test_an_adapter_that_is_not_merged_is_a_difference() -> None:
+    result = traindiff.weights(in_peft(), {name: value.bfloat16() for name, value in BASE.items()})
+
+    assert [one.kind for one in result.differences] == ["not-merged"] * 3
+    assert result.exit_code == 1
+
+
+def test_an_adapter_alone_is_held_against_a_base() -> None:
+    assert traindiff.weights(FACTORS, merged(2.0), base=BASE).verdict == "equivalent"
+    assert {one.kind for one in traindiff.weights(FACTORS, BASE, base=BASE).differences} == {"not-merged"}
+
+
+def test_something_else_in_the_weight_is_not_called_merged() -> None:
+    other = merged(2.0)
+    other["layers.1.proj.weight"] = other["layers.1.proj.weight"] + 1e-4 * torch.randn(48, 32)
+    (found,) = traindiff.weights(in_peft(), other).differences
+
+    assert (found.kind, found.candidate) == ("other", ("layers.1.proj.weight",))
+
+
+def test_an_adapter_below_rounding_is_neither_called_merged_nor_not() -> None:
+    small = {name: value * 1e-4 if "lora_B" in name else value for name, value in in_peft().items()}
+    result = traindiff.weights(small, {name: value.bfloat16() for name, value in BASE.items()})
+
+    assert result.verdict == "equivalent"
+    assert any("hides whether the adapter is merged" in one.message for one in result.relations)
+
+
+def test_an_adapter_of_zeros_changes_nothing() -> None:
+    fresh = {name: torch.zeros_like(value) if "lora_B" in name else value for name, value in in_peft().items()}
+
+    assert traindiff.weights(fresh, BASE).verdict == "equivalent"
+
+
+def test_two_sides_with_adapters_are_compared_as_they_are() -> None:
+    other = in_peft()
+    name = next(name for name in other if "lora_B" in name)
+
+    assert traindiff.weights(in_peft(), in_peft()).verdict == "identical"
+    assert [one.name for one in traindiff.weights(in_peft(), other | {name: 2 * other[name]}).differences] == [name]

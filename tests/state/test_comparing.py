@@ -1,0 +1,324 @@
+"""What `traindiff.weights` says of models that were converted, sharded, cast or mixed up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import traindiff
+from tests.state.models import GROUPS, HEADS, LAYERS, State, bfloat16, hugging_face, megatron, pairs, torchtitan
+from traindiff.errors import CheckpointError
+from traindiff.state.comparison import WeightsComparison
+
+STATE = hugging_face()
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+UP = "model.layers.0.mlp.up_proj.weight"
+DOWN = "model.layers.0.mlp.down_proj.weight"
+NORM = "model.norm.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def weights(baseline: Mapping[str, Tensor], candidate: Mapping[str, Tensor]) -> WeightsComparison:
+    return traindiff.weights({**baseline}, {**candidate})
+
+
+def of_kind(result: WeightsComparison) -> dict[str, set[str]]:
+    """Names in the candidate (or else in the baseline) by kind, without what is identical."""
+    found: dict[str, set[str]] = {}
+    for one in result.relations:
+        if one.kind != "identical":
+            found.setdefault(one.kind, set()).add(one.name)
+    return found
+
+
+def test_the_same_bits_are_identical() -> None:
+    result = weights(STATE, {name: value.clone() for name, value in STATE.items()})
+
+    assert (result.verdict, result.exit_code, len(result.relations)) == ("identical", 0, len(STATE))
+
+
+def test_one_changed_element_is_found_with_its_row() -> None:
+    changed = STATE[UP].clone()
+    changed[17, 3] += 1e-6
+    result = weights(STATE, STATE | {UP: changed})
+
+    assert (result.verdict, result.exit_code) == ("diverged", 1)
+    (found,) = result.differences
+    assert (found.candidate, found.evidence["unequal"], found.evidence["first_row"]) == ((UP,), 1, 17)
+    assert "1 of 6144 elements differ, all in row 17 of 96" in found.message
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("back", [False, True])
+def test_a_cast_is_named_in_both_directions(dtype: torch.dtype, *, back: bool) -> None:
+    short = {name: value.to(dtype) for name, value in STATE.items()}
+    result = weights(short, STATE) if back else weights(STATE, short)
+
+    assert result.verdict == "equivalent"
+    assert of_kind(result) == {"cast": {*STATE}}
+    assert {one.evidence["dtype"] for one in result.relations} == {str(dtype).removeprefix("torch.")}
+
+
+def test_a_cast_that_cuts_off_is_told_from_one_that_rounds() -> None:
+    cut = {name: (value.view(torch.int32) & -65536).view(torch.float32).bfloat16() for name, value in STATE.items()}
+    result = weights(STATE, cut)
+
+    assert result.verdict == "equivalent"
+    assert {one.evidence["rounding"] for one in result.relations if one.name == UP} == {"truncated"}
+
+
+def test_a_cast_that_rounds_up_or_down_by_chance_is_called_that() -> None:
+    torch.manual_seed(0)
+    low = (STATE[UP].view(torch.int32) & -65536).view(torch.float32)
+    high = ((STATE[UP].view(torch.int32) & -65536) + 65536).view(torch.float32)
+    chosen = torch.where(torch.rand_like(low) < 0.5, low, high).bfloat16()
+    (found,) = weights({UP: STATE[UP]}, {UP: chosen}).relations
+
+    assert (found.word, found.kind, found.evidence["rounding"]) == ("equivalent", "cast", "other")
+
+
+def test_numbers_that_went_through_a_shorter_dtype_are_found() -> None:
+    result = weights(STATE, {name: value.bfloat16().float() for name, value in STATE.items()})
+
+    assert result.verdict == "equivalent"
+    assert of_kind(result) == {"through": {name for name, value in STATE.items() if value.std() > 0}}
+
+
+def test_a_small_change_of_rounded_numbers_is_no_rounding() -> None:
+    torch.manual_seed(0)
+    rounded = STATE[UP].bfloat16().float()
+    for near in (rounded, torch.ones_like(rounded)):
+        (found,) = weights({UP: near}, {UP: near * (1 + 1e-5 * torch.randn_like(near))}).relations
+        assert (found.word, found.kind) == ("differs", "other")
+
+
+@pytest.mark.parametrize("convert", [torchtitan, megatron])
+@pytest.mark.parametrize("cast", [lambda state: state, bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("back", [False, True])
+def test_a_conversion_to_another_library_is_equivalent_both_ways(
+    convert: Callable[[Mapping[str, Tensor]], State], cast: Callable[[State], State], *, back: bool
+) -> None:
+    converted = cast(convert(STATE))
+    result = weights(converted, STATE) if back else weights(STATE, converted)
+
+    assert result.verdict == "equivalent"
+    assert {name for one in result.relations for name in (one.candidate if back else one.baseline)} == {*STATE}
+
+
+def test_rotary_pairs_under_other_names_are_a_layout_and_under_the_same_name_a_difference() -> None:
+    converted = torchtitan(STATE)
+    other_names = weights(STATE, converted)
+    same_name = weights(STATE, STATE | {QUERY: pairs(STATE[QUERY], HEADS)})
+
+    (layout,) = {one.layout for one in other_names.relations if ".wk." in one.name}
+    assert layout is not None
+    assert layout.heads == (GROUPS,)
+    assert (same_name.verdict, of_kind(same_name)) == ("diverged", {"rearranged": {QUERY}})
+    assert f"rotary halves to interleaved pairs in {HEADS} heads" in same_name.differences[0].message
+
+
+def test_grouped_queries_keys_and_values_are_found_in_one_tensor() -> None:
+    result = weights(STATE, megatron(STATE))
+
+    fused = [one for one in result.relations if "linear_qkv.weight" in one.name]
+    assert {(one.kind, len(one.baseline)) for one in fused} == {("fused", 3)}
+    assert {(one.layout.join, one.layout.groups) for one in fused if one.layout} == {("interleave", GROUPS)}
+
+
+def test_a_fused_tensor_with_a_fault_is_not_called_the_same() -> None:
+    converted = megatron(STATE)
+    name = "decoder.layers.1.self_attention.linear_qkv.weight"
+    converted[name] = converted[name].clone()
+    converted[name][5, 5] += 1
+    result = weights(STATE, converted)
+
+    assert (result.verdict, result.exit_code) == ("incomplete", 3)
+    assert name in of_kind(result)["only-candidate"]
+
+
+def test_stacked_experts_are_found() -> None:
+    torch.manual_seed(0)
+    experts = {f"mlp.experts.{number}.{name}.weight": torch.randn(6, 8) for number in range(4) for name in ("w1", "w3")}
+    one, two = (
+        torch.stack([experts[f"mlp.experts.{number}.{name}.weight"] for number in range(4)]) for name in ("w1", "w3")
+    )
+    joined = {"mlp.gate_up_proj": torch.cat([one, two], dim=1)}
+
+    assert of_kind(weights(experts, {"mlp.w1": one, "mlp.w3": two})) == {"fused": {"mlp.w1", "mlp.w3"}}
+    (found,) = weights(experts, joined).relations
+    assert (found.word, found.kind, len(found.baseline)) == ("equivalent", "fused", 8)
+
+
+def test_transposed_layers_of_gpt2_are_found() -> None:
+    torch.manual_seed(0)
+    parts = {f"h.0.attn.{name}.weight": torch.randn(8, 8) for name in "qkv"} | {"h.0.mlp.fc.weight": torch.randn(12, 8)}
+    whole = {
+        "h.0.attn.c_attn.weight": torch.cat([parts[f"h.0.attn.{name}.weight"] for name in "qkv"]).t().contiguous(),
+        "h.0.mlp.c_fc.weight": parts["h.0.mlp.fc.weight"].t().contiguous(),
+    }
+
+    for first, second in ((parts, whole), (whole, parts)):
+        result = weights(first, second)
+        assert result.verdict == "equivalent"
+        assert {one.layout.transpose for one in result.relations if one.layout} == {True}
+
+
+FAULTS: Mapping[str, tuple[Callable[[], State], str, str]] = {
+    "scaled": (lambda: {UP: STATE[UP] * 2.5}, "scaled", "times 2.5"),
+    "negated": (lambda: {UP: -STATE[UP]}, "scaled", "times -1"),
+    "zero": (lambda: {UP: torch.zeros_like(STATE[UP])}, "zero", "is zero in all elements"),
+    "one added": (lambda: {UP: STATE[UP] + 1}, "offset", "plus 1 in every element"),
+    "transposed": (lambda: {QUERY: STATE[QUERY].t().contiguous()}, "rearranged", "transposed"),
+    "rows reversed": (lambda: {UP: STATE[UP].flip(0)}, "rearranged", "rows are in another order"),
+    "heads swapped": (
+        lambda: {QUERY: STATE[QUERY][[*range(16, 32), *range(16), *range(32, 64)]]},
+        "rearranged",
+        "2 of 4 blocks of 16 rows are in another order",
+    ),
+    "columns in another order": (lambda: {UP: STATE[UP].roll(1, 1)}, "rearranged", "columns are in another order"),
+    "a shard twice": (lambda: {UP: torch.cat([STATE[UP][:48]] * 2)}, "repeated-shard", "rows 48 to 95 of 96"),
+    "a shard missing": (
+        lambda: {DOWN: torch.cat([STATE[DOWN][:, :48], torch.zeros(64, 48)], 1)},
+        "missing-shard",
+        "zeros in columns 48 to 95 of 96",
+    ),
+    "a shard of a vector missing": (
+        lambda: {NORM: torch.cat([torch.ones(32), torch.zeros(32)])},
+        "missing-shard",
+        "zeros in elements 32 to 63 of 64",
+    ),
+    "another tensor": (lambda: {UP: STATE[UP.replace("up", "gate")]}, "moved", "mlp.gate_proj"),
+    "another shape": (lambda: {UP: STATE[UP][:, :60]}, "shape", "[96, 60]"),
+    "noise": (lambda: {UP: STATE[UP] + 1e-4 * torch.randn(96, 64)}, "other", "6144 of 6144 elements differ"),
+    "not a number": (lambda: {UP: STATE[UP] / torch.zeros(1)}, "other", "NaN or infinity"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("cast", [lambda state: state, bfloat16], ids=["float32", "bfloat16"])
+def test_a_fault_is_named_for_what_it_is_with_and_without_a_cast(fault: str, cast: Callable[[State], State]) -> None:
+    make, kind, words = FAULTS[fault]
+    torch.manual_seed(0)
+    made = make()
+    result = weights(STATE, cast({**STATE, **made}))
+
+    assert result.exit_code == 1
+    assert {one.name: one.kind for one in result.differences} == dict.fromkeys(made, kind)
+    assert words.replace("6144 of 6144 elements differ", "elements differ") in result.differences[0].message
+
+
+def test_a_padded_vocabulary_is_equivalent_if_the_padding_is_zero() -> None:
+    padded = torch.cat([STATE[EMBEDDING], torch.zeros(56, 64)])
+    other = torch.cat([STATE[EMBEDDING], torch.ones(56, 64)])
+
+    assert of_kind(weights(STATE, STATE | {EMBEDDING: padded})) == {"padded": {EMBEDDING}}
+    assert weights(STATE, STATE | {EMBEDDING: padded}).verdict == "equivalent"
+    assert weights(STATE | {EMBEDDING: padded}, bfloat16(STATE)).verdict == "equivalent"
+    assert weights(STATE, STATE | {EMBEDDING: other}).verdict == "incomplete"
+
+
+def test_tied_and_untied_embeddings_are_the_same_model() -> None:
+    untied = STATE | {"lm_head.weight": STATE[EMBEDDING].clone()}
+    tied = {name: value for name, value in untied.items() if name != "lm_head.weight"}
+
+    for first, second in ((untied, tied), (tied, untied), (bfloat16(untied), tied)):
+        result = weights(first, second)
+        assert result.verdict == "equivalent"
+        assert of_kind(result)["tied"] == {"lm_head.weight"}
+
+
+def test_layers_that_are_shifted_or_swapped_are_said_in_one_sentence() -> None:
+    def from_layers(places: Mapping[int, int]) -> State:
+        made = dict(STATE)
+        for here, there in places.items():
+            for name in STATE:
+                if f".layers.{here}." in name:
+                    made[name] = STATE[name.replace(f".layers.{here}.", f".layers.{there}.")]
+        return made
+
+    shifted = weights(STATE, from_layers({number: number + 1 for number in range(LAYERS - 1)}))
+    swapped = weights(STATE, from_layers({0: 2, 2: 0}))
+
+    assert shifted.sentences == ("model.layers: 0 to 1 hold what the baseline has in 1 to 2: layers are shifted.",)
+    assert swapped.sentences == ("model.layers: 0 and 2 are swapped.",)
+    assert {shifted.exit_code, swapped.exit_code} == {1}
+
+
+def test_gate_and_up_that_are_swapped_are_said_in_one_sentence() -> None:
+    made = {
+        name.replace("gate", "?").replace("up_", "gate_").replace("?", "up"): value for name, value in STATE.items()
+    }
+
+    assert weights(STATE, made).sentences == (
+        "model.layers.*.mlp.gate_proj.weight and model.layers.*.mlp.up_proj.weight are swapped, 3 times.",
+    )
+
+
+def test_an_adapter_that_was_never_applied_is_found_with_a_base() -> None:
+    tuned = {name: value * 1.1 if "q_proj" in name else value for name, value in STATE.items()}
+    result = traindiff.weights(tuned, bfloat16(STATE), base=dict(STATE))
+
+    assert of_kind(result)["base"] == {name for name in STATE if "q_proj" in name}
+    assert result.sentences[0].startswith(f"These {LAYERS} tensors are still those of ")
+
+
+def test_a_missing_tensor_is_incomplete() -> None:
+    less = {name: value for name, value in STATE.items() if name != UP}
+
+    for first, second, kind in ((STATE, less, "only-baseline"), (less, STATE, "only-candidate")):
+        result = weights(first, second)
+        assert (result.verdict, result.exit_code, of_kind(result)) == ("incomplete", 3, {kind: {UP}})
+
+
+def test_wrappers_and_a_prefix_are_no_difference() -> None:
+    wrapped = {f"_orig_mod.module.{name}": value for name, value in STATE.items()}
+    short = {name.removeprefix("model."): value * (1 + ("up" in name)) for name, value in STATE.items()}
+
+    assert weights(STATE, wrapped).verdict == "identical"
+    assert of_kind(weights(STATE, short)) == {"scaled": {name.removeprefix("model.") for name in STATE if "up" in name}}
+
+
+def test_models_without_anything_in_common_are_an_error_that_names_some_tensors() -> None:
+    with pytest.raises(CheckpointError, match=r'no tensor in common.*"model.embed_tokens.weight".*"other"'):
+        weights(STATE, {"other": torch.randn(3)})
+
+
+def test_the_optimizers_state_is_compared_where_both_have_it() -> None:
+    state = {"state": {0: {"exp_avg": torch.randn(3, 4)}}}
+    other = {"state": {0: {"exp_avg": torch.zeros(3, 4)}}}
+    model = {"weight": torch.randn(3, 4)}
+    result = traindiff.weights({"model": model, "optimizer": state}, {"model": model, "optimizer": other})
+
+    assert [(one.name, one.role, one.kind) for one in result.differences] == [
+        ("optimizer.state[0].exp_avg", "optimizer", "zero")
+    ]
+    assert traindiff.weights({"model": model, "optimizer": state}, model).verdict == "identical"
+
+
+def test_integers_are_compared_by_value() -> None:
+    ids = torch.arange(10)
+    long = {"weight": torch.ones(2), "ids": ids}
+
+    assert weights(long, {"weight": torch.ones(2), "ids": ids.int()}).verdict == "equivalent"
+    assert weights(long, {"weight": torch.ones(2), "ids": ids.int() + 1}).verdict == "diverged"
+    assert weights(long, {"weight": torch.ones(2), "ids": ids * ids}).differences[0].evidence["unequal"] == 8
+
+
+def test_a_base_is_found_under_a_map(tmp_path: Path) -> None:
+    (tmp_path / "map.toml").write_text(f'[[tensor]]\nbaseline = ["{UP}"]\ncandidate = ["up"]\n')
+    candidate = {"up" if name == UP else name: value for name, value in STATE.items()}
+    tuned = {**STATE, UP: STATE[UP] + 1e-3 * torch.randn(96, 64)}
+    result = traindiff.weights(tuned, candidate, base=dict(STATE), map=tmp_path / "map.toml")
+
+    assert of_kind(result) == {"base": {"up"}}
+
+
+def test_no_source_is_changed() -> None:
+    before = {name: value.clone() for name, value in STATE.items()}
+    weights(STATE, bfloat16(torchtitan(STATE)))
+
+    assert all(torch.equal(value, before[name]) for name, value in STATE.items())
