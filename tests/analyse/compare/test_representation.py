@@ -69,6 +69,17 @@ def test_noise_does_not_hide_that_gradients_follow_activations(size: float, verd
     assert {one.path for one in (*found.findings, *found.representation)} == {"fc"}
 
 
+@pytest.mark.parametrize(("size", "verdict"), [(0.01, "equivalent"), (0.2, "diverged")])
+def test_an_activation_that_has_nothing_in_common_hides_no_gradients(
+    size: float, verdict: str, measured: Measured
+) -> None:
+    replicas = [both(*(scaled(site, 0.5) for site in GRADIENTS))] * 2
+
+    found = measured(both(rotated(FC, 50.0), *(rotated(site, size) for site in GRADIENTS)), *replicas, build=with_loss)
+
+    assert found.verdict == verdict
+
+
 @pytest.mark.parametrize(
     "change", [lambda x: x * np.float32(np.nan), lambda x: x[:, :7]], ids=["not finite", "another shape"]
 )
@@ -143,6 +154,21 @@ def test_of_a_forced_run_and_where_the_user_sets_tolerances_each_operation_count
     assert compare(baseline, free).verdict == "equivalent"
     assert compare(baseline, free, rtol=1e-6).verdict == "diverged"
     assert compare(baseline, forced).verdict == "diverged"
+
+
+def test_the_gradient_of_an_activation_that_a_forced_run_does_not_show_leaves_nothing_open(tmp_path: Path) -> None:
+    baseline = record(tmp_path / "baseline", build=with_loss)
+    gradient = next(site for site in with_loss(0) if site[0] == "backward")
+    hidden: list[Edit] = [lambda _step, sites: sites.pop(gradient), rotated(HEAD, 1e-2)]
+    verdicts = [
+        compare(
+            baseline,
+            record(tmp_path / str(count), both(*hidden[:count]), build=with_loss, run={"forced_by": "baseline"}),
+        ).verdict
+        for count in (1, 2)
+    ]
+
+    assert verdicts == ["identical", "diverged"]
 
 
 def test_what_a_forced_training_reports_follows_from_what_was_found_before_it(tmp_path: Path) -> None:

@@ -159,10 +159,9 @@ class RunningComparison:
         """The comparison of the steps so far."""
         baseline, candidate = self.runs.runs
         calibration = self._measured.calibration
-        compared = not (self._forced or self._identical)
         notes, incomplete = limits(
             self.runs,
-            learning_agrees=self._judge.learning_agrees and compared,
+            learning_agrees=self._judge.learning_agrees and not self._identical,
             learning_compared=self._judge.learning_compared and not self._identical,
             same_bits=self._judge.observed_bits_agree,
         )

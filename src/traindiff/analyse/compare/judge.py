@@ -130,8 +130,8 @@ class Judge:
         if not self._found or not self.learning_agrees or self.tolerance is not None or self._first_bits:
             return False
         sizes = [found.difference for found in self._found.values() if math.isfinite(found.difference)]
-        if sizes and self.run.learning_apart > FOLLOWS * max(sizes):
-            return False  # noise may hide that the gradients follow
+        if sizes and self.run.learning_apart > FOLLOWS * min(1.0, max(sizes)):
+            return False  # noise may hide that the gradients follow; what differs by 1 or more has nothing in common
         return all(map(self._is_representation, self._found.values()))
 
     @property
