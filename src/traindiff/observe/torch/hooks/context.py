@@ -69,8 +69,6 @@ class Events:
         on_clipping: Before gradients are clipped, with the parameters that have them.
         on_gradients: Before something changes the gradients of an optimizer, or the optimizer reads them: with its tap,
             each tensor with the pieces of parameters in it, and whether the gradients contain the loss scale.
-        on_stepped: After an optimizer's step, right after the state and the elements of a parameter were read: with the
-            optimizer's tap, and the parameter.
         before_part: Before a pipeline's schedule runs a half of a backward pass that is no call of `backward`: with the
             tensors it starts from for gradients of activations, with none for the gradients of parameters.
         after_part: After it, also if it raised.
@@ -89,7 +87,6 @@ class Events:
     on_inner_backward: Event = field(default_factory=Event)
     on_clipping: Event = field(default_factory=Event)
     on_gradients: Event = field(default_factory=Event)
-    on_stepped: Event = field(default_factory=Event)
     before_part: Event = field(default_factory=Event)
     after_part: Event = field(default_factory=Event)
     on_schedule: Event = field(default_factory=Event)

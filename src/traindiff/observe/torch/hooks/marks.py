@@ -55,9 +55,9 @@ class Marks:
     def __init__(self) -> None:
         self._held: list[tuple[ReferenceType[Tensor], Sequence[Piece], bytes]] = []
 
-    def take(self, parameter: Tensor, pieces: Sequence[Piece], mark: bytes | None = None) -> None:
-        """Mark a parameter, given with the pieces that it holds, and with its mark if that is known."""
-        if mark is not None or (mark := mark_of(parameter)) is not None:
+    def take(self, parameter: Tensor, pieces: Sequence[Piece]) -> None:
+        """Mark a parameter, given with the pieces that it holds."""
+        if (mark := mark_of(parameter)) is not None:
             self._held.append((ref(parameter), pieces, mark))
 
     def forget(self) -> None:

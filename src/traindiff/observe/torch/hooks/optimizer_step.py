@@ -72,7 +72,6 @@ class OptimizerTap:
         self._sink = context.sink
         self._on_end = on_end
         self._on_gradients = context.events.on_gradients
-        self._on_stepped = context.events.on_stepped
         self._before_update = context.events.before_update
         self._unsettled = False
         self._has_closure = False
@@ -259,7 +258,6 @@ class OptimizerTap:
         if self._has_closure and not self._num_evaluations:
             self.gradients()
         held: set[str] = set()
-        updated = {id(parameter) for _, parameter, _ in self.updated()} if "update" in self._observe else ()
         with self._sink.together():
             for parameter, pieces in self.selected():
                 held.update(piece.path for piece in pieces)
@@ -267,9 +265,12 @@ class OptimizerTap:
                     self._state(parameter, pieces)
                 if "param" in self._observe:
                     self._emit_pieces(parameter, pieces, phase="param", slot="value")
-                if id(parameter) in updated:  # now, while its elements are in the cache
+        if "update" in self._observe:  # after another run's values were put in, if they are
+            updated = {id(parameter) for _, parameter, _ in self.updated()}
+            self.marks.forget()
+            for parameter, pieces in self.selected():
+                if id(parameter) in updated:
                     self.marks.take(parameter, pieces)
-                self._on_stepped(self, parameter)
         self._let_go(self.was_held - held)
         self.was_held |= held
 
