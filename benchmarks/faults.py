@@ -203,7 +203,7 @@ def of_fault(laboratory: Laboratory, case: Case) -> Iterator[Outcome]:
 def fault_outcome(case: Case, fault: Fault, mode: str, comparison: Comparison) -> Outcome:
     """What was said of a fault."""
     first = comparison.first_divergence
-    place = fault.place(forced=mode != "free")
+    place = fault.place
     located = first is not None and (first.step, first.phase, first.path) == place
     there = [
         row.difference

@@ -281,8 +281,7 @@ FURTHER_FAULTS: dict[str, Fault] = {
         path="head.weight", kind="missing",
     ),
     "bit-flipped-in-a-norm": Fault(
-        change=before_step(at(AT, _flip_bit("h.1.ln1.weight", 27))), step=AT, phase="forward", path="h.1.ln1",
-        free=("param", "h.1.ln1.weight"),
+        change=before_step(at(AT, _flip_bit("h.1.ln1.weight", 27))), step=AT, phase="param", path="h.1.ln1.weight",
     ),
     # -- of our own
     "softmax-in-bfloat16": Fault(

@@ -33,7 +33,6 @@ class Fault:
         step: Step of the first divergence.
         phase: Its phase; several where it may show in either.
         path: Its path.
-        free: Phase and path that runs which are not forced name instead: a parameter that was edited before its use.
         kind: What the diagnosis calls it; empty for any.
         word: Verdict.
         model: Model that is trained.
@@ -47,7 +46,6 @@ class Fault:
     step: int
     phase: str
     path: str
-    free: tuple[str, str] | None = None
     kind: str = ""
     word: str = "diverged"
     model: str = "gpt"
@@ -56,9 +54,10 @@ class Fault:
     base: Mapping[str, Any] = field(default_factory=dict)
     message: str = ""
 
-    def place(self, *, forced: bool = False) -> tuple[int, str, str]:
+    @property
+    def place(self) -> tuple[int, str, str]:
         """Step, phase and path of the first divergence."""
-        return (self.step, self.phase, self.path) if forced or self.free is None else (self.step, *self.free)
+        return self.step, self.phase, self.path
 
     def baseline(self, precision: str) -> Recipe:
         return recipe(self.model, self.optimizer, precision).but(steps=6, **self.base)  # type: ignore[arg-type]
@@ -419,12 +418,12 @@ FAULTS: dict[str, Fault] = {
         change=before_step(at(AT, _not_a_number)), step=AT, phase="forward", path="h.1.mlp.fc", kind="non-finite",
     ),
     "bit-flipped-in-exponent": Fault(
-        change=before_step(at(AT, _flip_bit("h.0.mlp.fc.weight", 28))), step=AT, phase="forward", path="h.0.mlp.fc",
-        free=("param", "h.0.mlp.fc.weight"),
+        change=before_step(at(AT, _flip_bit("h.0.mlp.fc.weight", 28))), step=AT, phase="param",
+        path="h.0.mlp.fc.weight",
     ),
     "bit-flipped-in-mantissa": Fault(
-        change=before_step(at(AT, _flip_bit("h.0.mlp.fc.weight", 22))), step=AT, phase="forward", path="h.0.mlp.fc",
-        free=("param", "h.0.mlp.fc.weight"), precisions=("float32",),
+        change=before_step(at(AT, _flip_bit("h.0.mlp.fc.weight", 22))), step=AT, phase="param",
+        path="h.0.mlp.fc.weight", precisions=("float32",),
     ),
     # -- randomness
     "dropout-in-one-run": Fault(

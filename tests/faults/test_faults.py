@@ -36,7 +36,7 @@ def test_a_fault_is_found_at_its_step_phase_and_site(name: str, precision: str, 
     first = comparison.first_divergence
     assert first is not None, str(comparison)
     assert comparison.verdict == fault.word
-    assert (first.step, first.phase, first.path) == fault.place(), str(comparison)
+    assert (first.step, first.phase, first.path) == fault.place, str(comparison)
     assert not fault.kind or first.kind == fault.kind, str(comparison)
     assert fault.message in first.message
 

@@ -30,7 +30,7 @@ COMPLETE = (
 """After these, nothing is missing."""
 
 REMOVED = "The reason: the training removed hooks of traindiff, which attached them again."
-UNHEARD = "although its parameters have gradients"
+UNHEARD = "although its parameters got gradients"
 UNSEEN_STEP = "the step of the optimizer was called without the hooks of traindiff"
 
 PARTLY = {
