@@ -91,6 +91,7 @@ def axis_numbers(page: Opened) -> dict[str, list[str]]:
     """By curve of values, the numbers beside its vertical axis."""
     if page.tab.locator("#more-curves").count():
         page.tab.click("#more-curves summary")
+        page.tab.wait_for_selector("#more-curves .plot canvas")  # drawn when it was opened
     found: dict[str, dict[str, None]] = {}
     heads = page.tab.locator(".curves .plot h4").all_inner_texts()
     plots = {head.rpartition(" (logged)")[0] for head in heads if not head.startswith("difference")}
