@@ -14,7 +14,6 @@ from traindiff.core.summary import UNIT_ROUNDOFF, number
 _WEIGHTS = {"betas[0]": 1.0, "betas[1]": 0.5}
 """Power of a bias correction in an update: that of the second moment is under a root."""
 
-
 _RECTIFIED = 5.0
 """RAdam multiplies an update by a factor that depends on 1 - beta^t if its rho exceeds this."""
 
@@ -37,6 +36,8 @@ def correction_error(table: StepTable, optimizers: Mapping[str, str]) -> float:
         table: The step, with the settings of its optimizers and their counts of steps.
         optimizers: Type by name of those in question.
     """
+    if not optimizers:
+        return 0.0  # as a rule; a step has thousands of sites
     settings: dict[str, dict[str, float]] = {}
     counts: set[float] = set()
     for key, entry in table.items():

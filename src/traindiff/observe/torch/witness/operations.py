@@ -170,36 +170,36 @@ def _added(layers: Layers, place: Place, held: Held, gradient: Tensor) -> Use:
     factor = 1.0
     if place.number == 1:
         factor = float(saved(place.node, "alpha")) * (-1.0 if kind_of(place.node).startswith("Sub") else 1.0)
-    return _elementwise(layers, place, held, gradient, factor * _as_float(gradient))
+    return _elementwise(layers, place, held, gradient, factor * of.as_float(gradient))
 
 
 def _bias(layers: Layers, place: Place, held: Held, gradient: Tensor) -> Use:
     """What is added to a product of matrices."""
-    return _elementwise(layers, place, held, gradient, saved(place.node, "beta") * _as_float(gradient))
+    return _elementwise(layers, place, held, gradient, saved(place.node, "beta") * of.as_float(gradient))
 
 
 def _multiplied(layers: Layers, place: Place, held: Held, gradient: Tensor) -> Use:
     """Products of elements."""
     other = _saved(place, "other" if place.number == 0 else "self")
-    product = _as_float(gradient) * _as_float(other)
+    product = of.as_float(gradient) * of.as_float(other)
     return _elementwise(layers, place, held, gradient, product, operand=roundoff(gradient))
 
 
 def _norm_weight(layers: Layers, place: Place, held: Held, gradient: Tensor) -> Use:
     """Weights of a layer norm."""
-    x, mean, scale = (_as_float(_saved(place, name)) for name in ("input", "result1", "result2"))
-    product = _as_float(gradient) * ((x - mean) * scale)
+    x, mean, scale = (of.as_float(_saved(place, name)) for name in ("input", "result1", "result2"))
+    product = of.as_float(gradient) * ((x - mean) * scale)
     return _elementwise(layers, place, held, gradient, product, is_norm=True)
 
 
 def _norm_bias(layers: Layers, place: Place, held: Held, gradient: Tensor) -> Use:
     """Biases of a layer norm."""
-    return _elementwise(layers, place, held, gradient, _as_float(gradient), is_norm=True)
+    return _elementwise(layers, place, held, gradient, of.as_float(gradient), is_norm=True)
 
 
 def _joined(layers: Layers, place: Place, held: Held, gradient: Tensor) -> Use:
     """Tensors that are put together; the node only cuts the gradient."""
-    return _elementwise(layers, place, held, gradient, place.node(_as_float(gradient))[place.number])
+    return _elementwise(layers, place, held, gradient, place.node(of.as_float(gradient))[place.number])
 
 
 def _embedded(layers: Layers, place: Place, held: Held, gradient: Tensor) -> Use:
@@ -299,11 +299,6 @@ def _saved(place: Place, name: str) -> Tensor:
     if found is None:
         raise NotWitnessedError("an operation saved nothing for its backward pass")
     return found.detach()
-
-
-def _as_float(tensor: Tensor) -> Tensor:
-    """A tensor in float32 at least."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _matrix(tensor: Tensor) -> Tensor:

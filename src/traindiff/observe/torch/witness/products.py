@@ -60,14 +60,14 @@ def convolution(
     groups, kernel = module.groups, module.kernel_size
     dims = len(kernel)
     batched = given.dim() == dims + 2
-    x = padding(_as_float(given if batched else given[None]))
+    x = padding(as_float(given if batched else given[None]))
     weight = b.reshape(PROBES, -1, *kernel).repeat(groups, *(1 for _ in range(dims + 1)))
     projected_input = _CONVOLUTIONS[dims](
         x, weight.to(x.dtype), None, module.stride, 0, module.dilation, groups
     ).unflatten(1, (groups, PROBES))
 
     def products(gradient: Tensor, signs: Tensor) -> Products:
-        g = _as_float(gradient if batched else gradient[None]).unflatten(1, (groups, -1)).flatten(3)
+        g = as_float(gradient if batched else gradient[None]).unflatten(1, (groups, -1)).flatten(3)
         q = torch.einsum("ngop,kgo->ngpk", g, signs.to(g.dtype).unflatten(1, (groups, -1)))
         return of_rows(q, projected_input.flatten(3).transpose(2, 3), rows=g.shape[0] * g.shape[3])
 
@@ -88,14 +88,14 @@ def transposed_convolution(given: Tensor, module: Any, signs: Tensor) -> Callabl
     groups, kernel = module.groups, module.kernel_size
     dims = len(kernel)
     batched = given.dim() == dims + 2
-    x = _as_float(given if batched else given[None])
+    x = as_float(given if batched else given[None])
     places = x.shape[2:]
     p = torch.einsum(
         "ngip,kgi->ngpk", x.unflatten(1, (groups, -1)).flatten(3), signs.to(x.dtype).unflatten(1, (groups, -1))
     )
 
     def products(gradient: Tensor, columns: Tensor) -> Products:
-        g = _as_float(gradient if batched else gradient[None])
+        g = as_float(gradient if batched else gradient[None])
         weight = columns.reshape(PROBES, -1, *kernel).repeat(groups, *(1 for _ in range(dims + 1)))
         found = _CONVOLUTIONS[dims](g, weight.to(g.dtype), None, module.stride, module.padding, module.dilation, groups)
         for dim, length in enumerate(places, 2):
@@ -196,12 +196,13 @@ def scaled(normalized: Tensor | None, gradient: Tensor, dims: int, *, axis: int 
     Returns:
         Shape (rows, elements of the weight); in float32 at least, except for a bias.
     """
-    product = gradient.detach() if normalized is None else _as_float(gradient) * normalized
+    product = gradient.detach() if normalized is None else as_float(gradient) * normalized
     if axis is None:
         return product.flatten(-dims).flatten(0, -2) if product.dim() > dims else product.reshape(1, -1)
     return product.movedim(axis, -1).flatten(0, -2) if product.dim() > 1 else product[None]
 
 
-def _as_float(tensor: Tensor) -> Tensor:
+def as_float(tensor: Tensor) -> Tensor:
+    """A tensor in float32 at least, without its graph."""
     found = tensor.detach()
     return found.to(torch.promote_types(found.dtype, torch.float32))
