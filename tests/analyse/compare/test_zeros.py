@@ -62,6 +62,43 @@ def without_a_row(x: Tensor) -> Tensor:
     return x * kept
 
 
+def with_gradient(path: Path, change: Callable[[Tensor], Tensor]) -> Path:
+    """A step in bfloat16 whose gradient of an embedding of ten tokens is changed behind the backward pass."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.EmbeddingBag(50, 8, mode="sum"), nn.Linear(8, 1)).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with traindiff.record(path, model, optimizer):
+        model(torch.arange(40).view(4, 10)).square().mean().backward()
+        weight = model[0].weight
+        weight.grad = change(weight.grad)
+        optimizer.step()
+    return path
+
+
+def test_a_row_of_zeros_in_a_gradient_is_told_by_its_zeros(tmp_path: Path) -> None:
+    def without_first(gradient: Tensor) -> Tensor:
+        rounded_otherwise = gradient * (1 + torch.randint_like(gradient, -1, 2) / 128)
+        return torch.cat([torch.zeros_like(gradient[:1]), rounded_otherwise[1:]])
+
+    baseline = with_gradient(tmp_path / "a", lambda gradient: gradient)
+    first = first_of(traindiff.compare(baseline, with_gradient(tmp_path / "b", without_first)))
+    assert (first.phase, first.path, first.kind) == ("grad", "0.weight", "zeros")
+    assert first.message.startswith(
+        "8 of 400 elements are zero in the candidate and not in the baseline, as many as 1 of its 50 rows hold."
+    )
+
+
+def test_single_elements_of_zeros_in_a_gradient_are_no_row(tmp_path: Path) -> None:
+    def without_a_column(gradient: Tensor) -> Tensor:
+        kept = torch.ones_like(gradient)
+        kept[:7, 0] = 0
+        return gradient * kept
+
+    baseline = with_gradient(tmp_path / "a", lambda gradient: gradient)
+    first = first_of(traindiff.compare(baseline, with_gradient(tmp_path / "b", without_a_column)))
+    assert "rows hold" not in first.message
+
+
 def same(x: Tensor) -> Tensor:
     return x * 1.0
 

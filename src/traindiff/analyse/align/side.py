@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 from traindiff.analyse.merge.distance import Pair
@@ -36,6 +36,8 @@ class SideStep:
         updates: Updates of the parameters; not in `table`.
         before: The parameters as the step found them, by path; of several evaluations, as the last one found them.
         known: Paths of all parameters and buffers that the run has shown so far.
+        buffers: What each buffer held when the run last showed it, as sites after the step: a buffer of integers is
+            recorded again only when it was written.
         earlier: The evaluations of the loss before the last one, with the parameters as each found them, and with how
             they moved until the next.
     """
@@ -44,6 +46,7 @@ class SideStep:
     updates: tuple[MergedSite, ...]
     before: Mapping[str, MergedSite]
     known: frozenset[str]
+    buffers: Mapping[SiteKey, MergedSite] = field(default_factory=dict)
     earlier: tuple[SideStep, ...] = ()
 
 
@@ -72,6 +75,7 @@ class Side:
         self._rename = rename
         self._updates = Updates()
         self._known: frozenset[str] = frozenset()
+        self._buffers: dict[SiteKey, MergedSite] = {}
         contents = [recording.rank_content(rank) for rank in recording.ranks]
         self.paths = _renamed(
             {path for one in contents for part in ("modules", "parameters") for path in one.get(part, {})}, rename
@@ -90,6 +94,13 @@ class Side:
         table = self._renamed(step.table)
         updates, before = self._updates.derive(table, step=step.step)
         self._known |= {key.path for key in table if key.phase == "param"}
+        shown = {
+            key: entry for key, entry in table.items()
+            if key.phase == "param" and key.slot == "buffer" and not entry.unobserved
+        }  # fmt: skip
+        for key in sorted(shown, key=lambda key: key.stage != BEFORE):  # what the step wrote comes last
+            after = key._replace(stage="")
+            self._buffers[after] = replace(shown[key], key=after, parts=())
         earlier = []
         for one in step.earlier:
             moved = {self._rename(path): entry for path, entry in one.moved.items() if not entry.unobserved}
@@ -100,7 +111,10 @@ class Side:
         if earlier:  # the first evaluation found them
             for key in [key for key in table if key[:2] == ("param", BEFORE)]:
                 earlier[0].table[key] = table.pop(key)
-        return SideStep(table=table, updates=tuple(updates), before=before, known=self._known, earlier=tuple(earlier))
+        return SideStep(
+            table=table, updates=tuple(updates), before=before, known=self._known, buffers=dict(self._buffers),
+            earlier=tuple(earlier),
+        )  # fmt: skip
 
     def _renamed(self, table: StepTable) -> dict[SiteKey, MergedSite]:
         renamed = {key: key._replace(path=self._rename(key.path)) for key in table}
@@ -155,7 +169,8 @@ def join(sides: tuple[SideStep, SideStep]) -> Tables:
     """The tables of one step of two runs, with the updates that both runs have.
 
     A run that skips steps records parameters and buffers before each recorded step. These are left out if the other run
-    knows them from the step before.
+    knows them from the step before. A buffer that one run saw written in this step holds in the other what it held
+    when it was last shown.
     """
     derivable = {entry.key for entry in sides[0].updates} & {entry.key for entry in sides[1].updates}
     tables = []
@@ -167,6 +182,10 @@ def join(sides: tuple[SideStep, SideStep]) -> Tables:
         for key in [key for key in table if key.stage == "before" and key.phase == "param"]:
             if key not in other and key.path in known:
                 del table[key]
+    for table, other, own in zip(tables, tables[::-1], sides, strict=True):
+        for key in [key for key in own.buffers if key in other and key not in table]:
+            last = max((entry.order for entry in table.values()), default=0)
+            table[key] = replace(own.buffers[key], order=last)
     return tables[0], tables[1]
 
 

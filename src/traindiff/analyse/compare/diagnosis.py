@@ -181,8 +181,8 @@ def precision(case: Case) -> Diagnosis | None:
     )
 
 
-_FEWEST_ZEROS, _FEWEST_OF_ROWS = 16, 4
-"""Fewer zeros more or less are nothing to speak of; whole rows of a batch may be shorter."""
+_FEWEST_ZEROS, _FEWEST_OF_ROWS, _FEWEST_OF_WEIGHTS = 16, 4, 8
+"""Fewer zeros more or less are nothing to speak of; whole rows may be shorter: of a batch, of a weight's gradient."""
 
 
 def zeros(case: Case) -> Diagnosis | None:
@@ -199,16 +199,18 @@ def zeros(case: Case) -> Diagnosis | None:
     sizes = [float(one["sum_of_squares"]) for one in (sides if after > before else sides[::-1])]
     apart = float(distance(*sides)) ** 2
     evidence = {"baseline_zeros": before, "candidate_zeros": after}
-    samples = case.baseline.shape[0] if case.baseline.batched and case.baseline.shape else 0
-    each = count // samples if samples else 0
+    rows_of = case.baseline.shape[0] if case.baseline.shape else 0
+    each = count // rows_of if rows_of else 0
     whole = bool(each) and more % each == 0
     # Setting elements to zero takes their squares out of the sum; the sketch estimates them to a factor of 2 (4 sigma).
     lost = (sizes[0] - sizes[1]) / apart if apart else 0.0
     exact = case.baseline.exact and case.candidate.exact
-    few = more < (_FEWEST_OF_ROWS if whole else _FEWEST_ZEROS)
-    small = whole and count <= SKETCH_SIZE and 0.9 < lost < 1.1  # the sketch of few elements is nearly exact
+    of_rows = _FEWEST_OF_ROWS if case.baseline.batched else _FEWEST_OF_WEIGHTS
+    few = more < (of_rows if whole else _FEWEST_ZEROS)
+    # The sketch of few elements is nearly exact.
+    small = whole and case.baseline.batched and count <= SKETCH_SIZE and 0.9 < lost < 1.1
     if exact and 0.5 < lost < 2.0 and (small or not few):
-        rows = f", as many as {more // each} of its {samples} rows hold" if whole else ""
+        rows = f", as many as {more // each} of its {rows_of} rows hold" if whole else ""
         message = (
             f"{more} of {count} elements are zero in the {run} and not in the {other}{rows}. The difference is about "
             "as large as that makes it."
