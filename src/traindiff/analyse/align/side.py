@@ -14,13 +14,13 @@ from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, gradient_norm, is_loss_scale, loss_scale
 from traindiff.analyse.merge.unobserved import without_missing_samples
-from traindiff.core.observation import BEFORE, BOUNDARY, DRAWS, EDITED, ESTIMATE, MODE, RECOMPUTED, SAMPLE, WITNESS
+from traindiff.core.observation import BEFORE, BOUNDARY, CARRIED, DRAWS, EDITED, ESTIMATE, MODE, RECOMPUTED, SAMPLE, WITNESS
 from traindiff.core.site import ROOT
 from traindiff.core.steps import StepSelection, parse_steps
 from traindiff.errors import ConfigError, Problem
 from traindiff.storage import Run
 
-_NOT_PAIRED = frozenset({SAMPLE, BOUNDARY, DRAWS, EDITED, ESTIMATE, MODE, RECOMPUTED, WITNESS})
+_NOT_PAIRED = frozenset({SAMPLE, BOUNDARY, CARRIED, DRAWS, EDITED, ESTIMATE, MODE, RECOMPUTED, WITNESS})
 """Stages of sites that are not paired one by one."""
 
 Tables = tuple[dict[SiteKey, MergedSite], dict[SiteKey, MergedSite]]
@@ -193,7 +193,8 @@ def sites_in_order(table: StepTable) -> dict[SiteKey, MergedSite]:
     """The sites that are paired one by one, in execution order.
 
     Left out are settings (compared by parameter), replayed optimizers (judged by a rule), single samples, clipping,
-    loss scales, boundaries of pipelines, recomputed activations, edited parameters, and modes of modules.
+    loss scales, boundaries of pipelines, recomputed activations, edited parameters, modes of modules, and gradients that
+    were not cleared.
     """
     sites = (
         (key, entry)

@@ -1,6 +1,7 @@
 """Rules that a run must keep by itself, without a baseline. Needs no framework."""
 
 from traindiff.analyse.rules.batches import BatchesChange, SamplesDiffer, SamplesVary
+from traindiff.analyse.rules.carried import GradientsAreCleared
 from traindiff.analyse.rules.contributions import ContributionsCount
 from traindiff.analyse.rules.edits import OptimizersAloneChangeParameters
 from traindiff.analyse.rules.evaluation import EvaluationDrawsNothing, SpectralNormsAreEstimated
@@ -35,6 +36,7 @@ RULES: tuple[type[Rule], ...] = (
     CopiesAgree,
     OptimizersAloneChangeParameters,
     BoundariesHold,
+    GradientsAreCleared,
     GradientsFollow,
     UpdatesFollowSettings,
     MastersAreCopied,

@@ -80,6 +80,7 @@ class FollowedOptimizers:
         self._listen()
         for name, optimizer in self._targets.optimizers.items():
             self._following[name] = self._follow(name, optimizer)
+        events.at_backward.append(guarded("optimizer_step", self._before_backward))
         events.after_backward.append(guarded("optimizer_step", self._after_backward))
         for event in (events.before_forward, events.at_backward):
             event.insert(0, guarded("optimizer_step", self.look))
@@ -217,6 +218,10 @@ class FollowedOptimizers:
         self._following.pop(name).close()
         self._following[name] = self._follow(name, before.optimizer)
         self.taps[name].takes_over(before)
+
+    def _before_backward(self) -> None:
+        for tap in self.taps.values():
+            tap.before_backward()
 
     def _after_backward(self) -> None:
         self._num_backward += 1
