@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -152,6 +153,42 @@ def test_zeros_that_are_no_whole_rows_tell_of_no_choice() -> None:
         values, random(24, 4, seed=0) * (np.arange(24) > 3)[:, None], path="moe.experts.0", phase="backward"
     )
 
+    assert choices(pairs) == []
+
+
+def exchanged(moved: Mapping[int, int], *, columns: int = 4, noise: float = 0.0) -> list[Pair]:
+    """A router of 24 rows, and four experts with 8 to 14 of them; some get another row at this place."""
+    found = [site(random(24, columns, seed=9), path="moe.router")]
+    for number, rows in enumerate((14, 12, 8, 14)):
+        values = random(rows, 16, seed=number)
+        other = values * (1 + noise * random(rows, 16, seed=30 + number))
+        if number in moved:  # the rows behind the place move up, and another comes last
+            other = np.concatenate([np.delete(other, moved[number], 0), random(1, 16, seed=20 + number)])
+        found.append(site(values, other, path=f"moe.experts.{number}"))
+    ordered = (replace(pair.baseline, order=order) for order, pair in enumerate(found))
+    return [replace(pair, baseline=entry) for pair, entry in zip(found, ordered, strict=True)]
+
+
+@pytest.mark.parametrize("moved", [{2: 0, 3: 4}, {0: 13, 1: 11}, {0: 1, 1: 5, 3: 2}])
+def test_rows_that_experts_have_exchanged_tell_of_a_choice(moved: dict[int, int]) -> None:
+    (choice,) = choices(exchanged(moved, noise=0.004))
+
+    assert (choice.where, choice.rows, choice.turned, choice.gathered) == ("moe.experts.0", 48, 2, True)
+    assert set(choice.chosen) == {f"moe.experts.{number}" for number in moved}
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        exchanged({2: 0}),
+        exchanged({0: 0, 1: 0, 2: 0, 3: 0}),
+        exchanged({}, noise=0.1),
+        exchanged({2: 0, 3: 4}, columns=3),
+        exchanged({2: 0, 3: 4})[1:],
+    ],
+    ids=["one expert", "all experts", "all by a little", "a router of three", "no router"],
+)
+def test_experts_that_differ_in_another_way_tell_of_no_choice(pairs: list[Pair]) -> None:
     assert choices(pairs) == []
 
 

@@ -148,7 +148,7 @@ def test_gradients_are_known_to_be_carried_if_the_step_before_was_not_recorded(
     tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     wrong = train(tmp_path / "wrong", nothing, scaled=True, **settings)
-    assert [step for step, path, _ in carried(wrong) if path == "2.bias"][0] == 2
+    assert next(step for step, path, _ in carried(wrong) if path == "2.bias") == 2
     assert carried(train(tmp_path / "right", by_default, scaled=True, **settings)) == []
 
 

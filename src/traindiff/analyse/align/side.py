@@ -14,7 +14,18 @@ from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, gradient_norm, is_loss_scale, loss_scale
 from traindiff.analyse.merge.unobserved import without_missing_samples
-from traindiff.core.observation import BEFORE, BOUNDARY, CARRIED, DRAWS, EDITED, ESTIMATE, MODE, RECOMPUTED, SAMPLE, WITNESS
+from traindiff.core.observation import (
+    BEFORE,
+    BOUNDARY,
+    CARRIED,
+    DRAWS,
+    EDITED,
+    ESTIMATE,
+    MODE,
+    RECOMPUTED,
+    SAMPLE,
+    WITNESS,
+)
 from traindiff.core.site import ROOT
 from traindiff.core.steps import StepSelection, parse_steps
 from traindiff.errors import ConfigError, Problem
@@ -193,8 +204,8 @@ def sites_in_order(table: StepTable) -> dict[SiteKey, MergedSite]:
     """The sites that are paired one by one, in execution order.
 
     Left out are settings (compared by parameter), replayed optimizers (judged by a rule), single samples, clipping,
-    loss scales, boundaries of pipelines, recomputed activations, edited parameters, modes of modules, and gradients that
-    were not cleared.
+    loss scales, boundaries of pipelines, recomputed activations, edited parameters, modes of modules, and gradients
+    that were not cleared.
     """
     sites = (
         (key, entry)

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from traindiff.analyse.merge.distance import Pair, equal_bits
+from traindiff.analyse.merge.site import MergedSite
 from traindiff.analyse.noise.uncalibrated import SEEN_FLIPS
-from traindiff.core.summary import UNIT_ROUNDOFF, largest
+from traindiff.core.summary import UNIT_ROUNDOFF, distance, largest
 
 MOST_CHOICES = 64
 """Whole numbers in a last axis of at most so many are the choices of one row."""
@@ -17,6 +18,10 @@ MOST_CHOICES = 64
 
 MOST_OF_A_ROW = 8
 """Experts that one row chooses, at most."""
+
+
+_ONE_ROW, _FEW_ROWS = 0.5, 4.0
+"""Squares, in those of a mean row: what an exchanged row adds to a difference at least, and to a sum at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -27,7 +32,7 @@ class Choice:
         order: Place in execution order from which on the choice has an effect.
         where: Where the recordings show it.
         rows: Number of choices.
-        turned: About how many of those were made otherwise. Two that change places in a group do not show.
+        turned: About how many of those were made otherwise, at least: two that change places do not show in counts.
         chosen: By path of a module that computes with the rows that chose it: their number.
         gathered: Whether these modules get only such rows, so that the rows of two runs do not correspond.
     """
@@ -111,11 +116,11 @@ class TurnedChoices:
 def choices(pairs: Sequence[Pair]) -> list[Choice]:
     """The choices of a step that were made otherwise.
 
-    They show in the whole numbers that a router returns, in the numbers of rows that experts get, and in the rows of
-    zeros that are left where an expert was not chosen.
+    They show in the whole numbers that a router returns, in the numbers of rows that experts get, in the rows of zeros
+    that are left where an expert was not chosen, and in rows that two experts have exchanged.
     """
     forward = {pair.baseline.key.path: pair.baseline.order for pair in pairs if pair.baseline.key.phase == "forward"}
-    return [*_by_numbers(pairs), *_by_rows(pairs), *_by_zeros(pairs, forward)]
+    return [*_by_numbers(pairs), *_by_rows(pairs), *_by_zeros(pairs, forward), *_by_exchange(pairs)]
 
 
 def _by_numbers(pairs: Iterable[Pair]) -> Iterator[Choice]:
@@ -153,6 +158,46 @@ def _by_zeros(pairs: Iterable[Pair], forward: Mapping[str, int]) -> Iterator[Cho
             first, rows = min(zeros, key=lambda path: forward[path]), math.prod(siblings[0].baseline.shape[:-1])
             chosen = {path: rows - baseline for path, (baseline, _) in zeros.items()}
             yield Choice(order=forward[first], where=first, rows=rows, turned=-(-changes // 2), chosen=chosen)
+
+
+def _by_exchange(pairs: Sequence[Pair]) -> Iterator[Choice]:
+    """Experts that get as many rows in both runs, but not the same: one row came for another that went elsewhere.
+
+    Then all rows between the two stand in other places: at least two experts differ by more than a row, with about the
+    same norm, and others do not differ. That these are experts, and no layers one behind the other, shows in their
+    numbers of rows: these vary, and together they are a multiple of those of a router before them.
+    """
+    forward = [pair for pair in pairs if pair.baseline.key.phase == "forward" and len(pair.baseline.shape) > 1]
+    flat = [pair for pair in forward if len(pair.baseline.shape) == 2 and pair.candidate.shape == pair.baseline.shape]
+    for siblings in _siblings(flat):
+        counts = {pair.baseline.key.path: pair.baseline.shape[0] for pair in siblings}
+        if len(set(counts.values())) == 1:
+            continue
+        first = min(siblings, key=lambda pair: pair.baseline.order).baseline
+        if not any(_routes(pair.baseline, siblings, rows=sum(counts.values()), to=first.order) for pair in forward):
+            continue
+        exchanged = {pair.baseline.key.path: pair.baseline.shape[0] for pair in siblings if _has_other_rows(pair)}
+        if 2 <= len(exchanged) < len(siblings):
+            yield Choice(
+                order=first.order, where=first.key.path, rows=sum(counts.values()), turned=2, chosen=exchanged,
+                gathered=True,
+            )  # fmt: skip
+
+
+def _routes(entry: MergedSite, experts: Sequence[Pair], *, rows: int, to: int) -> bool:
+    """True if a tensor before the experts has a column for each, and each of its rows was given to as many of them."""
+    own = math.prod(entry.shape[:-1])
+    several = own > 0 and rows % own == 0 and rows // own <= MOST_OF_A_ROW
+    return entry.order < to and len(experts) <= entry.shape[-1] <= MOST_CHOICES and several
+
+
+def _has_other_rows(pair: Pair) -> bool:
+    """True if two tensors differ by at least a row's worth, but hardly in their norms."""
+    before, after = (float(entry.summary["sum_of_squares"]) for entry in (pair.baseline, pair.candidate))
+    rows = pair.baseline.shape[0]
+    if not (rows and before and after) or abs(after - before) > _FEW_ROWS * before / rows:
+        return False
+    return rows * float(distance(pair.baseline.summary, pair.candidate.summary)) ** 2 >= _ONE_ROW * before
 
 
 def _siblings(pairs: Iterable[Pair]) -> Iterable[Sequence[Pair]]:

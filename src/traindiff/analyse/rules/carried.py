@@ -15,9 +15,9 @@ _MOST_NAMED = 3
 class GradientsAreCleared(Rule):
     """An optimizer reads gradients that still hold what its step before read, because nothing cleared them.
 
-    The recording knows it from the gradients' counters of writes, and needs no numbers: under a loss scaler, what is left
-    over has been unscaled, and may be too small to be seen beside the next gradient. A training that scales gradients
-    down between two steps, in place of clearing them, has written to them, and is not flagged.
+    The recording knows it from the gradients' counters of writes, and needs no numbers: under a loss scaler, what is
+    left over has been unscaled, and may be too small to be seen beside the next gradient. A training that scales
+    gradients down between two steps, in place of clearing them, has written to them, and is not flagged.
     """
 
     name = "carried-gradient"
@@ -49,6 +49,6 @@ def _message(found: Sequence[MergedSite], *, total: int, step: int, added: bool)
             f"cleared them ({whose}). Was zero_grad() left out?"
         )
     return (
-        f"Step {step} used the gradients of step {step - 1} once more: nothing cleared them, and no backward pass added "
-        f"to them ({whose}). Was zero_grad() left out?"
+        f"Step {step} used the gradients of step {step - 1} once more: nothing cleared them, and no backward pass "
+        f"added to them ({whose}). Was zero_grad() left out?"
     )

@@ -18,9 +18,9 @@ _Held: TypeAlias = tuple[Tensor, ReferenceType[Tensor], int]
 class CarriedGradients:
     """The gradients of one optimizer, from one step of it to the next.
 
-    A gradient is carried into a step if it is the tensor that the step before read, nobody wrote to it in between, it is
-    not all zeros, and then a backward pass adds to it, or the next step reads it once more. That is exact: it needs no
-    noise floor. Counters of writes tell; only of a gradient that nobody wrote to are the numbers looked at, because
+    A gradient is carried into a step if it is the tensor that the step before read, nobody wrote to it in between, it
+    is not all zeros, and then a backward pass adds to it, or the next step reads it once more. That is exact: it needs
+    no noise floor. Counters of writes tell; only of a gradient that nobody wrote to are the numbers looked at, because
     writes through `.data` are not counted.
     """
 
