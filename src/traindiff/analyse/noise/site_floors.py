@@ -17,6 +17,7 @@ from traindiff.analyse.noise.gradients import (
     terms_by_module,
     turned_share,
 )
+from traindiff.analyse.noise.lost import lost_in_rounding
 from traindiff.analyse.noise.measured import ALONE, FEW, SAFETY, Calibration, StepNoise, basis
 from traindiff.analyse.noise.moments import MomentFloors, Moved
 from traindiff.analyse.noise.run_floors import (
@@ -86,6 +87,7 @@ class SiteFloors:
         self._moments = MomentFloors(lambda key: SAFETY * calibration.constant(key.phase) * moments.get(key, 0.0))
         self._calibration = calibration
         self.choices = TurnedChoices(pairs, most=self.turned_rows)
+        self._lost = lost_in_rounding(pairs)
         self._terms: Mapping[str, Terms] = terms_by_module(pairs, norms)
         self._coherent = CoherentErrors(self._terms, parameters)
         self._rounded = 0.0  # largest unit roundoff of the baseline so far in the step
@@ -130,9 +132,8 @@ class SiteFloors:
     def of(self, pair: Pair) -> float:
         """Floor of a pair: the largest relative difference that is not a finding."""
         key = pair.baseline.key
-        if key.phase == "optimizer" and key.slot == "step":
-            self._undisturbed[key] = 0.0
-            return 0.0
+        if key in self._lost or (key.phase == "optimizer" and key.slot == "step"):
+            return self._undisturbed.setdefault(key, math.inf if key in self._lost else 0.0)
         self._rounded = max(self._rounded, UNIT_ROUNDOFF.get(pair.baseline.dtype, 0.0))
         if self._leaky and key.phase == "forward":
             negative = (int(entry.summary["negative"]) for entry in (pair.baseline, pair.candidate))
@@ -191,9 +192,8 @@ class SiteFloors:
         replicas round the inputs of an operation in its own, longer dtype, and hardly show it. Running statistics are
         of activations whose weights autocast has rounded, in every replica alike.
         """
-        if pair.baseline.key.slot == "buffer":
-            return self._rounded
-        return self._rounded if self._forced and pair.baseline.key.phase in ("backward", "grad") else 0.0
+        of_gradient = self._forced and pair.baseline.key.phase in ("backward", "grad")
+        return self._rounded if of_gradient or pair.baseline.key.slot == "buffer" else 0.0
 
     def saw(self, pair: Pair, size: float, *, found: bool = False) -> None:
         """Note a measured difference; later floors of the step follow from it.
@@ -231,7 +231,8 @@ class SiteFloors:
         elif key.phase == "grad" and key.slot == "grad":
             self._seen[key.path] = pair
             self._together.saw(pair, norms_apart(pair) if key.path in self._run.permuted else size)
-        flows = key.phase in ("forward", "backward", "loss") or (key.phase == "grad" and not key.stage)
+        on_path = key.phase in ("forward", "backward", "loss") or (key.phase == "grad" and not key.stage)
+        flows = on_path and key not in self._lost
         if flows and expected is not None and math.isfinite(max(expected)):
             self._noise_flow = max(self._noise_flow, *expected)
         if found or size > self._undisturbed.get(key, math.inf):
