@@ -66,6 +66,7 @@ class AlignedStep:
         findings: Sites that one run lacks and should have.
         recorded: The step in each run, with all its evaluations of the loss.
         evaluation: Number of the evaluation of the loss; None in a step with one.
+        unplaced: The baseline's entries of sites whose rows could not be brought together, in execution order.
         earlier: The evaluations before this one, which are compared first.
     """
 
@@ -79,6 +80,7 @@ class AlignedStep:
     findings: list[Finding]
     recorded: tuple[SideStep, SideStep]
     evaluation: int | None = None
+    unplaced: tuple[MergedSite, ...] = ()
     earlier: tuple[AlignedStep, ...] = ()
 
     @property
@@ -206,6 +208,7 @@ class TwoRuns:
         return AlignedStep(
             step=steps[0].step, first=len(self.compared) == 1 and not evaluation, baseline=steps[0], sides=sides,
             tables=tables, aligned=aligned, pairs=pairs, findings=findings, evaluation=evaluation, recorded=sides,
+            unplaced=self.uneven.latest,
         )  # fmt: skip
 
     def _comparable(self, tables: Tables, steps: tuple[RunStep, RunStep]) -> Tables:

@@ -26,28 +26,33 @@ class Unplaced:
         pooled: Sites whose norms and sums were compared instead.
         left_out: Sites that were not compared.
         axes: Batch axes that would have to be declared, by path.
+        latest: The baseline's entries of those sites in the latest step, in execution order.
     """
 
     pooled: dict[str, None] = field(default_factory=dict)
     left_out: dict[str, None] = field(default_factory=dict)
     axes: dict[str, int] = field(default_factory=dict)
+    latest: tuple[MergedSite, ...] = ()
 
     def comparable(self, tables: Tables) -> Tables:
         """The tables without sites whose rows cannot be brought together, or with their norms and sums.
 
         Nothing changes if both runs cut the batch in the same way: then micro-batches are compared one by one.
         """
+        self.latest = ()
         cuts = _cut(tables[0]), _cut(tables[1])
         if cuts[0] == cuts[1] or not all(cuts):
             return tables
         sides = _by_site(tables[0]), _by_site(tables[1])
         baseline, candidate = dict(tables[0]), dict(tables[1])
+        unplaced = []
         for site, own in sides[0].items():
             other = sides[1].get(site)
             if other is None:
                 continue
             if _rows_fit((own, other), cuts) or any(one.unobserved for one in (*own, *other)):
                 continue
+            unplaced.append(own[0])
             for table, entries in ((baseline, own), (candidate, other)):
                 for entry in entries:
                     del table[entry.key]
@@ -61,6 +66,7 @@ class Unplaced:
             self.pooled[name] = None
             if (axis := _undeclared_axis((own, other), cuts)) is not None:
                 self.axes.setdefault(site.path or ROOT, axis)
+        self.latest = tuple(sorted(unplaced, key=lambda entry: entry.order))
         return baseline, candidate
 
     def notes(self) -> list[str]:

@@ -289,6 +289,7 @@ class RunningComparison:
                 carried=clip_coefficient(clipped[0]) / scales[1],
                 leaky=self._leaky,
                 norms=self._norms,
+                unplaced=given.unplaced,
             ),
         )
         if agreed and self._judge.findings and not is_uncalled(self._judge.findings[0]):

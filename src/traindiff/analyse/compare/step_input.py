@@ -9,6 +9,7 @@ from typing import Any
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.recorded_calls import Samples
+from traindiff.analyse.merge.site import MergedSite
 from traindiff.analyse.noise.measured import Calibration, StepNoise
 
 
@@ -39,6 +40,7 @@ class StepInput:
         evaluation: Number of the evaluation of the loss; None in a step with one.
         whole: True if the pairs include those of the whole step: updates, and the optimizer's state.
         norms: Class names of the norms over positions, by path.
+        unplaced: The baseline's entries of sites whose rows could not be brought together, in execution order.
         every_bit: Why any bit that differs is a finding; empty if floors decide.
     """
 
@@ -64,4 +66,5 @@ class StepInput:
     evaluation: int | None = None
     whole: bool = True
     norms: Mapping[str, str] = field(default_factory=dict)
+    unplaced: tuple[MergedSite, ...] = ()
     every_bit: str = ""

@@ -46,7 +46,7 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
     floors = SiteFloors(
         judge.run, parameters=given.parameters, pairs=given.pairs, samples=given.samples,
         micro_steps=given.most_micro_steps, noise=given.noise, calibration=given.calibration, forced=judge.forced,
-        leaky=given.leaky, norms=given.norms,
+        leaky=given.leaky, norms=given.norms, unplaced=given.unplaced,
     )  # fmt: skip
     found = sorted((*given.found, *StepJudge(judge, given, floors).judge()), key=lambda finding: finding.order)
     floors.finish()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from traindiff.analyse.merge.distance import ESTIMATED_PERMUTED_NORMS, Pair, norms_apart
-from traindiff.analyse.merge.site import SiteKey
+from traindiff.analyse.merge.site import MergedSite, SiteKey
 from traindiff.analyse.noise.choices import TurnedChoices
 from traindiff.analyse.noise.coherent import CoherentErrors
 from traindiff.analyse.noise.gradients import (
@@ -29,7 +29,7 @@ from traindiff.analyse.noise.run_floors import (
     is_quotient,
 )
 from traindiff.analyse.noise.uncalibrated import GAIN, SEEN_FLIPS, Floors
-from traindiff.analyse.noise.unseen import UnseenNoise
+from traindiff.analyse.noise.unseen import UnplacedNoise, UnseenNoise
 from traindiff.core.summary import UNIT_ROUNDOFF, finite_count, norm, rounding
 
 
@@ -59,6 +59,7 @@ class SiteFloors:
             and each operation is judged alone.
         leaky: Whether the model has gates that leave no zeros when they shut, as LeakyReLU.
         norms: Class names of the norms over positions, by path.
+        unplaced: The baseline's entries of sites whose rows could not be brought together, in execution order.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class SiteFloors:
         forced: bool = False,
         leaky: bool = False,
         norms: Mapping[str, str] = NO_NORMS,
+        unplaced: Sequence[MergedSite] = (),
     ) -> None:
         self._run = run
         self._forced = forced
@@ -103,6 +105,7 @@ class SiteFloors:
             self._floors, self._calm = at_the_beginning(parameters, run)
         run.begin(pairs, (self._alone, self._floors, self._calm))
         self._unseen = UnseenNoise()
+        self._unplaced = UnplacedNoise(unplaced)
         self._parted = not forced and (bool(run.disturbed) or run.settings_differ)  # `_floors` is not `_calm`
         self._undisturbed: dict[SiteKey, float] = {}
 
@@ -132,6 +135,10 @@ class SiteFloors:
     def of(self, pair: Pair) -> float:
         """Floor of a pair: the largest relative difference that is not a finding."""
         key = pair.baseline.key
+        for floors in (self._floors, self._calm, self._alone):
+            self._unplaced.enter(
+                floors, until=pair.baseline.order, flows=not self._forced and floors is not self._alone
+            )
         if key in self._lost or (key.phase == "optimizer" and key.slot == "step"):
             return self._undisturbed.setdefault(key, math.inf if key in self._lost else 0.0)
         self._rounded = max(self._rounded, UNIT_ROUNDOFF.get(pair.baseline.dtype, 0.0))
@@ -237,10 +244,10 @@ class SiteFloors:
             self._noise_flow = max(self._noise_flow, *expected)
         if found or size > self._undisturbed.get(key, math.inf):
             self.disturb(pair)
-            _enter(floors, key, size, flows=flows)
+            floors.enter(pair, size, flows=flows)
         else:
-            _enter(self._calm, key, size, flows=flows and not self._parted)
-            _enter(floors, key, size, flows=flows)
+            self._calm.enter(pair, size, flows=flows and not self._parted)
+            floors.enter(pair, size, flows=flows)
 
     def disturb(self, pair: Pair) -> None:
         """Note that a pair differs by more than noise. What follows from it differs, too."""
@@ -388,13 +395,3 @@ class SiteFloors:
             return chosen
         turned = self._turned_signs.get(key._replace(phase="forward")) if self._leaky else None
         return max(chosen, floors.gated(pair.baseline.summary, pair.candidate.summary, turned))
-
-
-def _enter(floors: Floors, key: SiteKey, size: float, *, flows: bool) -> None:
-    """Enter a measured difference into the floors of later sites."""
-    if key.phase == "optimizer":
-        floors.saw_state(key.path, size)
-    elif key.phase == "grad" and key.slot == "grad":
-        floors.saw_gradient(key.path, size)
-    if flows:
-        floors.saw(size)

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from traindiff.analyse.merge.distance import Pair
 from traindiff.core.summary import UNIT_ROUNDOFF, largest, rounding
 
 GAIN = 8.0
@@ -180,3 +181,13 @@ class Floors:
     def saw_gradient(self, path: str, difference: float) -> None:
         """Note a relative difference of a parameter's gradient."""
         self.gradients[path] = max(self.gradients.get(path, 0.0), difference)
+
+    def enter(self, pair: Pair, difference: float, *, flows: bool) -> None:
+        """Note a measured relative difference for the floors of later sites; `flows` if it is on the data's path."""
+        key = pair.baseline.key
+        if key.phase == "optimizer":
+            self.saw_state(key.path, difference)
+        elif key.phase == "grad" and key.slot == "grad":
+            self.saw_gradient(key.path, difference)
+        if flows:
+            self.saw(difference)

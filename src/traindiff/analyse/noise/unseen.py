@@ -1,11 +1,15 @@
-"""Noise of activations that cannot be compared, because the samples of a batch are in another order."""
+"""Noise of activations that cannot be compared: samples are in another order, or the runs cut the batch differently."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
 
 from traindiff.analyse.merge.distance import Pair
-from traindiff.analyse.noise.uncalibrated import SEEN_FLIPS
+from traindiff.analyse.merge.site import MergedSite
+from traindiff.analyse.noise.uncalibrated import GAIN, SEEN_FLIPS, Floors
 from traindiff.core.summary import rounding
 
 
@@ -45,3 +49,32 @@ class UnseenNoise:
         rounded = math.sqrt(self._squares)
         gated = math.sqrt(rounded) if rounded * self._gates >= SEEN_FLIPS else rounded
         return gated * max(1.0, floor / once)
+
+
+_MARGIN = 3.0
+"""Gradients behind unplaced sites, as a multiple of the expected noise there: gates and sums that cancel add to it."""
+
+
+class UnplacedNoise:
+    """Expects the noise on the data's path at sites whose rows two runs cut differently.
+
+    Each adds half of an operation's floor, independently, as in `UnseenNoise`: n of them add up to sqrt(n) times that.
+    What is computed behind them, above all the gradients of parameters, may differ by `_MARGIN` times as much.
+
+    Args:
+        sites: The baseline's entries, in execution order.
+    """
+
+    def __init__(self, sites: Sequence[MergedSite]) -> None:
+        flowing = [site for site in sites if site.key.phase != "batch"]
+        units = [rounding(site.dtype) for site in flowing]
+        self._orders = [site.order for site in flowing]
+        self._precision = list(accumulate(units, max))
+        self._squares = list(accumulate((unit / 2) ** 2 for unit in units))
+
+    def enter(self, floors: Floors, *, until: int, flows: bool) -> None:
+        """Enter those up to a place in execution order into floors; their noise only if differences flow on."""
+        passed = bisect_right(self._orders, until)
+        if passed:
+            floors.precision = max(floors.precision, self._precision[passed - 1])
+            floors.saw(_MARGIN / GAIN * math.sqrt(self._squares[passed - 1]) if flows else 0.0)
