@@ -173,7 +173,7 @@ class RunningComparison:
             *self._other_evaluations.notes(),
         ]
         findings, representation = self._explained(self._judge.findings), ()
-        if not self._forced and self._judge.only_representation_differs:
+        if self._judge.only_representation_differs:
             findings, representation = (), findings
             notes.insert(0, representation_note(representation))
         return Comparison(
@@ -185,13 +185,19 @@ class RunningComparison:
             findings=findings,
             representation=representation,
             unaligned=self.runs.presence.sides(),
-            steps=tuple(dict.fromkeys(self.runs.compared)),
+            steps=self._steps(findings),
             notes=tuple(notes),
             differences=tuple(sorted(self._judge.differences.values(), key=lambda row: row.order)),
             history=self._history,
             zooms=tuple(self._operators.found),
             first_bit_difference=self._judge.first_bit_difference,
         )
+
+    def _steps(self, findings: Sequence[Finding]) -> tuple[int, ...]:
+        """The compared steps; one that neither run finished counts if it has a finding, or if there is no other."""
+        compared = tuple(dict.fromkeys(self.runs.compared))
+        counted = self.runs.finished.union(one.step for one in findings)
+        return tuple(step for step in compared if step in counted) or compared
 
     def _search_operators(self, findings: Sequence[Finding], baseline: RunStep, candidate: RunStep) -> None:
         for number in dict.fromkeys(one.evaluation for one in findings):
