@@ -27,6 +27,7 @@ from traindiff.analyse.compare.circumstances import (
     scale_note,
 )
 from traindiff.analyse.compare.configuration import Configurations
+from traindiff.analyse.compare.edits import EditsApart
 from traindiff.analyse.compare.evaluations import OtherEvaluations, without_gradients
 from traindiff.analyse.compare.explanations import (
     batch_statistics_message,
@@ -137,6 +138,7 @@ class RunningComparison:
         self._evidence: dict[str, Any] = {}
         self._uncovered: list[int] = []
         self._other_evaluations = OtherEvaluations()
+        self._edits = EditsApart()
         self._notes: dict[str, None] = {}
         self._other_dtypes: dict[tuple[str, str], dict[SiteKey, None]] = {}
         self._operators = OperatorSearch(runs.runs, rename)
@@ -213,6 +215,7 @@ class RunningComparison:
         # What is of the whole step, and was before its first forward pass, comes first.
         extra = self._settings.findings(self.runs.sides, given.tables, step=given.step)
         own = self._of_one_run(given)
+        extra += self._edits.findings(given, own)
         first = (*given.earlier, given)[0]
         begins = [min((e.order for k, e in one.items() if k.phase == "batch"), default=0) for one in first.tables]
         extra += [one for one in own if one.order < begins[_is_of_candidate(one)]]

@@ -128,7 +128,7 @@ class Judge:
     def only_representation_differs(self) -> bool:
         """True if only activations, calls of modules, or the order of samples or channels differ.
 
-        In a forced run only calls of modules may differ: every other difference is an operation that is wrong by itself.
+        In a forced run only calls of modules may differ. Any other difference is an operation that is wrong by itself.
         """
         if not self._found or not self.learning_agrees or self.tolerance is not None or self._first_bits:
             return False
