@@ -111,6 +111,23 @@ def test_a_module_that_is_not_called_is_another_representation_too(measured: Mea
     assert [(one.path, one.kind) for one in found.representation] == [("fc", "value"), ("head", "missing")]
 
 
+def test_in_a_forced_run_a_module_that_is_not_called_is_another_representation_and_no_operation_is(
+    tmp_path: Path,
+) -> None:
+    def uncalled(_step: int, sites: Step) -> None:
+        sites.pop(HEAD)
+
+    baseline = record(tmp_path / "baseline", build=with_loss)
+    alone, beside = (
+        compare(baseline, record(tmp_path / str(number), edit, build=with_loss, run={"forced_by": "baseline"}))
+        for number, edit in enumerate((uncalled, both(rotated(FC, 1e-2), uncalled)))
+    )
+
+    assert (alone.verdict, alone.findings) == ("equivalent", ())
+    assert [(one.path, one.kind) for one in alone.representation] == [("head", "missing")]
+    assert (beside.verdict, [one.path for one in beside.findings]) == ("diverged", ["fc", "head"])
+
+
 TRANSPOSED = [
     ("param", "", "fc.weight", "value"),
     ("grad", "", "fc.weight", "grad"),

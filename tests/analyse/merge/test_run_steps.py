@@ -104,6 +104,26 @@ def test_an_unfinished_step_at_the_end_is_no_missing_step(tmp_path: Path) -> Non
     assert comparison.verdict == "identical"
 
 
+@pytest.mark.parametrize(("found_in", "steps"), [(None, (0, 1, 2)), (3, (0, 1, 2, 3))])
+def test_a_step_that_neither_run_finished_counts_only_if_something_differs_in_it(
+    found_in: int | None, steps: tuple[int, ...], tmp_path: Path
+) -> None:
+    def unfinished(step: int, sites: Step) -> None:
+        if step == 3:
+            for site in [site for site in sites if site[0] in ("grad", "optimizer", "param", "backward")]:
+                del sites[site]
+
+    def other(step: int, sites: Step) -> None:
+        unfinished(step, sites)
+        if step == found_in:
+            sites["forward", "", "fc", "output[0]"].values *= -1
+
+    comparison = compare(record(tmp_path / "b", unfinished, steps=4), record(tmp_path / "c", other, steps=4))
+
+    assert comparison.verdict == ("identical" if found_in is None else "diverged")
+    assert comparison.steps == steps
+
+
 def test_a_run_that_ends_in_the_middle_of_a_step_is_not_blamed_for_the_rest_of_it(tmp_path: Path) -> None:
     def interrupted(step: int, sites: Step) -> None:
         if step == 2:

@@ -120,6 +120,7 @@ class TwoRuns:
         failed: Gaps of each run.
         copies: Parameters that ranks of each run have under other names.
         compared: Numbers of the steps that both runs have, so far.
+        finished: Those of them in which at least one run called the optimizer.
         stepped: Whether an optimizer was called in one of these.
         alone: Selected steps that only one run has.
         uneven: Sites whose rows could not be brought together.
@@ -140,6 +141,7 @@ class TwoRuns:
         )
         self.failed = (FailedTaps(), FailedTaps())
         self.compared: list[int] = []
+        self.finished: set[int] = set()
         self.stepped = False
         self.alone: tuple[list[int], list[int]] = ([], [])
         self.behind: tuple[dict[int, int], dict[int, int]] = ({}, {})
@@ -176,6 +178,8 @@ class TwoRuns:
         if baseline.step not in self._selection:
             return None
         self.compared.append(baseline.step)
+        if baseline.finished or candidate.finished:
+            self.finished.add(baseline.step)
         self.stepped |= baseline.finished and candidate.finished
         if baseline.missing != candidate.missing:
             for behind, run, step in zip(self.behind, self.runs, steps, strict=True):

@@ -27,6 +27,7 @@ from traindiff.analyse.compare.circumstances import (
     scale_note,
 )
 from traindiff.analyse.compare.configuration import Configurations
+from traindiff.analyse.compare.edits import EditsApart
 from traindiff.analyse.compare.evaluations import OtherEvaluations, without_gradients
 from traindiff.analyse.compare.explanations import (
     batch_statistics_message,
@@ -137,6 +138,7 @@ class RunningComparison:
         self._evidence: dict[str, Any] = {}
         self._uncovered: list[int] = []
         self._other_evaluations = OtherEvaluations()
+        self._edits = EditsApart()
         self._notes: dict[str, None] = {}
         self._other_dtypes: dict[tuple[str, str], dict[SiteKey, None]] = {}
         self._operators = OperatorSearch(runs.runs, rename)
@@ -173,7 +175,7 @@ class RunningComparison:
             *self._other_evaluations.notes(),
         ]
         findings, representation = self._explained(self._judge.findings), ()
-        if not self._forced and self._judge.only_representation_differs:
+        if self._judge.only_representation_differs:
             findings, representation = (), findings
             notes.insert(0, representation_note(representation))
         return Comparison(
@@ -185,13 +187,19 @@ class RunningComparison:
             findings=findings,
             representation=representation,
             unaligned=self.runs.presence.sides(),
-            steps=tuple(dict.fromkeys(self.runs.compared)),
+            steps=self._steps(findings),
             notes=tuple(notes),
             differences=tuple(sorted(self._judge.differences.values(), key=lambda row: row.order)),
             history=self._history,
             zooms=tuple(self._operators.found),
             first_bit_difference=self._judge.first_bit_difference,
         )
+
+    def _steps(self, findings: Sequence[Finding]) -> tuple[int, ...]:
+        """The compared steps; one that neither run finished counts if it has a finding, or if there is no other."""
+        compared = tuple(dict.fromkeys(self.runs.compared))
+        counted = self.runs.finished.union(one.step for one in findings)
+        return tuple(step for step in compared if step in counted) or compared
 
     def _search_operators(self, findings: Sequence[Finding], baseline: RunStep, candidate: RunStep) -> None:
         for number in dict.fromkeys(one.evaluation for one in findings):
@@ -207,6 +215,7 @@ class RunningComparison:
         # What is of the whole step, and was before its first forward pass, comes first.
         extra = self._settings.findings(self.runs.sides, given.tables, step=given.step)
         own = self._of_one_run(given)
+        extra += self._edits.findings(given, own)
         first = (*given.earlier, given)[0]
         begins = [min((e.order for k, e in one.items() if k.phase == "batch"), default=0) for one in first.tables]
         extra += [one for one in own if one.order < begins[_is_of_candidate(one)]]

@@ -126,7 +126,10 @@ class Judge:
 
     @property
     def only_representation_differs(self) -> bool:
-        """True if only activations, calls of modules, or the order of samples or channels differ."""
+        """True if only activations, calls of modules, or the order of samples or channels differ.
+
+        In a forced run only calls of modules may differ. Any other difference is an operation that is wrong by itself.
+        """
         if not self._found or not self.learning_agrees or self.tolerance is not None or self._first_bits:
             return False
         sizes = [found.difference for found in self._found.values() if math.isfinite(found.difference)]
@@ -160,6 +163,8 @@ class Judge:
     def _is_representation(self, finding: Finding) -> bool:
         if is_uncalled(finding):
             return True
+        if self.forced:
+            return False  # its inputs are the baseline's, so no other representation explains it
         if finding.kind in exact.EXACT_KINDS:
             return bool(finding.evidence.get("permuted"))
         if finding.kind in ("missing", "extra", "non-finite", "shape", "recomputed", SYSTEMATIC):
