@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.parameters import Copies
 from traindiff.analyse.merge.renames import Rename
+from traindiff.analyse.merge.site import StepTable
 from traindiff.analyse.rules.ranks import KIND as DISAGREEMENT
 from traindiff.core.site import label
 from traindiff.core.summary import UNIT_ROUNDOFF
@@ -93,22 +94,23 @@ _COUNTER = "num_batches_tracked"
 
 
 def batch_statistics_message(
-    finding: Finding, modules: Mapping[str, str], aligned: Aligned, micro_steps: tuple[int, int]
+    finding: Finding, modules: Mapping[str, str], recorded: Sequence[StepTable], micro_steps: tuple[int, int]
 ) -> str:
     """Why a BatchNorm's output differs, as a sentence after the finding's; empty for anything else.
 
     Args:
         finding: The first one.
         modules: Class name of each module by path.
-        aligned: The sites of its step. In evaluation mode BatchNorm does not count its batches, and its counter is
-            recorded in steps that change it.
+        recorded: Its step as each run recorded it. In evaluation mode BatchNorm does not count its batches, and its
+            counter is recorded in steps that change it.
         micro_steps: Number of micro-batches of the step, in each run.
     """
     name = modules.get(finding.path, "")
     if finding.phase != "forward" or not (_OWN_STATISTICS.fullmatch(name) or name == "SyncBatchNorm"):
         return ""
-    for run, entries in (("candidate", aligned.only_baseline), ("baseline", aligned.only_candidate)):
-        if any(entry.key.path == f"{finding.path}.{_COUNTER}" for entry in entries):
+    counts = [any(key[:3] == ("param", "", f"{finding.path}.{_COUNTER}") for key in table) for table in recorded]
+    for run, own, other in (("candidate", counts[1], counts[0]), ("baseline", counts[0], counts[1])):
+        if other and not own:
             return (
                 f" The {run}'s {name} does not take note of this batch, the other run's does: is it in evaluation mode?"
             )

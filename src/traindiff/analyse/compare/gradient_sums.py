@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from traindiff.analyse.compare.case import Case, Diagnosis
 from traindiff.analyse.compare.factors import contributed, factor_text, odd_terms
 from traindiff.analyse.compare.mixtures import DISTINCT, FEW, Mixture, mixture
+from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import best_fit
+from traindiff.analyse.rules.carried import GradientsAreCleared
 from traindiff.core.summary import distance, finite_count, norm
 
 LATE = 0.02
@@ -72,6 +74,19 @@ def accumulated(case: Case) -> Diagnosis | None:
         message=message,
         evidence={"own": found.own, "before": found.before, "residual": found.left_over(own, before, both)},
     )
+
+
+def with_causes(found: Sequence[Finding]) -> list[Finding]:
+    """Findings without those about carried gradients whose effect is a finding, too: that one says what causes it."""
+    seen = {one.path for one in found if one.phase == "grad" and one.kind != GradientsAreCleared.name}
+    causes = {one.path: one for one in found if one.kind == GradientsAreCleared.name and one.path in seen}
+    return [
+        replace(one, message=f"{one.message} {causes[one.path].message}")
+        if one.phase == "grad" and one.path in causes and one.kind != "accumulated"
+        else one
+        for one in found
+        if one not in causes.values()
+    ]
 
 
 def _is_gradient(case: Case) -> bool:

@@ -305,7 +305,8 @@ class RunningComparison:
             first = self._judge.findings[0]
             hop, self._evidence = surroundings(first, pairs, given.aligned)
             divided = (micro_steps[0], micro_steps[1])
-            statistics = batch_statistics_message(first, self._facts[0].modules, given.aligned, divided)
+            recorded = [side.table for side in given.sides]
+            statistics = batch_statistics_message(first, self._facts[0].modules, recorded, divided)
             labels = unreached_positions_message(first, pairs) or unseen_labels_message(first, pairs)
             shifted = shifted_labels_message(first, pairs)
             unseen = unseen_contributions_message(first, pairs, max(micro_steps))

@@ -10,6 +10,7 @@ from traindiff.analyse.align import exact
 from traindiff.analyse.compare.case import Case, Diagnosis
 from traindiff.analyse.compare.diagnosis import diagnose
 from traindiff.analyse.compare.factors import factor_meaning, factor_text
+from traindiff.analyse.compare.gradient_sums import with_causes
 from traindiff.analyse.compare.judge import Judge
 from traindiff.analyse.compare.mixtures import Mixture, common_mixture
 from traindiff.analyse.compare.moved_moments import systematic
@@ -48,7 +49,8 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
         micro_steps=given.most_micro_steps, noise=given.noise, calibration=given.calibration, forced=judge.forced,
         leaky=given.leaky, norms=given.norms, unplaced=given.unplaced,
     )  # fmt: skip
-    found = sorted((*given.found, *StepJudge(judge, given, floors).judge()), key=lambda finding: finding.order)
+    judged = with_causes((*given.found, *StepJudge(judge, given, floors).judge()))
+    found = sorted(judged, key=lambda finding: finding.order)
     floors.finish()
     judge.choices += [
         f"step {given.step}, {one.where}: at least {one.turned:,} of {one.rows:,}" for one in floors.choices.explained

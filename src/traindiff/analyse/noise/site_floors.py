@@ -140,7 +140,7 @@ class SiteFloors:
                 floors, until=pair.baseline.order, flows=not self._forced and floors is not self._alone
             )
         if key in self._lost or (key.phase == "optimizer" and key.slot == "step"):
-            return self._undisturbed.setdefault(key, math.inf if key in self._lost else 0.0)
+            return self._undisturbed.setdefault(key, self._lost.get(key, 0.0))
         self._rounded = max(self._rounded, UNIT_ROUNDOFF.get(pair.baseline.dtype, 0.0))
         if self._leaky and key.phase == "forward":
             negative = (int(entry.summary["negative"]) for entry in (pair.baseline, pair.candidate))
