@@ -218,6 +218,7 @@ def recorded(path: Path, *, steps: int, backward: bool = True, **settings: Any) 
             model(torch.randn(3, 4)).square().mean().backward()
             if step < steps:
                 optimizer.step()
+                optimizer.zero_grad()
     return path
 
 
