@@ -61,8 +61,7 @@ EDITED = "edited"
 """Stage of a parameter as a step found it, if something else than the optimizer changed it since the step before."""
 
 CARRIED = "carried"
-"""Stage of the flag that a gradient was not cleared since the optimizer read it in the step before: whether a backward
-pass has added to it. If not, it is read once more."""
+"""Stage of the flag that a backward pass has added to a gradient that nothing cleared since the step before read it."""
 
 MODE = "mode"
 """Stage of the flag `training` of a module that differs from what it was in the step before, or at the beginning."""

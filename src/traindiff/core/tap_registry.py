@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from traindiff.core.observation import (
+    CARRIED,
     DRAWS,
     ESTIMATE,
     OPERATOR,
@@ -88,6 +89,7 @@ TAPS: tuple[Tap, ...] = (
     Tap(name="model_state", observe=("param", "update"), loses=_PARAMETERS),
     Tap(name="parameter_gradients", observe=("grad.micro",), loses=(("grad", "micro"),)),
     Tap(name="gradient_stages", observe=("grad", "grad.stages"), loses=_STAGES),
+    Tap(name="carried_gradients", observe=("grad",), loses=(("grad", CARRIED),)),
     Tap(name="state_marks", observe=("witness",), loses=()),
     Tap(name="witness", observe=("witness",), loses=(("grad", WITNESS),)),
     Tap(name="optimizer_replay", part_of="optimizers", observe=("replay",), by_default=True, loses=(("update", None),)),

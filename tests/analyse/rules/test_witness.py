@@ -29,9 +29,12 @@ def model() -> nn.Sequential:
 def train(
     path: Path, *, change: Change = lambda model, step: None, precision: str = "float32", micro_batches: int = 2,
     zero: Callable[[int], bool] = lambda step: True, after: Change = lambda model, micro_step: None, clip: float = 0.0,
-    steps: int = 5,
+    steps: int = 5, copies: bool = False,
 ) -> Path:  # fmt: skip
-    """Train with micro-batches; `change` changes gradients before the optimizer reads them, in each step."""
+    """Train with micro-batches; `change` changes gradients before the optimizer reads them, in each step.
+
+    Where gradients are not cleared, `copies` puts copies in their place: then only numbers tell where they are from.
+    """
     trained = model()
     if precision == "bfloat16":
         trained.bfloat16()
@@ -40,6 +43,9 @@ def train(
         for step in range(steps):
             if zero(step):
                 optimizer.zero_grad()
+            elif copies:
+                for one in trained.parameters():
+                    one.grad = None if one.grad is None else one.grad.clone()
             for number in range(micro_batches):
                 inputs, labels = points(step * micro_batches + number)
                 with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
@@ -163,11 +169,19 @@ def test_a_micro_step_is_named(tmp_path: Path, precision: str, what: str) -> Non
 @pytest.mark.parametrize("precision", SHORT)
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 def test_a_zero_grad_that_is_left_out_is_named_for_all_parameters(tmp_path: Path, precision: str, clip: float) -> None:
-    findings = found(train(tmp_path / "run", zero=lambda step: step != 3, precision=precision, clip=clip))
+    path = train(tmp_path / "run", zero=lambda step: step != 3, precision=precision, clip=clip, copies=True)
+    findings = found(path)
 
     assert {finding.path for finding in findings} == {name for name, _ in model().named_parameters()}
     assert {finding.step for finding in findings} == {3}
     assert all("was zero_grad() left out?" in finding.message for finding in findings)
+
+
+def test_where_writes_tell_that_gradients_are_carried_the_witness_is_not_asked(tmp_path: Path) -> None:
+    (finding,) = traindiff.check(str(train(tmp_path / "run", zero=lambda step: step != 3))).findings
+
+    assert (finding.kind, finding.step) == ("carried-gradient", 3)
+    assert finding.evidence["paths"] == [name for name, _ in model().named_parameters()]
 
 
 def test_a_factor_of_all_gradients_by_the_training_is_a_note(tmp_path: Path) -> None:
@@ -273,6 +287,5 @@ def on_ranks(path: str, forgets: bool) -> None:
 def test_a_missing_zero_grad_is_found_in_sharded_trainings_too(tmp_path: Path, *, forgets: bool) -> None:
     run_on_ranks(on_ranks, 2, str(tmp_path / "run"), forgets)
 
-    findings = found(tmp_path / "run")
-    assert {finding.step for finding in findings} == ({1} if forgets else set())
-    assert all("was zero_grad() left out?" in finding.message for finding in findings)
+    findings = traindiff.check(tmp_path / "run").findings
+    assert [(one.kind, one.step) for one in findings] == ([("carried-gradient", 1)] if forgets else [])

@@ -64,7 +64,7 @@ FOUND = {
         kind="idle-optimizer", path="optimizer.groups[0]", says="none of its 2 parameters requires a gradient"
     ),
     "stackoverflow_60335387": Expected(
-        kind="wrong-gradient", path="0.weight", step=1, says="was zero_grad() left out?"
+        kind="carried-gradient", path="0.weight", step=1, says="Was zero_grad() left out?"
     ),
     "stackoverflow_67180955": Expected(
         kind="repeated-batch", step=1, says="Do the workers of a loader draw the same random numbers?"

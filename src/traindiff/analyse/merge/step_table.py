@@ -142,7 +142,8 @@ def _whole(key: SiteKey, parts: Sequence[Part], *, together: bool = True) -> Mer
     summaries: list[Any] = []
     apart: tuple[tuple[int, ...], ...] = ()
     unknown = ""
-    for same in boxes.values():
+    for box in boxes.values():
+        same = _latest(box) if key.phase in ("grad", "optimizer", "param") and not summed else box
         if key.phase in ("forward", "backward", "loss"):
             unknown = unknown or not_placed(same)
         if summed:
@@ -181,6 +182,16 @@ def _without_copies(parts: Sequence[Part]) -> list[Part]:
     for seen, rank, _ in parts:
         holder.setdefault((seen.micro_step, seen.term), rank)
     return [part for part in parts if holder[part[0].micro_step, part[0].term] == part[1]]
+
+
+def _latest(parts: list[Part]) -> list[Part]:
+    """What each rank recorded last: optimizers that hold the same parameter step one after the other."""
+    if len({rank for _, rank, _ in parts}) == len(parts):
+        return parts
+    by_rank: dict[int, Part] = {}
+    for part in sorted(parts, key=lambda part: part[0].order):
+        by_rank[part[1]] = part
+    return list(by_rank.values())
 
 
 def _by_term(parts: Sequence[Part]) -> list[list[Part]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from traindiff.analyse.findings import Finding, more_text
-from traindiff.analyse.merge.site import MergedSite, StepTable
+from traindiff.analyse.merge.site import StepTable
 from traindiff.analyse.rules.rule import Rule
 from traindiff.core.observation import CARRIED
 
@@ -29,26 +29,19 @@ class GradientsAreCleared(Rule):
         self._told: set[str] = set()
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
-        """One finding for the parameters of a step to which a backward pass added, and one for those that stayed."""
+        """One finding for all parameters of a step; each parameter is named once."""
         carried = [one for key, one in table.items() if key[:2] == ("grad", CARRIED) and not one.unobserved]
         fresh = [one for one in carried if one.key.path not in self._told]
         self._told.update(one.key.path for one in fresh)
         total = sum(key[:2] == ("grad", "") and key.slot == "grad" for key in table)
-        for added in (True, False):
-            if found := [one for one in fresh if bool(one.summary["maximum"]) is added]:
-                message = _message(found, total=total, step=step, added=added)
-                yield self.finding(found[0], message, step=step, paths=[one.key.path for one in found], added=added)
+        if fresh:
+            paths = [one.key.path for one in fresh]
+            yield self.finding(fresh[0], _message(paths, total=total, step=step), step=step, paths=paths)
 
 
-def _message(found: Sequence[MergedSite], *, total: int, step: int, added: bool) -> str:
-    named = ", ".join(one.key.path for one in found[:_MOST_NAMED])
-    whose = f"{named}{more_text(len(found) - _MOST_NAMED, 'parameter')}, {len(found)} of {total} gradients"
-    if added:
-        return (
-            f"The backward pass of step {step} added to gradients that step {step - 1} had used, because nothing had "
-            f"cleared them ({whose}). Was zero_grad() left out?"
-        )
+def _message(paths: Sequence[str], *, total: int, step: int) -> str:
+    named = ", ".join(paths[:_MOST_NAMED]) + more_text(len(paths) - _MOST_NAMED, "parameter")
     return (
-        f"Step {step} used the gradients of step {step - 1} once more: nothing cleared them, and no backward pass "
-        f"added to them ({whose}). Was zero_grad() left out?"
+        f"The backward pass of step {step} added to gradients that step {step - 1} had used, because nothing had "
+        f"cleared them ({named}, {len(paths)} of {total} gradients). Was zero_grad() left out?"
     )

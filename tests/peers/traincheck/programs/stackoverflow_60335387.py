@@ -7,9 +7,6 @@ from torch import nn
 from torch.nn import functional
 
 from tests.peers.traincheck.programs.tasks import CLASSES, Record, images
-from traindiff.core.tap_registry import OBSERVED_BY_DEFAULT
-
-SETTINGS = {"observe": [*OBSERVED_BY_DEFAULT, "witness"]}
 
 
 def train(record: Record, *, faulty: bool) -> None:
@@ -20,7 +17,7 @@ def train(record: Record, *, faulty: bool) -> None:
         nn.Linear(32, CLASSES),
     )  # fmt: skip
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    with record(model, optimizer, **SETTINGS):
+    with record(model, optimizer):
         for step in range(12):
             inputs, labels = images(step)
             if not faulty:

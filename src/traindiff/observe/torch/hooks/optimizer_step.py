@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
-from traindiff.core.observation import BEFORE, CARRIED, ITSELF, MAYBE_UNSEEN, NO_GRADIENT, SKIPPED, UNSEEN
+from traindiff.core.observation import BEFORE, ITSELF, MAYBE_UNSEEN, NO_GRADIENT, SKIPPED, UNSEEN
 from traindiff.core.shards import Piece
 from traindiff.core.torch_compat.execution import version_of
-from traindiff.observe.torch.hooks.carried_gradients import CarriedGradients
 from traindiff.observe.torch.hooks.compiled import CallObserver, tap_compiled_calls
 from traindiff.observe.torch.hooks.context import TapContext, emit_pieces
 from traindiff.observe.torch.hooks.followed_modules import HeldHooks
@@ -84,8 +83,6 @@ class OptimizerTap:
         self._hooks = HeldHooks()
         self.was_held: set[str] = set()
         self.marks = Marks()
-        self._carried = CarriedGradients()
-        self._note_left = context.sink.guarded("optimizer_step", self._left_gradients)
         self.is_compiled = False
         self._backward: tuple[Tensor, int, int] | None = None  # a parameter, its version, and the calls until then
         self._left: tuple[Tensor, int, int] | None = None  # a parameter, and the versions of it and its gradient then
@@ -114,13 +111,8 @@ class OptimizerTap:
         """Note that the optimizer steps in place of another tap's, whose parameters may still be stepped elsewhere."""
         self.was_held |= before.was_held
 
-    def before_backward(self) -> None:
-        """Look at the gradients that a backward pass finds."""
-        self._carried.before_backward()
-
     def note_backward(self) -> None:
         """Note that a backward pass has ended: the next change of a parameter is a step."""
-        self._carried.after_backward()
         for _, parameter, _ in self.held():
             if (gradient := parameter.grad) is not None:
                 self._backward = parameter, version_of(parameter), self._calls
@@ -215,7 +207,6 @@ class OptimizerTap:
             self._unsettled = False
             self._sink.guarded("optimizer_step", self.after_step)()
             self._on_end(self.name)
-            self._note_left()
 
     def counts_in_float32(self) -> bool:
         """True if it computes with the number of its steps in float32, and not in Python."""
@@ -256,14 +247,9 @@ class OptimizerTap:
         if ("grad.stages" if stage else "grad") not in self._observe:
             return
         scaled = None if stage else self._scales_itself
-        carried = {} if stage else self._carried.carried()
         with self._sink.together():
             for parameter, pieces in self.selected():
-                if id(parameter) in carried:
-                    self._note_carried(pieces, added=carried[id(parameter)])
                 self._gradient(parameter, pieces, stage=stage, scaled=scaled)
-        if not stage:
-            self._carried.forget()
 
     def after_step(self, *_: Any) -> None:
         """Record state and parameters."""
@@ -304,12 +290,6 @@ class OptimizerTap:
             self._sink.progress.begin_evaluation()  # what follows is of another optimizer, whose step goes on
         if not self._left_out:
             self._on_end(self.name)
-            self._note_left()
-
-    def _left_gradients(self) -> None:
-        """Note the gradients that the step leaves, if the next step is recorded."""
-        if "grad" in self._observe and self._sink.progress.observing:
-            self._carried.after_step(parameter for parameter, _ in self.selected())
 
     def _before_scaler(self, optimizer: Optimizer) -> None:
         if optimizer is self.optimizer:
@@ -368,12 +348,6 @@ class OptimizerTap:
             reason = f"{NO_GRADIENT}: parameter.grad is None when the optimizer steps"
             for piece in pieces:
                 self._sink.unobserved(reason, phase="grad", path=piece.path, slot="grad", optimizer=self.name)
-
-    def _note_carried(self, pieces: Sequence[Piece], *, added: bool) -> None:
-        for piece in pieces:
-            self._sink.emit(
-                as_tensor(added), phase="grad", path=piece.path, slot="grad", stage=CARRIED, optimizer=self.name
-            )
 
     @property
     def _scales_itself(self) -> bool:

@@ -80,7 +80,6 @@ class FollowedOptimizers:
         self._listen()
         for name, optimizer in self._targets.optimizers.items():
             self._following[name] = self._follow(name, optimizer)
-        events.at_backward.append(guarded("optimizer_step", self._before_backward))
         events.after_backward.append(guarded("optimizer_step", self._after_backward))
         for event in (events.before_forward, events.at_backward):
             event.insert(0, guarded("optimizer_step", self.look))
@@ -219,10 +218,6 @@ class FollowedOptimizers:
         self._following[name] = self._follow(name, before.optimizer)
         self.taps[name].takes_over(before)
 
-    def _before_backward(self) -> None:
-        for tap in self.taps.values():
-            tap.before_backward()
-
     def _after_backward(self) -> None:
         self._num_backward += 1
         for tap in self.taps.values():
@@ -317,6 +312,7 @@ class FollowedOptimizers:
             if name == self._context.sink.progress.optimizer:
                 self._context.events.after_step()
             self._on_step(name)
+            self._context.events.after_call(name)
 
 
 def _live_optimizers() -> WeakSet[Optimizer]:
