@@ -1,16 +1,18 @@
-"""Parameters that something else than the optimizer changes between two steps, in each run in another way."""
+"""Parameters that something else than an optimizer changes between two steps, in each run in another way."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from traindiff.analyse.align.two_runs import RUNS, AlignedStep
 from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.distance import difference
 from traindiff.analyse.merge.site import MergedSite, SiteKey, finding_at
-from traindiff.core.observation import EDITED
+from traindiff.analyse.rules.rule import RunFacts
+from traindiff.core.observation import BEFORE, EDITED
 from traindiff.core.summary import UNIT_ROUNDOFF, distance, norm
 
 _GAIN = 8.0
@@ -23,33 +25,50 @@ _FLIPPED = 0.1
 """Share of an edit that may turn with rounding: an element at a threshold that is pruned, or rounded to a grid."""
 
 
-_Edited = tuple[MergedSite | None, MergedSite | None]
-"""A parameter that was edited, in both runs; None in the run that left it alone."""
-
-
 class EditsApart:
-    """Tells the edits of parameters that differ between the runs, step by step.
+    """Tells the changes of parameters between steps that differ between the runs, step by step.
 
     The rule `edited` names each parameter of a run once, so that it cannot tell an edit that both runs make from two
-    different ones.
+    different ones. It says nothing of parameters that no optimizer holds: the training updates these itself, or makes
+    them averages of others.
+
+    Args:
+        facts: About both runs. Nothing is judged if one of them does not record all changes.
+        forced: Whether parameters of the candidate are set to the baseline's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, facts: tuple[RunFacts, RunFacts], *, forced: bool) -> None:
         self._left: dict[str, tuple[Any, Any]] = {}  # by path: summaries after the latest step, in both runs
+        self._seen = all(one.sees_changes for one in facts)
+        held = {path for one in facts for path in one.held_in}
+        by_hand = held and self._seen and not forced
+        self._unheld = facts[0].parameters - held if by_hand else frozenset[str]()
+        self._gradients: dict[str, float] = {}  # by path: largest relative difference of the gradient so far
+        self._step = -1
 
     def findings(self, given: AlignedStep, told: Iterable[Finding]) -> list[Finding]:
-        """Edits before a step that differ, except those in `told`; steps must be given in order."""
+        """Changes before a step that differ, except those in `told`; steps must be given in order."""
         named = {path for one in told if one.kind == "edited" for path in one.evidence["paths"]}
         edits = [
-            {key.path: entry for key, entry in table.items() if key[:2] == ("param", EDITED) and key.slot == "value"}
-            for table in given.tables
+            {
+                key.path: entry
+                for part in (*side.earlier, side)
+                for key, entry in part.table.items()
+                if self._is_edit(key)
+            }
+            for side in given.recorded
         ]
         found = []
-        for path in {**edits[0], **edits[1]}:
-            if path not in named and path in given.parameters and path in self._left:
+        for path in {**edits[0], **edits[1]} if self._seen else ():
+            judged = path in given.parameters and path in self._left
+            if path not in named and judged and (path not in self._unheld or self._step == given.step - 1):
                 found += self._apart(given, path, (edits[0].get(path), edits[1].get(path)))
         self._leave(given)
         return found
+
+    def _is_edit(self, key: SiteKey) -> bool:
+        stage = BEFORE if key.path in self._unheld else EDITED
+        return key[:2] == ("param", stage) and key.slot == "value"
 
     def _apart(
         self, given: AlignedStep, path: str, edited: tuple[MergedSite | None, MergedSite | None]
@@ -63,33 +82,63 @@ class EditsApart:
         size, before, whole = float(distance(*now)), float(distance(*left)), float(norm(now[0]))
         u = max(UNIT_ROUNDOFF.get(one.dtype, 0.0) for one in (pair.baseline, pair.candidate))
         floor = _GAIN * before + _ROUNDINGS * u * whole
+        if path in self._unheld:
+            floor += _GAIN * self._inflow(given, path, max(moved))
         if before:
             floor = max(floor, _FLIPPED * max(moved))
         if not size > floor:  # NaN is found where it appears
             return []
-        when = f"{path} changed between step {given.step - 1} and step {given.step}, not by the optimizer's step"
-        if None in edited:
-            message = f"In the {RUNS[edited[0] is None]}, {when}."
-        else:
-            message = (
-                f"{when}, and otherwise in each run: by {moved[0]:.3g} in the baseline and by {moved[1]:.3g} in the "
-                f"candidate (L2 norms of the changes). Before that it differed by {before:.3g}, then by {size:.3g}."
-            )
         return [
             finding_at(
-                here, step=given.step, kind="edited", message=message, evidence={"paths": [path]},
+                here, step=given.step, kind="edited", evidence={"paths": [path]},
+                message=self._message(path, moved, (before, size), step=given.step),
                 difference=size / whole if whole else np.inf, floor=floor / whole if whole else 0.0,
             )
         ]  # fmt: skip
 
+    def _inflow(self, given: AlignedStep, path: str, moved: float) -> float:
+        """How far what a parameter is updated from pulls it apart.
+
+        That is its gradient, in proportion; or else parameters of its shape, of which it may be an average.
+        """
+        if path in self._gradients:
+            return self._gradients[path] * moved
+        shape = given.parameters[path].baseline.shape
+        sources = [one for other, one in given.parameters.items() if other != path and one.baseline.shape == shape]
+        return max((float(distance(one.baseline.summary, one.candidate.summary)) for one in sources), default=0.0)
+
+    def _message(self, path: str, moved: Sequence[float], apart: tuple[float, float], *, step: int) -> str:
+        how = ", which no optimizer holds," if path in self._unheld else ""
+        means = "" if path in self._unheld else ", not by the optimizer's step"
+        when = f"{path}{how} changed between step {step - 1} and step {step}{means}"
+        if not all(moved):
+            alone = f"In the {RUNS[not moved[0]]}, {when}"
+            return f"{alone}. In the {RUNS[bool(moved[0])]}, it did not." if how else f"{alone}."
+        return (
+            f"{when}, and otherwise in each run: by {moved[0]:.3g} in the baseline and by {moved[1]:.3g} in the "
+            f"candidate (L2 norms of the changes). Before that it differed by {apart[0]:.3g}, then by {apart[1]:.3g}."
+        )
+
     def _leave(self, given: AlignedStep) -> None:
-        """Note the parameters as the step left them."""
+        """Note the parameters as the step left them; those that no optimizer holds as it found them."""
         baseline, candidate = given.tables
         for key, entry in baseline.items():
-            if key.phase != "param" or key.stage or key.slot != "value":
+            if not self._is_state(key):
                 continue
             other = candidate.get(SiteKey(*key))
             if other is None or entry.unobserved or other.unobserved or other.shape != entry.shape:
                 self._left.pop(key.path, None)
             else:  # copies: see GradientsTogether
                 self._left[key.path] = np.array(entry.summary)[()], np.array(other.summary)[()]
+        for path in self._unheld & given.parameters.keys():
+            pair = given.parameters[path]
+            self._left[path] = np.array(pair.baseline.summary)[()], np.array(pair.candidate.summary)[()]
+        for pair in given.pairs if self._unheld else ():
+            key = pair.baseline.key
+            if key.phase == "grad" and key.slot == "grad" and key.path in self._unheld:
+                self._gradients[key.path] = max(self._gradients.get(key.path, 0.0), difference(pair) or 0.0)
+        self._step = given.step
+
+    @staticmethod
+    def _is_state(key: SiteKey) -> bool:
+        return key.phase == "param" and not key.stage and key.slot == "value"

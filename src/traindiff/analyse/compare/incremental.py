@@ -138,7 +138,7 @@ class RunningComparison:
         self._evidence: dict[str, Any] = {}
         self._uncovered: list[int] = []
         self._other_evaluations = OtherEvaluations()
-        self._edits = EditsApart()
+        self._edits = EditsApart(self._facts, forced=self._forced)
         self._notes: dict[str, None] = {}
         self._other_dtypes: dict[tuple[str, str], dict[SiteKey, None]] = {}
         self._operators = OperatorSearch(runs.runs, rename)

@@ -30,6 +30,7 @@ class RunFacts:
         settings: Settings of each module when recording began, as texts by name, by path.
         autocast: The dtype to which autocast converted before the first forward pass with gradients; empty if it was
             off, or not recorded.
+        sees_changes: Whether each change of a parameter between two steps was recorded, on all ranks.
     """
 
     complete: bool = False
@@ -41,6 +42,7 @@ class RunFacts:
     optimizers: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     autocast: str = ""
+    sees_changes: bool = False
 
 
 def run_facts(recording: Run, rename: Rename = str) -> RunFacts:
@@ -64,6 +66,7 @@ def run_facts(recording: Run, rename: Rename = str) -> RunFacts:
             rename(path): settings for one in contents for path, settings in one.get("module_settings", {}).items()
         },
         autocast=_autocast(contents),
+        sees_changes=bool(contents) and all(one.get("sees_changes_between_steps") for one in contents),
         optimizers={one["name"]: one["type"] for content in contents for one in content.get("optimizers", ())},
     )
 

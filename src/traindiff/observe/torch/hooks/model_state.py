@@ -10,14 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from traindiff.core.observation import BEFORE, EDITED, MASTER, MODE
-from traindiff.core.torch_compat.execution import inside_transform, version_of
+from traindiff.core.torch_compat.execution import inside_transform, storage_key, version_of
 from traindiff.observe.torch.hooks.context import TapContext, emit_pieces
+from traindiff.observe.torch.hooks.marks import mark_of
 from traindiff.observe.torch.hooks.nested import as_tensor
 
 
 def attach(context: TapContext) -> None:
     """Observe parameters and buffers around each step. The tap ends with the session, as all events do."""
     tap, guarded = ModelStateTap(context), partial(context.sink.guarded, "model_state")
+    if tap.sees_all_changes:
+        context.describe("sees_changes_between_steps", True)
     context.events.before_forward.append(guarded(tap.before_forward))
     context.events.before_step.append(guarded(tap.before_step))
     context.events.before_update.append(guarded(tap.before_step))
@@ -39,10 +42,11 @@ class ModelStateTap:
     """Summarizes what no optimizer tap sees: initial and frozen parameters, and buffers.
 
     Parameters are recorded before the first step, and before each recorded step whose predecessor was not recorded,
-    so that every update has both its ends. Parameters that require a gradient and that no optimizer holds are recorded
-    before steps 1, 2, 4, 8 and so on, too, to show whether they ever change. Parameters that are copies of master
-    weights (see `master_weights`) are recorded with these before every step. Parameters that something else than their
-    optimizer changed since the step before are recorded as the step finds them.
+    so that every update has both its ends. Parameters that no optimizer holds are also recorded before each step
+    that finds them changed: the training updates them itself, or averages others into them. Those of them that require
+    a gradient are recorded before steps 1, 2, 4, 8 and so on in any case, to show whether they ever change. Parameters
+    that are copies of master weights (see `master_weights`) are recorded with these before every step. Parameters that
+    something else than their optimizer changed since the step before are recorded as the step finds them.
 
     Buffers are recorded with the parameters. After a step, those are recorded that may have been written: floating-
     point buffers (batch normalization writes its statistics without moving their version counter), and others whose
@@ -59,6 +63,8 @@ class ModelStateTap:
         self._recorded_step = -2
         self._found_by: dict[str, int] = {}  # by path: the step of its optimizer before which it was last recorded
         self._looked_after = 0  # steps of optimizers
+        self._unheld: dict[str, Mark] = {}  # by path: parameters that no optimizer holds, as they were last recorded
+        self._looked_before = -1  # the step before which they were last looked at
         self._training = {path: module.training for path, module in context.targets.modules.items()}
 
     def before_step(self) -> None:
@@ -75,10 +81,10 @@ class ModelStateTap:
             for path, master in masters.items():
                 self._sink.emit(master, phase="param", path=path, slot=MASTER, stage=BEFORE)
         if self._recorded_step in recorded:
-            grows = progress.step & (progress.step - 1) == 0
-            self._parameters_before({*masters, *(self._held_by_none() if grows else ())})
+            self._parameters_before({*masters, *self._changed_by_none()})
             return
         self._recorded_step = progress.step
+        self._mark_unheld()
         with self._sink.together():
             self._parameters_before(self._context.targets.parameters)
             for path, buffer in present_buffers(self._context.targets.root, self._context.targets.buffers):
@@ -126,6 +132,11 @@ class ModelStateTap:
                 self._sink.emit(flag, phase="forward", path=path, slot="training", stage=MODE, call=call)
 
     @property
+    def sees_all_changes(self) -> bool:
+        """True if each change of a parameter between two steps is noticed, whatever makes it."""
+        return self._may_look and all(one.device.type == "cpu" for one in self._context.targets.parameters.values())
+
+    @property
     def _may_look(self) -> bool:
         """False if others exchange parameters between steps: a lockstep, an engine, or a transform."""
         targets = self._context.targets
@@ -142,11 +153,27 @@ class ModelStateTap:
         parameters = self._context.targets.parameters.items()
         return {path: master for path, one in parameters if (master := master_weights(one)) is not None}
 
-    def _held_by_none(self) -> Collection[str]:
-        """Paths of the parameters that require a gradient and that no optimizer holds; none without optimizers."""
+    def _held_by_none(self) -> dict[str, nn.Parameter]:
+        """The parameters that no optimizer holds; before the first optimizer is known, those that need none."""
         optimizers = self._context.optimizers.values()
         held = {piece.path for one in optimizers for _, _, pieces in one.held() for piece in pieces}
-        return {path for path, one in self._context.targets.parameters.items() if held and one.requires_grad} - held
+        parameters = self._context.targets.parameters.items()
+        return {path: one for path, one in parameters if path not in held and (held or not one.requires_grad)}
+
+    def _mark_unheld(self) -> None:
+        """Mark the parameters that no optimizer holds, as they are recorded now."""
+        self._looked_before = self._sink.progress.step
+        self._unheld = {path: _mark(one) for path, one in self._held_by_none().items()} if self._may_look else {}
+
+    def _changed_by_none(self) -> Collection[str]:
+        """Paths of the parameters that no optimizer holds and that are to be recorded before this step."""
+        step = self._sink.progress.step
+        if step == self._looked_before:
+            return ()
+        before, unheld, grows = self._unheld, self._held_by_none(), step & (step - 1) == 0
+        self._mark_unheld()
+        changed = {path for path, mark in self._unheld.items() if before.get(path, NO_MARK) != mark}
+        return changed | {path for path, one in unheld.items() if grows and one.requires_grad}
 
     def after_step(self) -> None:
         """Record the buffers that may have been written."""
@@ -162,6 +189,16 @@ class ModelStateTap:
     def _is_new(self, path: str, buffer: Tensor) -> bool:
         before, version = self._seen.get(path, (None, 0))
         return before is None or before() is not buffer or version != version_of(buffer)
+
+
+Mark = tuple[int, int, bytes | None]
+NO_MARK: Mark = (0, 0, None)
+
+
+def _mark(parameter: Tensor) -> Mark:
+    """Something that changes if a parameter does: where its bits cannot be read at once, its place and version."""
+    bits = mark_of(parameter)
+    return (0, 0, bits) if bits is not None else (storage_key(parameter), version_of(parameter), None)
 
 
 def present_buffers(root: nn.Module, buffers: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
