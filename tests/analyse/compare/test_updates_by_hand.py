@@ -54,7 +54,7 @@ def recorded(
             with torch.no_grad():
                 for one in model.scale.parameters() if rate else ():
                     assert one.grad is not None
-                    one -= rate * one.grad
+                    one.sub_(rate * one.grad)
                 for slow, fast in zip(model.target.parameters(), model.online.parameters(), strict=True):
                     if new_memory:
                         slow.data = slow.data * momentum + fast.data * (1 - momentum)

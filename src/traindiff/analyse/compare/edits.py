@@ -49,14 +49,10 @@ class EditsApart:
     def findings(self, given: AlignedStep, told: Iterable[Finding]) -> list[Finding]:
         """Changes before a step that differ, except those in `told`; steps must be given in order."""
         named = {path for one in told if one.kind == "edited" for path in one.evidence["paths"]}
+        parts = [[part.table for part in (*side.earlier, side)] for side in given.recorded]
         edits = [
-            {
-                key.path: entry
-                for part in (*side.earlier, side)
-                for key, entry in part.table.items()
-                if self._is_edit(key)
-            }
-            for side in given.recorded
+            {key.path: entry for table in tables for key, entry in table.items() if self._is_edit(key)}
+            for tables in parts
         ]
         found = []
         for path in {**edits[0], **edits[1]} if self._seen else ():

@@ -19,8 +19,8 @@ from traindiff.observe.torch.hooks.nested import as_tensor
 def attach(context: TapContext) -> None:
     """Observe parameters and buffers around each step. The tap ends with the session, as all events do."""
     tap, guarded = ModelStateTap(context), partial(context.sink.guarded, "model_state")
-    if tap.sees_all_changes:
-        context.describe("sees_changes_between_steps", True)
+    if sees_all := tap.sees_all_changes:
+        context.describe("sees_changes_between_steps", sees_all)
     context.events.before_forward.append(guarded(tap.before_forward))
     context.events.before_step.append(guarded(tap.before_step))
     context.events.before_update.append(guarded(tap.before_step))
