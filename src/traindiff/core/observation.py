@@ -48,6 +48,9 @@ MAYBE_UNSEEN = "maybe not observed in this step"
 NO_GRADIENT = "no gradient"
 """Begin of the reason if an optimizer stepped without a gradient to observe."""
 
+REPLACED = f"{NO_GRADIENT}: the optimizer holds the tensor that had this place in the model before"
+"""The reason if a new tensor took the place of a parameter in the model, and its optimizer goes on with the old one."""
+
 SKIPPED = "skipped"
 """Slot, in the phase `optimizer`, that marks a step that the loss scaler skipped."""
 

@@ -17,7 +17,7 @@ from traindiff.analyse.rules.optimizers import (
     optimizer_of,
 )
 from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule, Rule
-from traindiff.core.observation import MASTER, NO_GRADIENT
+from traindiff.core.observation import BEFORE, EDITED, MASTER, NO_GRADIENT, REPLACED
 from traindiff.core.summary import UNIT_ROUNDOFF, norm
 
 
@@ -132,10 +132,14 @@ class GradientsArrive(Rule):
                 if one.num_zero
                 else f"is None in all of {steps} steps"
             )
-            message = (
-                f"{path} gets no gradient: it {what}. Look for detach(), no_grad(), zero_grad() before the step, and "
-                "results that the loss does not use; if it is meant, requires_grad=False says so."
+            hint = (
+                "The optimizer holds it, and the recorded model does not: was a module replaced, or the model copied, "
+                "after the optimizer was made?"
+                if path.partition(".groups[")[0] in self.facts.optimizers and path not in self.facts.parameters
+                else "Look for detach(), no_grad(), zero_grad() before the step, and results that the loss does not "
+                "use; if it is meant, requires_grad=False says so."
             )
+            message = f"{path} gets no gradient: it {what}. {hint}"
             yield self.finding(
                 one.entry, message, step=one.first, none=one.num_none, zero=one.num_zero, num_steps=steps
             )
@@ -170,6 +174,10 @@ class _Resting:
         """Note that it is unchanged."""
         self.steps, self.unseen = self.steps + self.unseen, 0
 
+    def look_back(self) -> None:
+        """Note that it was unchanged before the latest step."""
+        self.steps, self.unseen = self.steps + max(self.unseen - 1, 0), min(self.unseen, 1)
+
 
 class ParametersMove(Rule):
     """The bits of a parameter never change, although steps pass that should change them.
@@ -195,6 +203,7 @@ class ParametersMove(Rule):
         """Start with an empty state."""
         self._resting: dict[str, _Resting] = {}
         self._moved: set[str] = set()
+        self._replaced: set[str] = set()
         self._unheld = self.facts.trainable - self.facts.held_in.keys() if self.facts.held_in else frozenset[str]()
 
     def step(self, table: StepTable, *, step: int) -> None:
@@ -208,25 +217,44 @@ class ParametersMove(Rule):
             }
             if any(rates.values()):
                 moving |= self._unheld
-        for path, entry in parameters_of(table, stage="before"):
+        for path in self._newly_replaced(table):
+            self._moved.discard(path)
+            self._resting.pop(path, None)
+        for path, entry in (*parameters_of(table, stage=BEFORE), *parameters_of(table, stage=EDITED)):
             self._see(path, entry)
         for path in [path for path in self._resting if path in moving]:
             self._resting[path].pass_over(step)
         for path, entry in after.items():
             self._see(path, entry)
 
+    def _newly_replaced(self, table: StepTable) -> set[str]:
+        """Parameters whose place in the model another tensor took, while the optimizer goes on with the old one."""
+        found = {key.path for key, entry in table.items() if key[:2] == ("grad", "") and entry.unobserved == REPLACED}
+        found &= self._unheld - self._replaced
+        self._replaced |= found
+        return found
+
     def end(self) -> Iterator[Finding]:
         """Findings of the whole run."""
-        forgotten = set() if self._rest_is_meant else self._held_by_none
+        if self.facts.sees_changes:  # a change would have been recorded before the step after it
+            for path in self._unheld & self._resting.keys():
+                self._resting[path].look_back()
+        forgotten = self._held_by_none & self._replaced if self._rest_is_meant else self._held_by_none
         for path, resting in self._resting.items():
             if resting.steps >= self.limit("least_steps") and path in self.facts.held_in:
                 stage = ""
                 message = f"{path} gets gradients that should move it in {resting.steps} steps, and never changes."
             elif path in forgotten:
-                stage = "before"  # such parameters are observed before the step only
+                stage = BEFORE  # such parameters are observed before the step only
+                meant = (
+                    "The optimizer goes on with the tensor that had its place in the model before. Was a module "
+                    "replaced after the optimizer was made? Give the optimizer the new parameters."
+                    if path in self._replaced
+                    else "If that is meant, set requires_grad=False."
+                )
                 message = (
                     f"No recorded optimizer holds {path}, although it requires a gradient: at least {resting.steps} "
-                    "steps leave it as it was. If that is meant, set requires_grad=False."
+                    f"steps leave it as it was. {meant}"
                 )
             else:
                 continue

@@ -63,6 +63,7 @@ class ModelStateTap:
         self._recorded_step = -2
         self._found_by: dict[str, int] = {}  # by path: the step of its optimizer before which it was last recorded
         self._looked_after = 0  # steps of optimizers
+        self._tensors: dict[str, ReferenceType[Tensor]] = {}
         self._unheld: dict[str, Mark] = {}  # by path: parameters that no optimizer holds, as they were last recorded
         self._looked_before = -1  # the step before which they were last looked at
         self._training = {path: module.training for path, module in context.targets.modules.items()}
@@ -143,10 +144,23 @@ class ModelStateTap:
         return not (self._context.set_back or list(targets.layout.flat) or targets.gathering or inside_transform())
 
     def _edited_parameters(self) -> None:
+        replaced = self._replaced
         with self._sink.together():
             for tap in self._context.optimizers.values():
                 for parameter, pieces in tap.marks.edited():
                     emit_pieces(self._sink, parameter, pieces, phase="param", slot="value", stage=EDITED)
+            for path, parameter in replaced.items():
+                pieces = self._context.targets.pieces_of(parameter) or ()
+                emit_pieces(self._sink, parameter, pieces, phase="param", slot="value", stage=EDITED)
+                self._unheld[path] = _mark(parameter)
+        if replaced or not self._tensors:
+            self._tensors = {path: ref(one) for path, one in self._context.targets.parameters.items()}
+
+    @property
+    def _replaced(self) -> dict[str, nn.Parameter]:
+        """The parameters whose place in the model another tensor has taken since edits were recorded, by path."""
+        parameters, before = self._context.targets.parameters.items(), self._tensors
+        return {path: one for path, one in parameters if path in before and before[path]() is not one}
 
     def _masters(self) -> dict[str, Tensor]:
         """Master weights by path."""
@@ -173,7 +187,7 @@ class ModelStateTap:
         before, unheld, grows = self._unheld, self._held_by_none(), step & (step - 1) == 0
         self._mark_unheld()
         changed = {path for path, mark in self._unheld.items() if before.get(path, NO_MARK) != mark}
-        return changed | {path for path, one in unheld.items() if grows and one.requires_grad}
+        return (changed | {path for path, one in unheld.items() if grows and one.requires_grad}) - self._replaced.keys()
 
     def after_step(self) -> None:
         """Record the buffers that may have been written."""

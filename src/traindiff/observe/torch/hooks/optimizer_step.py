@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any
@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
-from traindiff.core.observation import BEFORE, ITSELF, MAYBE_UNSEEN, NO_GRADIENT, SKIPPED, UNSEEN
+from traindiff.core.observation import BEFORE, ITSELF, NO_GRADIENT, SKIPPED, UNSEEN
 from traindiff.core.shards import Piece
 from traindiff.core.torch_compat.execution import version_of
 from traindiff.observe.torch.hooks.compiled import CallObserver, tap_compiled_calls
 from traindiff.observe.torch.hooks.context import TapContext, emit_pieces
 from traindiff.observe.torch.hooks.followed_modules import HeldHooks
+from traindiff.observe.torch.hooks.held_before import HeldBefore
 from traindiff.observe.torch.hooks.loss_scale import ScalerListener, tap_loss_scaler
 from traindiff.observe.torch.hooks.marks import Marks
 from traindiff.observe.torch.hooks.nested import as_dense, as_tensor, tensors
@@ -30,8 +31,6 @@ def main_gradient(parameter: Tensor) -> Tensor | None:
 
 
 UNSEEN_STEP = "parameters were written, but the step of the optimizer was called without the hooks of traindiff"
-
-NOT_HELD = f"{MAYBE_UNSEEN}: the optimizer that is followed no longer holds it"
 
 IMPLEMENTATION_CHOICES = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 """Entries of a parameter group that choose how an update is computed, not which update."""
@@ -51,7 +50,7 @@ class OptimizerTap:
         on_end: Called with `name` when a step has ended.
 
     Attributes:
-        was_held: Paths of the observed parameters that the optimizer, or the one before it, held in recorded steps.
+        was_held: The observed parameters that the optimizer, or the one before it, held in recorded steps.
         marks: Of the parameters as its latest step left them, if that was recorded.
         is_compiled: Whether a step of it ran in compiled code.
     """
@@ -81,7 +80,7 @@ class OptimizerTap:
         self._calls = 0
         self._calls_before_scaler = 0
         self._hooks = HeldHooks()
-        self.was_held: set[str] = set()
+        self.was_held = HeldBefore(context.sink, optimizer=name, observe=context.observe)
         self.marks = Marks()
         self.is_compiled = False
         self._backward: tuple[Tensor, int, int] | None = None  # a parameter, its version, and the calls until then
@@ -109,7 +108,7 @@ class OptimizerTap:
 
     def takes_over(self, before: OptimizerTap) -> None:
         """Note that the optimizer steps in place of another tap's, whose parameters may still be stepped elsewhere."""
-        self.was_held |= before.was_held
+        self.was_held.add(before.was_held)
 
     def note_backward(self) -> None:
         """Note that a backward pass has ended: the next change of a parameter is a step."""
@@ -271,15 +270,7 @@ class OptimizerTap:
             for parameter, pieces in self.selected():
                 if id(parameter) in updated:
                     self.marks.take(parameter, pieces)
-        self._let_go(self.was_held - held)
-        self.was_held |= held
-
-    def _let_go(self, paths: Collection[str]) -> None:
-        """Record that nothing more is known of parameters which the optimizer no longer holds."""
-        for path in sorted(paths):
-            for phase, slot in (("grad", "grad"), ("optimizer", "state"), ("param", "value")):
-                if phase in self._observe:
-                    self._sink.unobserved(NOT_HELD, phase=phase, path=path, slot=slot, optimizer=self.name)
+        self.was_held.note(held)
 
     def _end_step(self, *_: Any) -> None:
         if is_compiling():

@@ -1,0 +1,47 @@
+"""Parameters that an optimizer held in earlier steps, and no longer holds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from traindiff.core.observation import MAYBE_UNSEEN, REPLACED
+from traindiff.observe.common.sink import Sink
+
+NOT_HELD = f"{MAYBE_UNSEEN}: the optimizer that is followed no longer holds it"
+
+
+class HeldBefore:
+    """Records that nothing more is known of parameters which an optimizer no longer holds.
+
+    Args:
+        sink: Receives the observations.
+        optimizer: Name of the optimizer.
+        observe: Names of what is observed.
+    """
+
+    def __init__(self, sink: Sink, *, optimizer: str, observe: Collection[str]) -> None:
+        self._sink = sink
+        self._optimizer = optimizer
+        self._observe = observe
+        self._paths: set[str] = set()
+        self._replaced: set[str] = set()  # of these, those whose place in the model another tensor has taken
+
+    def add(self, other: HeldBefore) -> None:
+        """Note that the optimizer steps in place of another one, whose parameters may still be stepped elsewhere."""
+        self._paths |= other._paths
+
+    def note(self, held: Collection[str]) -> None:
+        """Note the paths that the optimizer holds in a step.
+
+        If it holds as many new tensors that are none of the model's, these are the old ones: they lost their names.
+        """
+        gone = self._paths.difference(held)
+        nameless = {path for path in held if path.startswith(f"{self._optimizer}.groups[")}
+        if len(nameless - self._paths) >= len(gone) > 0:
+            self._replaced |= gone
+        for path in sorted(gone):
+            for phase, slot in (("grad", "grad"), ("optimizer", "state"), ("param", "value")):
+                why = REPLACED if phase == "grad" and path in self._replaced else NOT_HELD
+                if phase in self._observe:
+                    self._sink.unobserved(why, phase=phase, path=path, slot=slot, optimizer=self._optimizer)
+        self._paths.update(held)
