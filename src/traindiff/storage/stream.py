@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import count
 from typing import IO, Literal, NamedTuple
@@ -46,7 +46,8 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 class StepObservations:
     """All observations of one step of one optimizer on one rank; `summaries[i]` belongs to `observations[i]`.
 
-    `stored` holds the optional parts by the same i; `Recording.tensors` reads their files.
+    `stored` holds the optional parts by the same i; `Recording.tensors` reads their files. `after` holds the latest
+    step of each other optimizer before it, as far as the order is known.
     """
 
     rank: int
@@ -55,6 +56,7 @@ class StepObservations:
     observations: list[Observation]
     summaries: Summaries
     stored: Stored = NOTHING_STORED
+    after: Mapping[str, int] = field(default_factory=dict)
 
     def joined(self, more: StepObservations) -> StepObservations:
         """The step with further observations added."""
@@ -97,6 +99,7 @@ class _Packed:
     messages: list[bytes]
     packed_bytes: int
     unpacked_bytes: int
+    after: Mapping[str, int] = field(default_factory=dict)
 
     def append(self, more: _Packed) -> None:
         """Add further messages of the step.
@@ -213,6 +216,7 @@ class RankStream:
             if before is not None and part.step <= before:
                 message = f"step {part.step} of {quoted(part.optimizer)} follows its step {before}, and steps ascend"
                 raise damaged(self._path(DATA), message)
+            part.after = dict(begun)
             begun[part.optimizer] = part.step
             if part.optimizer in held:
                 yield held.pop(part.optimizer)
@@ -329,7 +333,7 @@ def unpacked(packed: _Packed, rank: int) -> StepObservations:
         steps.append(
             StepObservations(
                 rank=rank, optimizer=packed.optimizer, step=packed.step, observations=observations,
-                summaries=summaries, stored=stored,
+                summaries=summaries, stored=stored, after=packed.after,
             )
         )  # fmt: skip
     return reduce(StepObservations.joined, steps)

@@ -45,6 +45,7 @@ from traindiff.analyse.compare.limits import hints, limits, not_followed, unjudg
 from traindiff.analyse.compare.operator_search import OperatorSearch
 from traindiff.analyse.compare.step_input import StepInput
 from traindiff.analyse.compare.step_judge import judge_step
+from traindiff.analyse.compare.turns import Turns
 from traindiff.analyse.compare.verdict import Comparison, Word
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.history import DifferenceHistory
@@ -138,6 +139,7 @@ class RunningComparison:
         self._evidence: dict[str, Any] = {}
         self._uncovered: list[int] = []
         self._other_evaluations = OtherEvaluations()
+        self._turns = Turns(runs.runs)
         self._edits = EditsApart(self._facts, forced=self._forced)
         self._notes: dict[str, None] = {}
         self._other_dtypes: dict[tuple[str, str], dict[SiteKey, None]] = {}
@@ -152,7 +154,7 @@ class RunningComparison:
             return None
         assert baseline is not None
         assert candidate is not None
-        findings = self._step(given)
+        findings = self._step(given, self._turns.findings(baseline, candidate))
         if baseline.operators or candidate.operators:
             self._search_operators(findings, baseline, candidate)
         return ComparedStep(aligned=given, findings=tuple(findings))
@@ -207,13 +209,13 @@ class RunningComparison:
             own, other, *noise = ([part for part in run if number in (None, part[0].evaluation)] for run in runs)
             self._operators.see([one for one in findings if one.evaluation == number], (own, other), noise)
 
-    def _step(self, given: AlignedStep) -> list[Finding]:
+    def _step(self, given: AlignedStep, turns: Sequence[Finding]) -> list[Finding]:
         self._judge.run.mixing = self._judge.run.mixing or is_mixing(given.tables[0])
         self._judge.run.corrections = correction_error(given.tables[0], self._counts_in_float32)
         last = self._noise(given)
         noise = dict(enumerate(self._measured.earlier if given.recorded[0].earlier else ()))
         # What is of the whole step, and was before its first forward pass, comes first.
-        extra = self._settings.findings(self.runs.sides, given.tables, step=given.step)
+        extra = [*turns, *self._settings.findings(self.runs.sides, given.tables, step=given.step)]
         own = self._of_one_run(given)
         extra += self._edits.findings(given, own)
         first = (*given.earlier, given)[0]

@@ -48,6 +48,7 @@ class RunStep:
         operators: Observations of operators, which are compared inside a module only.
         products: Checks of matrix products, which are judged by themselves, rank by rank.
         last: The last observation of each rank.
+        after: The latest step of each other optimizer before this one, as far as the order is known.
     """
 
     optimizer: str
@@ -59,6 +60,7 @@ class RunStep:
     operators: list[Part] = field(default_factory=list)
     products: list[Part] = field(default_factory=list)
     last: Mapping[int, Observation] = field(default_factory=dict)
+    after: Mapping[str, int] = field(default_factory=dict)
 
     def release(self) -> None:
         """Drop the sites, so that no two steps are in memory when the next one is read."""
@@ -107,8 +109,8 @@ class StepMerger:
         else:
             finished = shown or not (self._called or optimizer in self._shows_calls)
         return RunStep(
-            optimizer=optimizer, step=step, table=table, earlier=earlier, finished=finished, operators=operators,
-            products=products,
+            optimizer=optimizer, step=step, after=of_ranks[0].after, table=table, earlier=earlier, finished=finished,
+            operators=operators, products=products,
             missing=self._without(tuple(one.rank for one in of_ranks)),
             last={one.rank: one.observations[-1] for one in of_ranks if one.observations},
         )  # fmt: skip

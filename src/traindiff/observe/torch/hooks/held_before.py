@@ -17,31 +17,34 @@ class HeldBefore:
         sink: Receives the observations.
         optimizer: Name of the optimizer.
         observe: Names of what is observed.
+
+    Attributes:
+        paths: The parameters that it held in recorded steps.
     """
 
     def __init__(self, sink: Sink, *, optimizer: str, observe: Collection[str]) -> None:
         self._sink = sink
         self._optimizer = optimizer
         self._observe = observe
-        self._paths: set[str] = set()
+        self.paths: set[str] = set()
         self._replaced: set[str] = set()  # of these, those whose place in the model another tensor has taken
 
     def add(self, other: HeldBefore) -> None:
         """Note that the optimizer steps in place of another one, whose parameters may still be stepped elsewhere."""
-        self._paths |= other._paths
+        self.paths |= other.paths
 
     def note(self, held: Collection[str]) -> None:
         """Note the paths that the optimizer holds in a step.
 
         If it holds as many new tensors that are none of the model's, these are the old ones: they lost their names.
         """
-        gone = self._paths.difference(held)
+        gone = self.paths.difference(held)
         nameless = {path for path in held if path.startswith(f"{self._optimizer}.groups[")}
-        if len(nameless - self._paths) >= len(gone) > 0:
+        if len(nameless - self.paths) >= len(gone) > 0:
             self._replaced |= gone
         for path in sorted(gone):
             for phase, slot in (("grad", "grad"), ("optimizer", "state"), ("param", "value")):
                 why = REPLACED if phase == "grad" and path in self._replaced else NOT_HELD
                 if phase in self._observe:
                     self._sink.unobserved(why, phase=phase, path=path, slot=slot, optimizer=self._optimizer)
-        self._paths.update(held)
+        self.paths.update(held)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -59,6 +59,11 @@ class Marks:
         """Mark a parameter, given with the pieces that it holds."""
         if (mark := mark_of(parameter)) is not None:
             self._held.append((ref(parameter), pieces, mark))
+
+    def release(self, parameters: Collection[Tensor]) -> None:
+        """Forget the marks of parameters that another optimizer has stepped since."""
+        ids = {id(one) for one in parameters}
+        self._held = [one for one in self._held if id(one[0]()) not in ids]
 
     def forget(self) -> None:
         """Forget all marks: a step is about to change the parameters."""

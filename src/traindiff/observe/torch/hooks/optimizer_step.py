@@ -82,6 +82,7 @@ class OptimizerTap:
         self._hooks = HeldHooks()
         self.was_held = HeldBefore(context.sink, optimizer=name, observe=context.observe)
         self.marks = Marks()
+        self._all = context.optimizers
         self.is_compiled = False
         self._backward: tuple[Tensor, int, int] | None = None  # a parameter, its version, and the calls until then
         self._left: tuple[Tensor, int, int] | None = None  # a parameter, and the versions of it and its gradient then
@@ -267,6 +268,8 @@ class OptimizerTap:
         if "update" in self._observe:  # after another run's values were put in, if they are
             updated = {id(parameter) for _, parameter, _ in self.updated()}
             self.marks.forget()
+            for other in self._all.values():
+                other.marks.release([parameter for _, parameter, _ in self.held()] if other is not self else ())
             for parameter, pieces in self.selected():
                 if id(parameter) in updated:
                     self.marks.take(parameter, pieces)
