@@ -8,6 +8,7 @@ from traindiff.analyse.rules.evaluation import EvaluationDrawsNothing, SpectralN
 from traindiff.analyse.rules.inputs import InputsHaveAllSamples, SamplesArrive
 from traindiff.analyse.rules.layers import EvaluationIsCertain, UnitsAreSensitive, UnitsLive
 from traindiff.analyse.rules.losses import LossDecreases, LossDoesNotDiverge, NothingSpikes
+from traindiff.analyse.rules.lost_weights import StepsKeepWeights
 from traindiff.analyse.rules.masters import MastersAreCopied
 from traindiff.analyse.rules.modes import ModelTrainsInTrainingMode
 from traindiff.analyse.rules.optimizers import EpsIsSmall, LearningRateIsSet, ScheduleIsFollowed, SecondMomentsHold
@@ -48,6 +49,7 @@ RULES: tuple[type[Rule], ...] = (
     GradientsReachEveryLayer,
     GradientsStayBounded,
     UpdatesAreSmall,
+    StepsKeepWeights,
     UnitsLive,
     LossDoesNotDiverge,
     LossScaleSettles,
