@@ -206,3 +206,33 @@ def test_a_finding_names_the_settings_of_its_own_module(phase: str, path: str, t
     assert message.startswith(told)
     assert message.endswith("It differs.")
     assert (message == "It differs.") == (not told)
+
+
+def weights_of_two_layers(*, tied: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model[2].weight = model[0].weight if tied else nn.Parameter(model[0].weight.detach().clone())
+    return model
+
+
+@pytest.mark.parametrize("baseline", [True, False])
+def test_a_parameter_that_is_tied_in_one_run_is_the_first_thing_said(baseline: bool, tmp_path: Path) -> None:
+    runs = [recorded(tmp_path / str(tied), weights_of_two_layers(tied=tied)) for tied in (baseline, not baseline)]
+    found = traindiff.compare(*runs)
+
+    run, other = ("baseline", "candidate") if baseline else ("candidate", "baseline")
+    told = f"0.weight: it is also 2.weight in the {run} (tied), and 2.weight is a parameter of its own in the {other}."
+    assert found.verdict == "diverged"
+    assert any(one.path == "0.weight" and one.message.startswith(told) for one in found.findings)
+    assert found.first_divergence is not None
+    assert found.first_divergence.phase == "grad"
+    assert f"Settings differ: {told}" in found.notes
+
+
+def test_a_pipeline_that_holds_the_two_on_different_ranks_is_not_untied() -> None:
+    whole = {"parameters": {"emb.weight": {}}, "tied": {"head.weight": "emb.weight"}}
+    stages = [{"parameters": {"emb.weight": {}}}, {"parameters": {"head.weight": {}}}]
+
+    assert Configurations([whole], stages).notes() == []
+    assert Configurations(stages, [whole]).notes() == []
+    assert Configurations([whole], [{"parameters": {"emb.weight": {}, "head.weight": {}}}]).notes()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -77,6 +77,8 @@ class Configurations:
             found = _differences(before[path], after[path], what="the module")
             if found:
                 self._differing[path] = found
+        for path, text in _untied(baseline, candidate, rename):
+            self._differing.setdefault(path, {})["tied"] = text
         self._around = _around(baseline, candidate)
         self._order = {path: place for place, path in enumerate(before)}
         self._modes = tuple({path: one.get("training") for path, one in side.items()} for side in (before, after))
@@ -170,6 +172,28 @@ def _settings(contents: Iterable[Mapping[str, Any]], rename: Rename) -> dict[str
         for optimizer in content.get("optimizers", ()):
             found.setdefault(optimizer["name"], {"type": optimizer["type"]})
     return found
+
+
+def _untied(
+    baseline: Sequence[Mapping[str, Any]], candidate: Sequence[Mapping[str, Any]], rename: Rename
+) -> Iterator[tuple[str, str]]:
+    """Parameters that are one in one run, and two on a rank of the other: the first one's path, and a clause."""
+    sides = (
+        [(one.get("tied", {}), one.get("parameters", {}).keys()) for one in baseline],
+        [
+            (
+                {rename(other): rename(path) for other, path in one.get("tied", {}).items()},
+                {rename(path) for path in one.get("parameters", {})},
+            )
+            for one in candidate
+        ],
+    )
+    for run, ranks, others in (("baseline", *sides), ("candidate", *sides[::-1])):
+        for other, path in {pair: None for tied, _ in ranks for pair in tied.items()}:
+            if any({path, other} <= held for _, held in others):
+                apart = "candidate" if run == "baseline" else "baseline"
+                text = f"it is also {other} in the {run} (tied), and {other} is a parameter of its own in the {apart}"
+                yield path, text
 
 
 def _differences(baseline: Mapping[str, str], candidate: Mapping[str, str], *, what: str) -> dict[str, str]:
