@@ -20,6 +20,10 @@ EXACT_KINDS = frozenset({"batch", "random-state", "hyper-parameter", "initial-pa
 """Kinds of findings which say that the runs were not asked to compute the same thing."""
 
 
+_ROUNDINGS = 16.0
+"""Roundings by which two ways to compute a table (of angles, of a window) may be apart."""
+
+
 def check_batch(pair: Pair, *, step: int, samples: tuple[Samples, Samples] = ({}, {})) -> Finding | None:
     """Compare an input of the root. The same numbers in another precision are the same batch."""
     if equal_bits(pair) or _same_in_another_dtype(pair):
@@ -158,6 +162,24 @@ def other_parameters(pairs: Iterable[Pair]) -> set[str]:
         for pair in beginning
         if pair.baseline.key.slot == "value" and not (equal_bits(pair) or _same_in_another_dtype(pair))
     }
+
+
+def other_buffers(pairs: Iterable[Pair]) -> list[str]:
+    """Buffers that start with other values by more than rounding, judged by the first step."""
+    return [
+        pair.baseline.key.path
+        for pair in pairs
+        if pair.baseline.key[:2] == ("param", "before")
+        and pair.baseline.key.slot == "buffer"
+        and not (equal_bits(pair) or _same_in_another_dtype(pair) or _is_rounded_otherwise(pair))
+    ]
+
+
+def _is_rounded_otherwise(pair: Pair) -> bool:
+    """True if two tensors may be the same function of the same numbers, computed in another way."""
+    size = difference(pair)
+    u = max(UNIT_ROUNDOFF.get(one.dtype, 0.0) for one in (pair.baseline, pair.candidate))
+    return size is not None and size <= _ROUNDINGS * u
 
 
 def permuted_paths(pairs: Iterable[Pair]) -> set[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from traindiff.analyse.align.pairs import Aligned, in_baseline_order
 from traindiff.analyse.compare.circumstances import KIND as CLIPPING
-from traindiff.analyse.findings import Finding
+from traindiff.analyse.findings import Finding, more_text
 from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.parameters import Copies
 from traindiff.analyse.merge.renames import Rename
@@ -143,7 +143,8 @@ def shifted_labels_message(finding: Finding, pairs: Iterable[Pair]) -> str:
 
     A model that shifts labels itself is given the tokens themselves as labels.
     """
-    alike = [pair for pair in pairs if pair.baseline.dtype not in UNIT_ROUNDOFF and pair.baseline.key.path != "rng"]
+    given = (pair for pair in pairs if pair.baseline.key.phase in ("batch", "forward"))
+    alike = [pair for pair in given if pair.baseline.dtype not in UNIT_ROUNDOFF]
     site = (finding.phase, finding.path, finding.slot)
     own = next((one for one in alike if one.baseline.key[:1] + one.baseline.key[2:4] == site), None)
     if own is None:
@@ -162,6 +163,21 @@ def shifted_labels_message(finding: Finding, pairs: Iterable[Pair]) -> str:
                 "shifted in one run only?"
             )
     return ""
+
+
+def other_buffers_message(finding: Finding, buffers: Iterable[str]) -> str:
+    """A sentence about buffers of a module, or of those around it, that start with other values; empty without any."""
+    parts = finding.path.split(".")
+    around = {".".join(parts[:count]) for count in range(len(parts) + 1)}
+    found = [path for path in buffers if path.rpartition(".")[0] in around]
+    if finding.phase != "forward" or not found:
+        return ""
+    subject = "A buffer starts" if len(found) == 1 else "Buffers start"
+    further = more_text(len(found) - _MOST_BUFFERS, "buffer")
+    return f" {subject} with other values: {', '.join(found[:_MOST_BUFFERS])}{further}."
+
+
+_MOST_BUFFERS = 3
 
 
 def unreached_positions_message(finding: Finding, pairs: Iterable[Pair]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from traindiff.analyse.align.exact import EXACT_KINDS, SettingChanges, check_random_state
+from traindiff.analyse.align.exact import EXACT_KINDS, SettingChanges, check_random_state, other_buffers
 from traindiff.analyse.align.pairs import in_baseline_order
 from traindiff.analyse.align.side import gradient_norms
 from traindiff.analyse.align.two_runs import RUNS, AlignedStep, TwoRuns
@@ -32,6 +32,7 @@ from traindiff.analyse.compare.evaluations import OtherEvaluations, without_grad
 from traindiff.analyse.compare.explanations import (
     batch_statistics_message,
     explained,
+    other_buffers_message,
     shifted_labels_message,
     surroundings,
     unreached_positions_message,
@@ -138,6 +139,7 @@ class RunningComparison:
         self._remarks = ""  # on the first finding, and the evidence for them
         self._evidence: dict[str, Any] = {}
         self._uncovered: list[int] = []
+        self._other_buffers: list[str] = []  # that start with other values
         self._other_evaluations = OtherEvaluations()
         self._turns = Turns(runs.runs)
         self._edits = EditsApart(self._facts, forced=self._forced)
@@ -258,6 +260,8 @@ class RunningComparison:
             if pair.baseline.dtype != pair.candidate.dtype:
                 dtypes = (pair.baseline.dtype, pair.candidate.dtype)
                 self._other_dtypes.setdefault(dtypes, {}).setdefault(pair.baseline.key, None)
+        if given.first:
+            self._other_buffers = other_buffers(pairs)
         clipped = (clips(tables[0]), clips(tables[1]))
         scales = (loss_scale(tables[0]), loss_scale(tables[1]))
         self._notes.update(dict.fromkeys(filter(None, (clipping_note(*clipped), scale_note(*scales)))))
@@ -312,7 +316,8 @@ class RunningComparison:
             labels = unreached_positions_message(first, pairs) or unseen_labels_message(first, pairs)
             shifted = shifted_labels_message(first, pairs)
             unseen = unseen_contributions_message(first, pairs, max(micro_steps))
-            self._remarks = statistics + shifted + labels + unseen + hop
+            buffers = other_buffers_message(first, self._other_buffers)
+            self._remarks = statistics + shifted + labels + unseen + buffers + hop
         return found
 
     def _noise(self, given: AlignedStep) -> StepNoise | None:
