@@ -261,17 +261,18 @@ class Presence:
             return
         self._reported.add((side, key.path))
         run, other = (("baseline", "candidate"), ("candidate", "baseline"))[side]
+        where = key.path or ROOT
         if key.phase == "forward" and key.call:
-            message = f"The {other} calls {key.path} {key.call + 1} times in one micro-step, the {run} fewer."
+            message = f"The {other} calls {where} {key.call + 1} times in one micro-step, the {run} fewer."
         elif key.phase == "forward":
-            message = f"The {run} does not call {key.path}; the {other} does."
+            message = f"The {run} does not call {where}; the {other} does."
         elif held and key.path not in held:
             message = f"The {run}'s optimizer does not hold {key.path}; the {other}'s does."
         else:
             ranks = sorted({part.rank for part in lacking.parts}) if lacking is not None else []
             several = 0 < len(ranks) < len(self._runs[side].recording.ranks)
-            where = f" on {ranks_text(ranks, capital=False)}" if several else ""
-            message = f"In the {run}, {key.path} gets no gradient{where}; in the {other} it does."
+            on = f" on {ranks_text(ranks, capital=False)}" if several else ""
+            message = f"In the {run}, {where} gets no gradient{on}; in the {other} it does."
         kind = "missing" if side else "extra"
         yield finding_at(entry, step=step, kind=kind, message=message, rank=only_rank(lacking or entry))
 

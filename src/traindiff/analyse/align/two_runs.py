@@ -204,7 +204,7 @@ class TwoRuns:
     ) -> AlignedStep:
         """One evaluation of a step of both runs; with the last one goes everything else of the step."""
         tables = self.uneven.comparable(self._comparable(join(sides), steps))
-        if num_micro_steps(tables[0]) != num_micro_steps(tables[1]):
+        if self.uneven.scalars or num_micro_steps(tables[0]) != num_micro_steps(tables[1]):
             tables = with_combined_losses(tables)
         tables = with_added_losses(tables)
         aligned = align(*map(sites_in_order, tables))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from traindiff.analyse.align.regrouped_calls import regrouped
 from traindiff.analyse.align.side import Tables
 from traindiff.analyse.findings import Finding, more_text
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
@@ -14,6 +15,8 @@ from traindiff.core.summary import UNIT_ROUNDOFF, merge
 
 Cut = Mapping[tuple[int, int], int]
 """Samples by micro-step and term: how a run cuts the batch of a step into micro-batches, and among ranks."""
+
+Sides = tuple[Sequence[MergedSite], Sequence[MergedSite]]
 
 _WITHOUT_ROWS = ("rng", ITSELF)
 
@@ -27,12 +30,16 @@ class Unplaced:
         left_out: Sites that were not compared.
         axes: Batch axes that would have to be declared, by path.
         latest: The baseline's entries of those sites in the latest step, in execution order.
+        calls: Modules that the runs call on other parts of the batch.
+        scalars: Whether such a module may return a scalar in the latest step.
     """
 
     pooled: dict[str, None] = field(default_factory=dict)
     left_out: dict[str, None] = field(default_factory=dict)
     axes: dict[str, int] = field(default_factory=dict)
     latest: tuple[MergedSite, ...] = ()
+    calls: dict[str, None] = field(default_factory=dict)
+    scalars: bool = False
 
     def comparable(self, tables: Tables) -> Tables:
         """The tables without sites whose rows cannot be brought together, or with their norms and sums.
@@ -40,38 +47,62 @@ class Unplaced:
         Nothing changes if both runs cut the batch in the same way: then micro-batches are compared one by one.
         """
         self.latest = ()
+        calls = regrouped(tables)
+        tables, self.scalars = calls.tables, bool(calls.paths)
+        self.calls.update(calls.paths)
         cuts = _cut(tables[0]), _cut(tables[1])
-        if cuts[0] == cuts[1] or not all(cuts):
+        same_cut = cuts[0] == cuts[1] or not all(cuts)
+        if same_cut and not calls.sites:
             return tables
         sides = _by_site(tables[0]), _by_site(tables[1])
         baseline, candidate = dict(tables[0]), dict(tables[1])
         unplaced = []
-        for site, own in sides[0].items():
-            other = sides[1].get(site)
-            if other is None:
+        for site in sides[0]:
+            both = sides[0][site], sides[1].get(site, [])
+            if not both[1] or (site not in calls.sites and (same_cut or _rows_fit(both, cuts))):
                 continue
-            if _rows_fit((own, other), cuts) or any(one.unobserved for one in (*own, *other)):
+            if any(one.unobserved for side in both for one in side):
                 continue
-            unplaced.append(own[0])
-            for table, entries in ((baseline, own), (candidate, other)):
+            unplaced.append(both[0][0])
+            for table, entries in zip((baseline, candidate), both, strict=True):
                 for entry in entries:
                     del table[entry.key]
-            pools = _pooled(site, own), _pooled(site, other)
-            name = label(site.path, site.slot)
-            one, two = pools
-            if one is None or two is None or one.summary["count"] != two.summary["count"]:
-                self.left_out[name] = None
-                continue
-            baseline[site], candidate[site] = one, two
-            self.pooled[name] = None
-            if (axis := _undeclared_axis((own, other), cuts)) is not None:
-                self.axes.setdefault(site.path or ROOT, axis)
+            self._pool(site, both, (baseline, candidate), axis=_undeclared_axis(both, cuts), calls=site in calls.sites)
         self.latest = tuple(sorted(unplaced, key=lambda entry: entry.order))
         return baseline, candidate
+
+    def _pool(
+        self,
+        site: SiteKey,
+        both: Sides,
+        tables: tuple[dict[SiteKey, MergedSite], dict[SiteKey, MergedSite]],
+        *,
+        axis: int | None,
+        calls: bool,
+    ) -> None:
+        """Put all rows of a site together, in no order, or leave it out."""
+        name = label(site.path, site.slot)
+        pools = [_pooled(site, entries) for entries in both]
+        if any(one is None for one in pools) or len({int(one.summary["count"]) for one in pools if one}) > 1:
+            self.left_out[name] = None
+            return
+        for table, one in zip(tables, pools, strict=True):
+            assert one is not None
+            table[site] = one
+        if not calls:
+            self.pooled[name] = None
+            if axis is not None:
+                self.axes.setdefault(site.path or ROOT, axis)
 
     def notes(self) -> list[str]:
         """One sentence about each kind of them."""
         notes = []
+        if self.calls:
+            paths = {path or ROOT: None for path in self.calls}
+            notes.append(
+                f"The runs divide the batch otherwise among calls of {_named(paths, 'module')}: norms and sums over "
+                "all calls of a step were compared there."
+            )
         if self.pooled:
             notes.append(
                 f"The runs cut the batch differently, and which row is which is not known at {_named(self.pooled)} "
@@ -106,8 +137,8 @@ class Unplaced:
         )
 
 
-def _named(sites: Mapping[str, None]) -> str:
-    return f"{next(iter(sites))}{more_text(len(sites) - 1, 'site')}"
+def _named(sites: Mapping[str, None], what: str = "site") -> str:
+    return f"{next(iter(sites))}{more_text(len(sites) - 1, what)}"
 
 
 def _cut(table: StepTable) -> Cut:
@@ -129,9 +160,6 @@ def _by_site(table: StepTable) -> dict[SiteKey, list[MergedSite]]:
         if flows and key.stage not in (SAMPLE, "evaluation"):
             found.setdefault(key._replace(micro_step=0), []).append(entry)
     return found
-
-
-Sides = tuple[Sequence[MergedSite], Sequence[MergedSite]]
 
 
 def _rows_fit(sides: Sides, cuts: tuple[Cut, Cut]) -> bool:

@@ -100,7 +100,7 @@ class StepMerger:
         for part in _parts(of_ranks, self._names):
             stage = part[0].stage
             (operators if stage in OPERATOR_STAGES else products if stage in PRODUCT_STAGES else sites).append(part)
-        earlier, table = _by_evaluation(sites)
+        earlier, table = _by_evaluation(_used(sites))
         shown = any(key.phase in ("grad", "optimizer", "param") and key.stage == "" for key in table)
         if shown:
             self._shows_calls.add(optimizer)
@@ -121,6 +121,28 @@ class StepMerger:
             here = frozenset(there)
             self._missing = there, tuple(rank for rank in self._ranks if rank not in here)
         return self._missing[1]
+
+
+def _used(sites: Sequence[Part]) -> Sequence[Part]:
+    """The parts without forward passes that no backward pass follows in their step, if one follows others.
+
+    A training may look at its model once more after the gradients are computed: nothing of the step depends on that.
+    """
+    forward: set[tuple[int, int]] = set()
+    backward: set[tuple[int, int]] = set()
+    for seen, _, _ in sites:
+        if seen.phase in ("backward", "loss"):
+            backward.add((seen.evaluation, seen.micro_step))
+        elif seen.phase in ("batch", "forward") and seen.stage != "evaluation" and not seen.unobserved:
+            forward.add((seen.evaluation, seen.micro_step))
+    unused = forward - backward if len(forward) > 1 and backward else set()
+    if not unused:
+        return sites
+    return [
+        part
+        for part in sites
+        if not (part[0].phase in ("batch", "forward") and (part[0].evaluation, part[0].micro_step) in unused)
+    ]
 
 
 def _by_evaluation(sites: Sequence[Part]) -> tuple[list[Evaluation], dict[SiteKey, MergedSite]]:

@@ -39,17 +39,18 @@ def _inputs(context: TapContext, root: nn.Module, args: tuple[Any, ...], kwargs:
     if not progress.observing or progress.evaluating or not torch.is_grad_enabled():
         return
     inputs = [] if chunk is not None and not chunk.is_first else list(tensors(args, "input"))
-    call = progress.next_call(path, "samples")
     for slot, tensor in [*inputs, *tensors(kwargs, "input")]:
         if slot not in progress.given:
             continue
         axis = context.batch_axis.axis_of_samples(tensor, progress.current_batch, path=path, slot=slot)
-        if axis is not None and not call:
+        if axis is not None:
             emit_samples(context.sink, batch_first(tensor, axis), path=path, slot=slot)
 
 
 def emit_samples(sink: Sink, batch: Tensor, *, path: str, slot: str, micro_step: int | None = None) -> None:
-    """Record the samples of a batch one by one, unless they are more than `MOST`, or sparse.
+    """Record the samples of a batch one by one, unless they are more than `MOST` in a micro-step, or sparse.
+
+    Several calls of a model in one micro-step may be given parts of a batch, so they are counted on.
 
     Args:
         sink: Receives the observations.
@@ -61,5 +62,7 @@ def emit_samples(sink: Sink, batch: Tensor, *, path: str, slot: str, micro_step:
     if batch.layout != torch.strided or len(batch) > MOST:
         return
     with sink.together():
-        for number, sample in enumerate(batch.detach()):
-            sink.emit(sample, phase="batch", path=path, slot=slot, stage=SAMPLE, call=number, micro_step=micro_step)
+        for sample in batch.detach():
+            number = sink.progress.next_call(f"{path} {slot} {micro_step}", SAMPLE)
+            if number < MOST:
+                sink.emit(sample, phase="batch", path=path, slot=slot, stage=SAMPLE, call=number, micro_step=micro_step)

@@ -1,0 +1,185 @@
+"""Calls of modules that two runs divide otherwise: one call on all samples, or several calls on parts of them."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from traindiff.analyse.align.side import Tables
+from traindiff.analyse.merge.site import MergedSite, RankPart, SiteKey, StepTable
+from traindiff.core.observation import ITSELF, SAMPLE
+from traindiff.core.summary import merge
+
+_FLOWS = ("batch", "forward", "backward")
+
+Calls = dict[SiteKey, dict[int, list[MergedSite]]]
+"""Entries by site and call; several of one call if micro-steps could not be merged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regrouped:
+    """A step in which the calls of some modules were brought together.
+
+    Attributes:
+        tables: Both tables. The inputs that are equal as a whole are left out. A scalar has one entry with a part for
+            each call. Other sites have their calls as micro-steps, and cannot be compared row by row.
+        sites: Those sites, without inputs and scalars.
+        paths: The modules whose calls were brought together.
+    """
+
+    tables: Tables
+    sites: frozenset[SiteKey] = frozenset()
+    paths: Mapping[str, None] = field(default_factory=dict)
+
+
+def regrouped(tables: Tables) -> Regrouped:
+    """Bring together the calls of modules that one run calls more often in a micro-step, on fewer samples each time.
+
+    The number of backward passes does not matter: a training may add up the losses of several calls and call `backward`
+    once, or join what several calls return. A module that one run really calls once more has more elements in that run,
+    and is left alone. Inputs that are not the same elements as a whole are left to be compared. If a run calls the
+    model once more and makes nothing of it, that call is left out: no gradient flows back through it.
+    """
+    if _roots(tables[0]).keys() != _roots(tables[1]).keys():
+        tables = _without_unused(tables[0]), _without_unused(tables[1])
+    sides = _calls(tables[0]), _calls(tables[1])
+    both = [site for site in sides[0] if site in sides[1]]
+    roots = [(site, (sides[0][site], sides[1][site])) for site in both if site.phase == "batch"]
+    others = {site.path for site, calls in roots if _are_other_inputs(*calls)}
+    moved = {site.path for site, calls in roots if _are_moved(*calls)} - others
+    judged = (site for site in both if site.phase != "batch" or site.path not in others)
+    found = [site for site in judged if _differs(site, sides, moved)]
+    whole = dict.fromkeys(site for site in found if _counts(sides[0][site]) == _counts(sides[1][site]))
+    if not whole:
+        return Regrouped(tables=tables)
+    scalars = {site for site in whole if _is_scalar((sides[0][site], sides[1][site]))}
+    joined = [_joined(table, calls, whole, scalars) for table, calls in zip(tables, sides, strict=True)]
+    flowing = frozenset(site for site in whole if site.phase != "batch" and site not in scalars)
+    return Regrouped(tables=(joined[0], joined[1]), sites=flowing, paths=dict.fromkeys(site.path for site in whole))
+
+
+def _roots(table: StepTable) -> dict[tuple[str, int, int], int]:
+    """The place in execution order at which each call of a root begins, by path, micro-step and call."""
+    found: dict[tuple[str, int, int], int] = {}
+    for key, entry in table.items():
+        if key[:2] == ("batch", "") and key.path not in ("rng", ITSELF):
+            found.setdefault((key.path, key.micro_step, key.call), entry.order)
+    return found
+
+
+def _without_unused(table: StepTable) -> dict[SiteKey, MergedSite]:
+    """The table without calls of roots through which no gradient flows, if some does through others.
+
+    Calls are known apart by where they begin in the first micro-step, so all micro-steps must have the same ones.
+    """
+    roots = _roots(table)
+    backward = {(key.path, key.call) for key in table if key[:2] == ("backward", "")}
+    unused = {one for one in roots if (one[0], one[2]) not in backward}
+    inputs = [entry for key, entry in table.items() if key[:2] == ("batch", "") and key.path not in ("rng", ITSELF)]
+    alike = len({frozenset(part.micro_step for part in entry.parts) for entry in inputs}) == 1
+    if not unused or len(unused) == len(roots) or not alike:
+        return dict(table)
+    begins = sorted((order, root) for root, order in roots.items())
+    kept: dict[SiteKey, MergedSite] = {}
+    calls: dict[SiteKey, dict[int, int]] = {}  # by site: the number of each call that is kept
+    for key, entry in table.items():
+        if key.phase in ("batch", "forward") and key.stage != SAMPLE:
+            before = bisect_right(begins, entry.order, key=lambda one: one[0])
+            if before and begins[before - 1][1] in unused:
+                continue
+            numbers = calls.setdefault(key._replace(phase="forward", stage="", slot="", call=0), {})
+            own = key._replace(call=numbers.setdefault(key.call, len(numbers)))
+        elif key[:2] == ("backward", ""):
+            numbers = calls.get(key._replace(phase="forward", slot="", call=0), {})
+            own = key._replace(call=numbers.get(key.call, key.call))
+        else:
+            own = key
+        kept[own] = entry if own == key else replace(entry, key=own)
+    return kept
+
+
+def _calls(table: StepTable) -> Calls:
+    found: Calls = {}
+    for key, entry in table.items():
+        if key.phase in _FLOWS and key.stage not in (SAMPLE, "evaluation") and key.path not in ("rng", ITSELF):
+            site = key._replace(call=0, micro_step=0)
+            found.setdefault(site, {}).setdefault(key.call, []).append(entry)
+    return found
+
+
+def _differs(site: SiteKey, sides: tuple[Calls, Calls], moved: Collection[str]) -> bool:
+    baseline, candidate = (side[site] for side in sides)
+    known = not any(entry.unobserved for calls in (baseline, candidate) for entry in _entries(calls))
+    several = len(baseline) > 1 or len(candidate) > 1
+    return known and several and (baseline.keys() != candidate.keys() or _is_inside(site.path, moved))
+
+
+def _is_inside(path: str, roots: Collection[str]) -> bool:
+    return any(not root or path == root or path.startswith(f"{root}.") for root in roots)
+
+
+def _are_other_inputs(baseline: Mapping[int, list[MergedSite]], candidate: Mapping[int, list[MergedSite]]) -> bool:
+    """True if two runs call a module on different elements."""
+    return _elements(_entries(baseline)) != _elements(_entries(candidate))
+
+
+def _are_moved(baseline: Mapping[int, list[MergedSite]], candidate: Mapping[int, list[MergedSite]]) -> bool:
+    """True if two runs call a module equally often, on the same elements, and in another order."""
+    if baseline.keys() != candidate.keys() or len(baseline) < 2:
+        return False
+    one, other = ([_elements(calls[call]) for call in sorted(calls)] for calls in (baseline, candidate))
+    return one != other and sorted(one) == sorted(other)
+
+
+def _elements(entries: Iterable[MergedSite]) -> tuple[int, int]:
+    """Number of elements, and a fingerprint of them that does not depend on their order."""
+    summaries = [entry.summary for entry in entries]
+    whole = merge(summaries) if len(summaries) > 1 else summaries[0]
+    return int(whole["count"]), int(whole["multiset"])
+
+
+def _entries(calls: Mapping[int, list[MergedSite]]) -> list[MergedSite]:
+    return [entry for call in sorted(calls) for entry in calls[call]]
+
+
+def _counts(calls: Mapping[int, list[MergedSite]]) -> int | None:
+    """Elements of all calls; None for scalars, of which each call has one."""
+    entries = _entries(calls)
+    return None if not any(entry.shape for entry in entries) else sum(int(one.summary["count"]) for one in entries)
+
+
+def _is_scalar(sides: tuple[Mapping[int, list[MergedSite]], Mapping[int, list[MergedSite]]]) -> bool:
+    return not any(entry.shape for calls in sides for entry in _entries(calls))
+
+
+def _joined(
+    table: StepTable, calls: Calls, whole: Collection[SiteKey], scalars: Collection[SiteKey]
+) -> dict[SiteKey, MergedSite]:
+    found = {key: one for key, one in table.items() if key._replace(call=0, micro_step=0) not in whole}
+    for site in whole:
+        entries = _entries(calls[site])
+        if site.phase == "batch":
+            continue
+        if site in scalars:
+            found[site] = _of_all_calls(site, calls[site])
+            continue
+        for number, entry in enumerate(entries):
+            key = site._replace(micro_step=number)
+            found[key] = replace(entry, key=key, parts=_renumbered(entry.parts, number))
+    return dict(sorted(found.items(), key=lambda item: item[1].order))
+
+
+def _of_all_calls(site: SiteKey, calls: Mapping[int, list[MergedSite]]) -> MergedSite:
+    """A scalar with the values of all calls as its parts, as if each were of a micro-step of its own."""
+    numbers: dict[tuple[int, int], int] = {}
+    parts: list[RankPart] = []
+    for call in sorted(calls):
+        for part in (part for entry in calls[call] for part in entry.parts):
+            number = numbers.setdefault((call, part.micro_step), len(numbers))
+            parts.append(part._replace(micro_step=number))
+    return replace(_entries(calls)[0], key=site, parts=tuple(parts), exact=False, summed=True)
+
+
+def _renumbered(parts: Sequence[RankPart], number: int) -> tuple[RankPart, ...]:
+    return tuple(part._replace(micro_step=number) for part in parts)
