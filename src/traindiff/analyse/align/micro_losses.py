@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from traindiff.analyse.align.side import Tables
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, derived_number
-from traindiff.core.summary import number
+from traindiff.core.summary import add, number
 
 _REORDERED = 1e-3
 """Relative difference up to which the losses of two runs count as the same in another order."""
@@ -54,6 +55,52 @@ def with_added_losses(tables: Tables) -> Tables:
         for table, found in zip(tables, losses, strict=True)
     )
     return baseline, candidate
+
+
+def with_summed_passes(tables: Tables) -> Tables:
+    """The tables of a step in which the runs go back through a graph another number of times.
+
+    A gradient of an activation is the sum of what all passes bring, whether the training goes back once for a sum of
+    losses or once for each of them (and combines the gradients of parameters itself).
+    """
+    passes = [_passes(table) for table in tables]
+    differ = [
+        site for site in passes[0] if site in passes[1] and len(passes[0][site]) != len(passes[1][site])
+    ]  # else they are compared one by one
+    if not differ:
+        return tables
+    baseline, candidate = (
+        {key: entry for key, entry in table.items() if _of_first_pass(key) not in differ}
+        | {site: summed(site, found[site]) for site in differ}
+        for table, found in zip(tables, passes, strict=True)
+    )
+    return baseline, candidate
+
+
+_AGAIN = re.compile(r"again\[\d+\]")
+
+
+def _of_first_pass(key: SiteKey) -> SiteKey:
+    return key._replace(stage="") if key.phase == "backward" and _AGAIN.fullmatch(key.stage) else key
+
+
+def _passes(table: StepTable) -> dict[SiteKey, list[MergedSite]]:
+    """The gradients of activations, each with what further passes brought."""
+    found: dict[SiteKey, list[MergedSite]] = {}
+    for key, entry in table.items():
+        if key.phase == "backward" and (site := _of_first_pass(key)).stage == "" and not entry.unobserved:
+            found.setdefault(site, []).append(entry)
+    return {site: entries for site, entries in found.items() if len({one.shape for one in entries}) == 1}
+
+
+def summed(site: SiteKey, entries: Sequence[MergedSite]) -> MergedSite:
+    """The sum of several tensors of one shape, at a site."""
+    if len(entries) == 1:
+        return entries[0]
+    return replace(
+        entries[0], key=site, summary=add([one.summary for one in entries], [1.0] * len(entries)), exact=False,
+        parts=(),
+    )  # fmt: skip
 
 
 def _backward_calls(table: StepTable) -> dict[SiteKey, dict[int, MergedSite]]:

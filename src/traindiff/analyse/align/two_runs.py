@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from traindiff.analyse.align.micro_losses import with_added_losses, with_combined_losses
+from traindiff.analyse.align.micro_losses import with_added_losses, with_combined_losses, with_summed_passes
 from traindiff.analyse.align.pairs import Aligned, Presence, align
 from traindiff.analyse.align.side import Side, SideStep, Tables, join, sites_in_order, with_gradient_stages
 from traindiff.analyse.align.uneven import Unplaced
@@ -203,7 +203,7 @@ class TwoRuns:
         self, sides: tuple[SideStep, SideStep], steps: tuple[RunStep, RunStep], *, evaluation: int | None
     ) -> AlignedStep:
         """One evaluation of a step of both runs; with the last one goes everything else of the step."""
-        tables = self.uneven.comparable(self._comparable(join(sides), steps))
+        tables = self.uneven.comparable(with_summed_passes(self._comparable(join(sides), steps)))
         if self.uneven.scalars or num_micro_steps(tables[0]) != num_micro_steps(tables[1]):
             tables = with_combined_losses(tables)
         tables = with_added_losses(tables)

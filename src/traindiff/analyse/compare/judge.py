@@ -152,6 +152,11 @@ class Judge:
         return self._phases >= _LEARNING
 
     @property
+    def gradients_agree(self) -> bool:
+        """True if gradients and updates were compared, and nothing was found: then the losses leave nothing open."""
+        return self._phases >= _LEARNING - {"loss"} and not self._found
+
+    @property
     def observed_bits_agree(self) -> bool:
         """True if losses, gradients or updates were compared, and all observed tensors have the same bits."""
         return self.all_equal and not self._found and not self._phases.isdisjoint(_LEARNING)

@@ -13,8 +13,8 @@ from traindiff.core.site import label
 from traindiff.core.tap_registry import NOT_BY_DEFAULT
 from traindiff.storage import Run
 
-_BEFORE_LEARNING = ("batch", "forward", "backward")
-"""Phases of tensors that losses, gradients and updates follow from."""
+_BEFORE_LEARNING = ("batch", "forward", "loss", "backward")
+"""Phases of tensors that gradients and updates follow from."""
 
 
 def limits(runs: TwoRuns, *, learning_agrees: bool, learning_compared: bool, same_bits: bool) -> tuple[list[str], bool]:
@@ -22,10 +22,10 @@ def limits(runs: TwoRuns, *, learning_agrees: bool, learning_compared: bool, sam
 
     Args:
         runs: The two runs.
-        learning_agrees: Whether losses, gradients and updates were compared and agree. Then batches and activations
+        learning_agrees: Whether gradients and updates were compared and agree. Then batches, activations and losses
             that were not compared are noted, and leave nothing open.
-        learning_compared: Whether losses, gradients and updates were compared. Then activations whose rows have no
-            counterpart leave nothing open: a fault there shows in these.
+        learning_compared: Whether gradients and updates were compared. Then activations whose rows have no counterpart
+            leave nothing open: a fault there shows in these.
         same_bits: Whether losses, gradients or updates were compared, and all observed tensors have the same bits. Then
             tensors that neither run observed, for the same reason, are noted, and leave nothing open.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import wraps
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from traindiff.core.torch_compat.execution import exclude_from_compilation, inside_backward
+from traindiff.core.torch_compat.execution import exclude_from_compilation, inside_backward, inside_transform
 from traindiff.observe.common.listeners import Listeners
 from traindiff.observe.torch.hooks.context import TapContext
 
@@ -65,9 +65,11 @@ def attach(context: TapContext) -> None:
 
     Each scalar root is recorded (phase `loss`), to be summed over the step: gradients are those of this sum, by
     whatever number the training divides its micro-losses. If `loss` is not observed, only progress is kept.
+    `torch.autograd.grad` counts as such a call if it is asked for gradients of the model's parameters, and not to
+    differentiate them again.
 
-    There is no hook for these calls, so `torch.autograd.backward` (which `Tensor.backward` calls) is replaced while
-    at least one tap is attached, and restored when the last one is removed.
+    There is no hook for these calls, so `torch.autograd.backward` (which `Tensor.backward` calls) and
+    `torch.autograd.grad` are replaced while at least one tap is attached, and restored when the last one is removed.
     """
     context.undo.enter_context(_listeners.attach(_Listener(context)))
 
@@ -91,6 +93,10 @@ class _Listener:
         self._reach(roots)
         return self._is_concerned
 
+    def asks_for_parameters(self, inputs: frozenset[int]) -> bool:
+        """True if gradients are asked of some of the model's parameters, given by id."""
+        return not inputs.isdisjoint(self._context.targets.leaf_ids)
+
     def _follow(self, roots: Sequence[Tensor]) -> None:
         self._is_concerned = may_reach(roots, self._context.targets.leaf_ids)
 
@@ -108,9 +114,7 @@ class _Listener:
                 self._sink.emit(root.reshape(()), phase="loss", path="loss", slot="backward", call=call, merge="sum")
 
 
-def _install() -> None:
-    original = torch.autograd.backward
-
+def _followed_backward(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def backward(tensors: Any, *args: Any, **named: Any) -> None:
         roots = [tensors] if isinstance(tensors, Tensor) else [t for t in tensors if isinstance(t, Tensor)]
@@ -137,9 +141,35 @@ def _install() -> None:
         for listener in listeners:
             listener.end()
 
-    exclude_from_compilation(backward, callees=False)
+    return backward
+
+
+def _followed_grad(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def grad(outputs: Any, inputs: Any, *args: Any, **named: Any) -> Any:
+        again = named.get("create_graph", args[2] if len(args) > 2 else False)
+        if again or inside_backward() or inside_transform() or not isinstance(inputs, (Tensor, list, tuple)):
+            return original(outputs, inputs, *args, **named)
+        roots = [outputs] if isinstance(outputs, Tensor) else [t for t in outputs if isinstance(t, Tensor)]
+        asked = frozenset(id(one) for one in ([inputs] if isinstance(inputs, Tensor) else inputs))
+        listeners = [listener for listener in _listeners if listener.asks_for_parameters(asked)]
+        for listener in listeners:
+            listener.events.at_backward()
+            listener.begin(roots)
+        found = original(outputs, inputs, *args, **named)
+        for listener in listeners:
+            listener.end()
+        return found
+
+    return grad
+
+
+def _install() -> None:
+    for name, follow in (("backward", _followed_backward), ("grad", _followed_grad)):
+        followed = follow(getattr(torch.autograd, name))
+        exclude_from_compilation(followed, callees=False)
+        _listeners.replace(torch.autograd, name, followed)
     exclude_from_compilation(inside_backward, callees=True)
-    _listeners.replace(torch.autograd, "backward", backward)
 
 
 _listeners: Listeners[_Listener] = Listeners(_install)
