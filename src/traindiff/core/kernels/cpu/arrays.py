@@ -27,11 +27,11 @@ def summarize(array: NDArray[Any], shard: Shard, dtype: str = "") -> np.void:
 
     One pass over its memory, without the interpreter lock.
     """
-    state = memory.begin()
     plan, name = memory.plan_of(shard), dtype or array.dtype.name
     if plan.contiguous and plan.size:
-        memory.add_run(name, array.ctypes.data, plan, state)
-    elif plan.size:
+        return memory.run_summary(name, array.ctypes.data, plan)
+    state = memory.begin()
+    if plan.size:
         strides = [*accumulate(reversed(shard.shape[1:]), mul, initial=1)][::-1]
         memory.add_runs(name, array.ctypes.data, shard, strides, plan, state)
     return memory.finish(state, plan.size)

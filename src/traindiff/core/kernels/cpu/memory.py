@@ -1,24 +1,50 @@
 """Run the CPU kernel on memory, given by its address: whose memory it is, and of which framework, does not matter.
 
-`begin` a summary, add elements to it by `add_run` or `add_runs`, and `finish` it, all on one thread.
+`run_summary` is the summary of one stretch of memory, in one call. Of anything else: `begin` a summary, add elements to
+it by `add_runs`, and `finish` it, all on one thread.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from traindiff.core.kernels.cpu.layout import DTYPES, SIZE
-from traindiff.core.kernels.cpu.module import add, frame
+from traindiff.core.kernels.cpu.module import add, frame, whole
 from traindiff.core.kernels.parts import runs
 from traindiff.core.shards import Shard
 from traindiff.core.summary import SUMMARY
 
-_scratch = threading.local()
+_BLOCK = 32
+"""Summaries whose memory is taken at once. One that is kept keeps the block: 37 kB."""
+
+
+class _Scratch(threading.local):
+    """What a thread computes in, and where its next summary goes."""
+
+    def __init__(self) -> None:
+        self._memory = np.zeros(SIZE // 8, dtype=np.int64)
+        self.state: int = self._memory.ctypes.data
+        self.used = _BLOCK
+
+    def next_row(self) -> int:
+        """The place in `block` of the next summary, whose memory begins at `first + row * SUMMARY.itemsize`."""
+        row = self.used
+        if row == _BLOCK:
+            self.block = np.empty(_BLOCK, SUMMARY)
+            self.first: int = self.block.ctypes.data
+            row = 0
+        self.used = row + 1
+        return row
+
+
+_scratch = _Scratch()
+_ROW_BYTES = SUMMARY.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,34 +56,41 @@ class Plan:
         size: Number of elements.
         start: Global index of the first one.
         grid: Columns of the profiles, and how many rows and columns are in a bucket.
+        run: All of it as one stretch of memory; see `traindiff.core.kernels.cpu.module.RUN`.
+        run_address: Of `run`, in memory.
     """
 
     contiguous: bool
     size: int
     start: int
     grid: tuple[int, int, int]
+    run: NDArray[np.int64] = field(compare=False)
+    run_address: int
 
 
 @lru_cache(maxsize=1 << 14)
 def plan_of(shard: Shard) -> Plan:
     """The plan of a shard."""
-    grid = shard.grid
-    return Plan(shard.contiguous, shard.size, shard.start, (grid.columns, grid.row_block, grid.column_block))
+    grid, size, start = shard.grid, shard.size, shard.start
+    columns = (grid.columns, grid.row_block, grid.column_block)
+    run = np.array([1, size, 0, start, 0, *columns, size], dtype=np.int64)
+    return Plan(shard.contiguous, size, start, columns, run, run.ctypes.data)
 
 
 def begin() -> int:
     """Begin a summary; returns the address of its state, of which each thread has one."""
-    if not hasattr(_scratch, "address"):
-        _scratch.state = np.zeros(SIZE // 8, dtype=np.int64)
-        _scratch.address = _scratch.state.ctypes.data
-    state: int = _scratch.address
+    state = _scratch.state
     frame().begin(state)
     return state
 
 
-def add_run(dtype: str, address: int, plan: Plan, state: int) -> None:
-    """Add all elements of a contiguous shard, which are one stretch of memory."""
-    add(dtype)(address, 1, plan.size, 0, plan.start, 0, *plan.grid, state)
+def run_summary(dtype: str, address: int, plan: Plan) -> np.void:
+    """The summary of a contiguous shard that is not empty, and whose elements are one stretch of memory."""
+    scratch = _scratch
+    row = scratch.next_row()
+    whole(dtype)(address, plan.run_address, scratch.state, scratch.first + row * _ROW_BYTES)
+    summary: np.void = scratch.block[row]
+    return summary
 
 
 def add_runs(dtype: str, address: int, shard: Shard, strides: Sequence[int], plan: Plan, state: int) -> None:
@@ -81,7 +114,7 @@ def add_runs(dtype: str, address: int, shard: Shard, strides: Sequence[int], pla
 
 def finish(state: int, size: int) -> np.void:
     """The summary, of `size` elements."""
-    row = np.empty(1, SUMMARY)
-    frame().finish(state, row.ctypes.data, size)
-    summary: np.void = row[0]
+    row = _scratch.next_row()
+    frame().finish(state, _scratch.first + row * _ROW_BYTES, size)
+    summary: np.void = _scratch.block[row]
     return summary

@@ -26,6 +26,13 @@ Add = Callable[[int, int, int, int, int, int, int, int, int, int], None]
 """`add(x, runs, length, x_step, index, index_step, columns, row_block, column_block, state)`: accumulate `runs` runs of
 `length` contiguous elements. Run r begins `r * x_step` elements after `x`, at global index `index + r * index_step`."""
 
+RUN = ("runs", "length", "x_step", "index", "index_step", "columns", "row_block", "column_block", "count")
+"""What `whole` is told of a tensor beside its address: 64-bit words, in this order; see `Add` and `Frame.finish`."""
+
+Whole = Callable[[int, int, int, int], None]
+"""`whole(x, run, state, summary)`: `begin`, `add` and `finish` in one call; `run` is the address of a `RUN` that is
+not empty."""
+
 _WORD, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
@@ -58,6 +65,13 @@ def add(name: str) -> Add:
     return found
 
 
+@cache
+def whole(name: str) -> Whole:
+    """Build the function that summarizes one stretch of memory of a dtype in one call."""
+    found: Whole = _function(name, f"whole_{name}", *[_POINTER] * 4)
+    return found
+
+
 def build_module(name: str) -> ir.Module:
     """The LLVM IR of a dtype's functions, or of the `frame`: the same for every machine."""
     module = ir.Module(name)
@@ -65,7 +79,7 @@ def build_module(name: str) -> ir.Module:
         _begin_function(module)
         _finish_function(module)
     else:
-        _add_function(module, DTYPES[name])
+        _whole_function(module, _add_function(module, DTYPES[name]), name)
     return module
 
 
@@ -73,7 +87,19 @@ def _function(module: str, name: str, *arguments: Any) -> Any:
     return machine_code(module, lambda: build_module(module))(name, *arguments)
 
 
-def _add_function(module: ir.Module, dtype: FloatDtype | IntegerDtype) -> None:
+def _whole_function(module: ir.Module, accumulate: ir.Function, dtype: str) -> None:
+    """Define `whole_...`; see `Whole`."""
+    begin, finish = _begin_function(module), _finish_function(module)
+    code = Code(ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER] * 4), f"whole_{dtype}"))
+    x, run, state, summary = code.arguments
+    *words, count = (code.load(code.at(run, place, I64), I64) for place in range(len(RUN)))
+    code.call(begin, state)
+    code.call(accumulate, x, *words, state)
+    code.call(finish, state, summary, count)
+    code.finish()
+
+
+def _add_function(module: ir.Module, dtype: FloatDtype | IntegerDtype) -> ir.Function:
     """Define `add_...`; see `Add`."""
     blocks, elements = totals.blocks_function(module, dtype), totals.elements_function(module, dtype)
     code = Code(
@@ -104,9 +130,10 @@ def _add_function(module: ir.Module, dtype: FloatDtype | IntegerDtype) -> None:
             code.call(blocks, x, head, body, (start + head) >> 6, state)
             code.call(elements, x, body, length, start + body, state)
     code.finish()
+    return code.function
 
 
-def _begin_function(module: ir.Module) -> None:
+def _begin_function(module: ir.Module) -> ir.Function:
     code = Code(ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER]), "begin"))
     (state,) = code.arguments
     with code.loop(code.constant(I64, 0), code.constant(I64, SIZE // 8), 1) as word:
@@ -114,9 +141,10 @@ def _begin_function(module: ir.Module) -> None:
     for name, value in (("minimum", float("inf")), ("maximum", float("-inf")), ("smallest", float("inf"))):
         code.store(FIELDS[name].pointer(code, state), code.constant(vector(F64), value))
     code.finish()
+    return code.function
 
 
-def _finish_function(module: ir.Module) -> None:
+def _finish_function(module: ir.Module) -> ir.Function:
     code = Code(ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER, POINTER, I64]), "finish"))
     state, summary, count = code.arguments
 
@@ -154,3 +182,4 @@ def _finish_function(module: ir.Module) -> None:
             code.store(out(f"{axis}_largest", bucket), lanes(f"{axis}_largest_{F64}", bucket).larger(short).greatest())
     code.store(out("sum_of_squares"), squares.value)
     code.finish()
+    return code.function

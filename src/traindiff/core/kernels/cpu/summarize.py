@@ -14,14 +14,15 @@ from traindiff.core.shards import Shard
 NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
 """Dtypes that the kernel reads."""
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 SHORTEST_RUN = 48
 """Tensors with shorter contiguous runs are copied part by part: a run costs about as much as so many elements."""
 
 
 def reads(tensor: torch.Tensor) -> bool:
     """True if the kernel can read this tensor in place."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    return plain and tensor.device.type == "cpu" and tensor.dtype in NAMES and not tensor.is_neg()
+    return type(tensor) in _PLAIN and tensor.is_cpu and tensor.dtype in NAMES and not tensor.is_neg()
 
 
 def summarize(tensor: torch.Tensor, shard: Shard) -> np.void:
@@ -30,17 +31,16 @@ def summarize(tensor: torch.Tensor, shard: Shard) -> np.void:
     One pass over its memory, without the interpreter lock. A strided tensor with short runs is
     copied part by part.
     """
-    state = memory.begin()
-    if shard.size:
-        _add(tensor, shard, state)
-    return memory.finish(state, shard.size)
-
-
-def _add(tensor: torch.Tensor, shard: Shard, state: int) -> None:
     name, plan = NAMES[tensor.dtype], memory.plan_of(shard)
-    if plan.contiguous and tensor.is_contiguous():
-        memory.add_run(name, address(tensor), plan, state)
-        return
+    if plan.contiguous and plan.size and tensor.is_contiguous():
+        return memory.run_summary(name, address(tensor), plan)
+    state = memory.begin()
+    if plan.size:
+        _add(tensor, name, shard, plan, state)
+    return memory.finish(state, plan.size)
+
+
+def _add(tensor: torch.Tensor, name: str, shard: Shard, plan: memory.Plan, state: int) -> None:
     tensor = tensor.detach()
     if tensor.shape == shard.shape and run_length(*shard.axes(tensor.stride())) >= SHORTEST_RUN:
         memory.add_runs(name, address(tensor), shard, tensor.stride(), plan, state)
