@@ -10,7 +10,7 @@ from typing import Any
 from traindiff.analyse.align.side import Side
 from traindiff.analyse.findings import Finding, ranks_text
 from traindiff.analyse.merge.distance import Pair
-from traindiff.analyse.merge.site import MergedSite, StepTable, finding_at, num_micro_steps, only_rank
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at, num_micro_steps, only_rank
 from traindiff.core.observation import MASTER, NO_GRADIENT, NOT_CALLED, SKIPPED
 from traindiff.core.site import ROOT, label
 from traindiff.core.tap_registry import asked_for_as
@@ -173,6 +173,7 @@ class Presence:
         self.one_sided = False
         self.lack_stages: set[int] = set()
         self._reported: set[tuple[int, str]] = set()
+        self._given: set[SiteKey] = set()  # inputs that both runs gave their model in the same step
         self._latest: dict[tuple[int, str, str, str], int] = {}  # the step that was counted last
 
     def judge(self, aligned: Aligned, *, step: int) -> tuple[list[Pair], list[Finding]]:
@@ -181,6 +182,8 @@ class Presence:
         pairs: list[Pair] = []
         for pair in aligned.pairs:
             baseline, candidate = pair.baseline, pair.candidate
+            if baseline.key[:2] == ("batch", "") and baseline.key.path != "rng":
+                self._given.add(baseline.key)
             if not (baseline.unobserved or candidate.unobserved):
                 pairs.append(pair)
             elif baseline.unobserved and candidate.unobserved:
@@ -219,6 +222,8 @@ class Presence:
             yield _skipped(entry, side=side, step=step)
         elif entry.key.slot == MASTER:
             return  # the other run has no master weights
+        elif entry.key in self._given:
+            yield _not_given(entry, side=1 - side, step=step)
         elif 1 - side not in self.lack_stages and self._exists_there(entry, side=1 - side):
             yield from self._absent(entry, side=1 - side, step=step)
         else:
@@ -309,6 +314,16 @@ def _skipped(entry: MergedSite, *, side: int, step: int) -> Finding:
         "run takes it."
     )
     return finding_at(entry, step=step, kind="skipped", message=message, rank=only_rank(entry), evidence={"run": run})
+
+
+def _not_given(entry: MergedSite, *, side: int, step: int) -> Finding:
+    """A finding for an input that the run `side` gave its model in earlier steps, as the other run does now."""
+    run, other = (("baseline", "candidate"), ("candidate", "baseline"))[side]
+    message = (
+        f"The {run} gives the model no {label(entry.key.path, entry.key.slot)} in this step, the {other} does, as both "
+        "did in earlier steps: is a state, or a part of the batch, lost?"
+    )
+    return finding_at(entry, step=step, kind="batch", message=message, rank=only_rank(entry))
 
 
 def _batch_axis_hint(pair: Pair) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from traindiff.analyse.align.micro_losses import with_added_losses, with_combined_losses, with_summed_passes
 from traindiff.analyse.align.pairs import Aligned, Presence, align
+from traindiff.analyse.align.returned_states import ReturnedStates, Sources
 from traindiff.analyse.align.side import Side, SideStep, Tables, join, sites_in_order, with_gradient_stages
 from traindiff.analyse.align.uneven import Unplaced
 from traindiff.analyse.findings import Finding
@@ -68,6 +69,7 @@ class AlignedStep:
         evaluation: Number of the evaluation of the loss; None in a step with one.
         unplaced: The baseline's entries of sites whose rows could not be brought together, in execution order.
         earlier: The evaluations before this one, which are compared first.
+        sources: Inputs of each run that are its own outputs, as `ReturnedStates.sources`.
     """
 
     step: int
@@ -82,6 +84,7 @@ class AlignedStep:
     evaluation: int | None = None
     unplaced: tuple[MergedSite, ...] = ()
     earlier: tuple[AlignedStep, ...] = ()
+    sources: Sources = ({}, {})
 
     @property
     def parameters(self) -> dict[str, Pair]:
@@ -147,6 +150,7 @@ class TwoRuns:
         self.behind: tuple[dict[int, int], dict[int, int]] = ({}, {})
         self._selection = selection
         self.uneven = Unplaced()
+        self._states = (ReturnedStates(), ReturnedStates())
 
     def pair(self, baseline: RunStep | None, candidate: RunStep | None) -> AlignedStep | None:
         """Bring together one step of both runs. Steps must be given in order: later ones follow from earlier ones.
@@ -173,6 +177,8 @@ class TwoRuns:
     def _both(self, baseline: RunStep, candidate: RunStep) -> AlignedStep | None:
         steps = baseline, candidate
         sides = self.sides[0].step(baseline), self.sides[1].step(candidate)
+        for states, one in zip(self._states, sides, strict=True):
+            states.see([part.table for part in (*one.earlier, one)])
         self.failed[0].see(sides[0].table, sides[1].table, step=baseline.step)
         self.failed[1].see(sides[1].table, sides[0].table, step=candidate.step)
         if baseline.step not in self._selection:
@@ -212,7 +218,7 @@ class TwoRuns:
         return AlignedStep(
             step=steps[0].step, first=len(self.compared) == 1 and not evaluation, baseline=steps[0], sides=sides,
             tables=tables, aligned=aligned, pairs=pairs, findings=findings, evaluation=evaluation, recorded=sides,
-            unplaced=self.uneven.latest,
+            unplaced=self.uneven.latest, sources=(self._states[0].sources, self._states[1].sources),
         )  # fmt: skip
 
     def _comparable(self, tables: Tables, steps: tuple[RunStep, RunStep]) -> Tables:

@@ -42,7 +42,7 @@ from traindiff.analyse.compare.explanations import (
     with_names,
 )
 from traindiff.analyse.compare.judge import BothRuns, Judge, is_uncalled, recomputation_findings
-from traindiff.analyse.compare.limits import hints, limits, not_followed, unjudged_note
+from traindiff.analyse.compare.limits import hints, limits, not_followed, returned_note, unjudged_note
 from traindiff.analyse.compare.operator_search import OperatorSearch
 from traindiff.analyse.compare.step_input import StepInput
 from traindiff.analyse.compare.step_judge import judge_step
@@ -305,6 +305,7 @@ class RunningComparison:
                 leaky=self._leaky,
                 norms=self._norms,
                 unplaced=given.unplaced,
+                sources=given.sources,
             ),
         )
         if agreed and self._judge.findings and not is_uncalled(self._judge.findings[0]):
@@ -363,7 +364,9 @@ class RunningComparison:
                 f"Rounding turned some choices of rows (of a router), first at {self._judge.choices[0]}. The floors of "
                 "what follows allow for it, and rows that were chosen otherwise are not compared one by one."
             )
-        notes += filter(None, (unjudged_note(self._judge.unjudged), unknown_bits_note(self._judge.unknown_bits)))
+        judge = self._judge
+        told = (returned_note(judge.returned), unjudged_note(judge.unjudged), unknown_bits_note(judge.unknown_bits))
+        notes += filter(None, told)
         if self._judge.nan_in_both:
             notes.append(f"NaN at the same places in both runs, first at {self._judge.nan_in_both[0]}.")
         notes += [f"--rename {rule} changes no path of the candidate." for rule in self._rename.unused]

@@ -9,12 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from traindiff.analyse.align import exact
+from traindiff.analyse.align.returned_states import check_state
 from traindiff.analyse.align.two_runs import RUNS
 from traindiff.analyse.compare.bits import bit_difference
 from traindiff.analyse.compare.moved_moments import KIND as SYSTEMATIC
+from traindiff.analyse.compare.step_input import StepInput
 from traindiff.analyse.compare.verdict import SiteDifference
 from traindiff.analyse.findings import UNJUDGED, Finding, SiteWord, word_of
-from traindiff.analyse.merge.distance import Pair, difference, same_bits, size_of
+from traindiff.analyse.merge.distance import Pair, difference, equal_bits, same_bits, size_of
 from traindiff.analyse.merge.history import DifferenceHistory
 from traindiff.analyse.merge.site import GRADIENT_NORM, MergedSite, SiteKey, StepTable, finding_at
 from traindiff.analyse.noise.run_floors import RunFloors
@@ -22,6 +24,7 @@ from traindiff.analyse.noise.tolerance import Tolerances
 from traindiff.analyse.rules import RULES, RunFacts
 from traindiff.analyse.rules.rule import RunJudge
 from traindiff.core.observation import RECOMPUTED
+from traindiff.core.site import label
 from traindiff.core.summary import rounding
 
 FOLLOWS = 0.05
@@ -59,6 +62,8 @@ class Judge:
         nan_in_both: Places at which both runs hold the same NaN.
         turned: Places where a choice that rounding may change, such as a router's, selected another number of rows.
         choices: Places where rounding turned a part of a router's choices, and how many.
+        returned: By input that is what the model returned before, or was computed from that: the first step in which
+            it differs.
         absent: Paths of parameters that one run does not train; their further differences are not reported.
     """
 
@@ -85,11 +90,25 @@ class Judge:
         self.nan_in_both: list[str] = []
         self.turned: list[str] = []
         self.choices: list[str] = []
+        self.returned: dict[str, int] = {}
         self.absent: set[str] = set()
         self._history = history
         self._found: dict[tuple[SiteKey, str], Finding] = {}
         self._counted: dict[tuple[SiteKey, str], int] = {}  # the step that was counted last
         self._noted: dict[SiteKey, tuple[int, bool]] = {}  # the step that was noted last, and whether it was identical
+
+    def check_batch(self, pair: Pair, given: StepInput) -> tuple[Finding | None, float, float]:
+        """What is wrong with an input of a root, how far it is apart, and how far it may be."""
+        finding = exact.check_batch(pair, step=given.step, samples=given.batches)
+        if finding is None:
+            return None, 0.0 if equal_bits(pair) else difference(pair) or 0.0, exact.rounding_apart(pair)
+        rows = ((key, row) for key, row in self.differences.items() if key.phase == "forward")
+        noise = max((row.difference for _, row in rows if row.ratio <= 1.0 or self._found), default=0.0)
+        if (finding := check_state(pair, finding, given.sources, noise=noise)) is not None:
+            return finding, math.inf, 0.0
+        self.returned.setdefault(label(pair.baseline.key.path, pair.baseline.key.slot), given.step)
+        apart = size_of(pair)
+        return None, apart, apart
 
     def remember(self, optimizer: str, entries: Iterable[MergedSite], *, whole: bool = True) -> None:
         """Note what the baseline computed in a step of an optimizer, whether that was compared or not.

@@ -79,6 +79,19 @@ def _failures(runs: TwoRuns) -> Iterator[str]:
                 yield f"Both runs: {message[0].lower()}{message[1:]}"
 
 
+def returned_note(sites: Mapping[str, int]) -> str:
+    """A note on inputs that differ as what the model returned before does; empty if there are none.
+
+    Args:
+        sites: By input, the first step in which it differs.
+    """
+    if not sites:
+        return ""
+    site, step = next(iter(sites.items()))
+    more = more_text(len(sites) - 1, "input")
+    return f"{site}{more} differ{'' if more else 's'} from step {step} on, as what the model returned before does."
+
+
 def unjudged_note(sites: Mapping[SiteKey, int]) -> str:
     """A note on sites that could not be judged after the first divergence; empty if there are none.
 

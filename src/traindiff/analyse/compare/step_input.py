@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from traindiff.analyse.align.returned_states import Sources
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.recorded_calls import Samples
@@ -41,6 +42,7 @@ class StepInput:
         whole: True if the pairs include those of the whole step: updates, and the optimizer's state.
         norms: Class names of the norms over positions, by path.
         unplaced: The baseline's entries of sites whose rows could not be brought together, in execution order.
+        sources: Inputs of each run that are its own outputs, as `ReturnedStates.sources`.
         every_bit: Why any bit that differs is a finding; empty if floors decide.
     """
 
@@ -67,4 +69,5 @@ class StepInput:
     whole: bool = True
     norms: Mapping[str, str] = field(default_factory=dict)
     unplaced: tuple[MergedSite, ...] = ()
+    sources: Sources = ({}, {})
     every_bit: str = ""

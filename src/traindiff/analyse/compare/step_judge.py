@@ -21,7 +21,6 @@ from traindiff.analyse.merge.distance import (
     best_fit,
     difference,
     differing_ranks,
-    equal_bits,
     is_transposed,
     rescaled,
 )
@@ -100,7 +99,7 @@ class StepJudge:
         """Findings of the step. Gradients of one optimizer call are judged together."""
         found: list[Finding | None] = []
         gradients: list[Pair] = []
-        drawn = {finding.order for finding in self._given.found if finding.kind == "random-state"}
+        drawn = {finding.order for finding in self._given.found if finding.kind in ("random-state", "batch")}
         first_drawn = min(drawn, default=math.inf)
         first: Finding | None = None
         for pair in self._given.pairs:
@@ -154,9 +153,7 @@ class StepJudge:
         return None if key.path in self._judge.absent else finding
 
     def _batch(self, pair: Pair) -> Finding | None:
-        finding = exact.check_batch(pair, step=self._given.step, samples=self._given.batches)
-        apart = math.inf if finding else 0.0 if equal_bits(pair) else difference(pair) or 0.0
-        floor = 0.0 if finding else exact.rounding_apart(pair)
+        finding, apart, floor = self._judge.check_batch(pair, self._given)
         self._judge.note(pair, self._given.step, apart, floor, floor)
         # All later differences of this step may follow from the batch.
         self._floors.saw_other_inputs(apart, noise=finding is None)
