@@ -167,7 +167,8 @@ class RunningComparison:
         calibration = self._measured.calibration
         notes, incomplete = limits(
             self.runs,
-            learning_agrees=(self._judge.learning_agrees or self._judge.gradients_agree) and not self._identical,
+            learning_agrees=self._judge.learning_agrees and not self._identical,
+            gradients_agree=self._judge.gradients_agree and not self._identical,
             learning_compared=self._judge.learning_compared and not self._identical,
             same_bits=self._judge.observed_bits_agree,
         )

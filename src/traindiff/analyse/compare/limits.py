@@ -13,19 +13,23 @@ from traindiff.core.site import label
 from traindiff.core.tap_registry import NOT_BY_DEFAULT
 from traindiff.storage import Run
 
-_BEFORE_LEARNING = ("batch", "forward", "loss", "backward")
-"""Phases of tensors that gradients and updates follow from."""
+_BEFORE_LEARNING = ("batch", "forward", "backward")
+"""Phases of tensors that losses, gradients and updates follow from."""
 
 
-def limits(runs: TwoRuns, *, learning_agrees: bool, learning_compared: bool, same_bits: bool) -> tuple[list[str], bool]:
+def limits(
+    runs: TwoRuns, *, learning_agrees: bool, gradients_agree: bool, learning_compared: bool, same_bits: bool
+) -> tuple[list[str], bool]:
     """Sentences that limit the verdict after all steps, and whether they leave it incomplete.
 
     Args:
         runs: The two runs.
-        learning_agrees: Whether gradients and updates were compared and agree. Then batches, activations and losses
+        learning_agrees: Whether losses, gradients and updates were compared and agree. Then batches and activations
             that were not compared are noted, and leave nothing open.
-        learning_compared: Whether gradients and updates were compared. Then activations whose rows have no counterpart
-            leave nothing open: a fault there shows in these.
+        gradients_agree: Whether gradients and updates were compared and agree. Then a loss that only one run has, and
+            what leads to it, leave nothing open: the other asks for its gradients in another way.
+        learning_compared: Whether losses, gradients and updates were compared. Then activations whose rows have no
+            counterpart leave nothing open: a fault there shows in these.
         same_bits: Whether losses, gradients or updates were compared, and all observed tensors have the same bits. Then
             tensors that neither run observed, for the same reason, are noted, and leave nothing open.
     """
@@ -41,7 +45,13 @@ def limits(runs: TwoRuns, *, learning_agrees: bool, learning_compared: bool, sam
     notes = [*endings, *failures, *gaps, *_unobserved(runs), *not_recorded]
     phases = {site.partition(" ")[0] for site in runs.presence.unobserved}
     phases.update(phase for side in runs.presence.unaligned for phase, _, _ in side)
-    open_sites = phases.difference(_BEFORE_LEARNING) if learning_agrees else phases
+    of_one_run = [{phase for phase, _, _ in side} for side in runs.presence.unaligned]
+    if learning_agrees:
+        open_sites = phases.difference(_BEFORE_LEARNING)
+    elif gradients_agree and of_one_run[0] ^ of_one_run[1] >= {"loss"}:
+        open_sites = phases.difference(_BEFORE_LEARNING, {"loss"})
+    else:
+        open_sites = phases
     if same_bits and not any(runs.presence.unaligned) and _unseen_alike(runs):
         failures, open_sites = [], set()
     without_rows = bool(runs.uneven.left_out) and not learning_compared
