@@ -10,7 +10,6 @@ import hashlib
 import io
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -204,7 +203,7 @@ def _pipeline(path: Path) -> None:
         slot = "received[0]" if rank else "sent[0]"
         seen, summary = _row("forward", f"stage[{rank}]", slot, 2, 4, step=0, number=0, stage="boundary")
         rows = [
-            (replace(seen, order=place), summary),
+            (seen._replace(order=place), summary),
             _row("forward", f"fc{rank}", "output[0]", 2, 4, step=0, number=1),
             _row("grad", f"fc{rank}.weight", "grad", 4, 3, step=0, number=2),
             _row("param", f"fc{rank}.weight", "value", 4, 3, step=0, number=3),
@@ -231,11 +230,11 @@ def _cut(path: Path) -> None:
 def _optimizers(path: Path) -> None:
     """Steps of two optimizers in turn, an evaluation, a site that was not observed and a scalar logged late."""
     first, second = _training_step(0)[:4], _training_step(0)[4:]
-    of_second = [(replace(seen, optimizer="other", stage="evaluation" * (not at)), one) for at, (seen, one) in
+    of_second = [(seen._replace(optimizer="other", stage="evaluation" * (not at)), one) for at, (seen, one) in
                  enumerate(second)]  # fmt: skip
     seen, summary = _row("forward", "fc", "output[1]", 2, step=0, number=9)
     late = [
-        (replace(seen, unobserved="it is a list", dtype=""), summary),
+        (seen._replace(unobserved="it is a list", dtype=""), summary),
         _row("loss", "x", "logged", step=0, number=10),
     ]
     content = {

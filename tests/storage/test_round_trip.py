@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -41,12 +40,13 @@ observations = st.builds(
     shard=boxes | ranges | batches,
     merge=st.sampled_from(["shard", "sum", "mean"]), weight=st.floats(allow_nan=False),
     factor=st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False), unobserved=texts,
+    term=st.integers(0, 2**31 - 1), scaled=st.booleans(), evaluation=st.integers(0, 2**31 - 1),
 )  # fmt: skip
 
 
 @given(st.lists(observations, min_size=1, max_size=4))
 def test_a_batch_gives_back_its_observations_and_summaries(seen: list[Observation]) -> None:
-    seen = [replace(one, step=seen[0].step, optimizer=seen[0].optimizer) for one in seen]
+    seen = [one._replace(step=seen[0].step, optimizer=seen[0].optimizer) for one in seen]
     numbers = summaries(len(seen))
     numbers["count"] = np.minimum(1, [one.shard.size for one in seen])
     numbers["negative"] = numbers["subnormal"] = 0

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from traindiff.core.shards import Shard
 
@@ -108,9 +107,8 @@ pass, and 2 S + 1 comes after the last one. Without a pipeline, everything is in
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
-    """One tensor at one site, at one (step, micro-step, phase).
+class Observation(NamedTuple):
+    """One tensor at one site, at one (step, micro-step, phase). A tuple, because a step has thousands of them.
 
     Attributes:
         step: Number of completed calls of `optimizer`.

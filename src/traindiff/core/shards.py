@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import Any
@@ -252,7 +253,7 @@ class Shard:
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Shard:
         """All of a tensor of this shape."""
-        return cls(shape=shape, global_shape=shape, offset=(0,) * len(shape))
+        return _whole(tuple(shape))
 
     @classmethod
     def of_batch(cls, shape: tuple[int, ...], *, first: int, spacing: tuple[int, int] | None = None) -> Shard:
@@ -332,6 +333,11 @@ class Shard:
             row_block=max(1, -(-rows // BUCKETS)),
             column_block=COLUMN_STEP * max(1, -(-columns // (COLUMN_STEP * BUCKETS))),
         )
+
+
+@lru_cache(maxsize=1 << 14)
+def _whole(shape: tuple[int, ...]) -> Shard:
+    return Shard(shape=shape, global_shape=shape, offset=(0,) * len(shape))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

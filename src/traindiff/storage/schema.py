@@ -71,9 +71,11 @@ def to_batch(
     observations: Sequence[Observation], summaries: Summaries, stored: Stored = NOTHING_STORED
 ) -> pa.RecordBatch:
     """One record batch of a step's observations; row i of it is observation i with summary i."""
-    columns = [pa.array([getattr(seen, field.name) for seen in observations], field.type) for field in _ABOUT]
+    rows_of = zip(*observations, strict=True) if observations else ((),) * len(Observation._fields)
+    about = dict(zip(Observation._fields, rows_of, strict=True))
+    columns = [pa.array(about[field.name], field.type) for field in _ABOUT]
     columns += [
-        pa.array([getattr(seen.shard, field.name) or () for seen in observations], field.type) for field in _SHARD
+        pa.array([getattr(shard, field.name) or () for shard in about["shard"]], field.type) for field in _SHARD
     ]
     for name in SUMMARY.names or ():
         values = np.ascontiguousarray(summaries[name])
@@ -97,10 +99,10 @@ def from_batch(batch: pa.RecordBatch) -> tuple[list[Observation], Summaries, Sto
     Raises:
         Malformed: Its rows cannot be observations.
     """
-    about = [_values(batch.column(field.name)) for field in _ABOUT]
-    names = (*(field.name for field in _ABOUT), "shard")
-    rows = zip(*about, _shards(batch), strict=True)
-    observations = [Observation(**dict(zip(names, row, strict=True))) for row in rows]
+    about: dict[str, Any] = {field.name: _values(batch.column(field.name)) for field in _ABOUT}
+    about["shard"] = _shards(batch)
+    rows = zip(*(about[name] for name in Observation._fields), strict=True)
+    observations = [Observation._make(row) for row in rows]
 
     summaries = np.empty(batch.num_rows, dtype=SUMMARY)
     for name in SUMMARY.names or ():

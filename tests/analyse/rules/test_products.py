@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -258,7 +257,7 @@ def test_a_product_that_nothing_describes_is_judged_all_the_same() -> None:
     seen = made().seen
     numbers = {"residual": np.array([0.5, 90.0, 0.5]), "error": np.array(0.01), "allowed": np.array(1e-3)}
     parts = [
-        (replace(seen, slot=f"output[0].{name}", shard=Shard.whole(values.shape)), 0, summary_of(values))
+        (seen._replace(slot=f"output[0].{name}", shard=Shard.whole(values.shape)), 0, summary_of(values))
         for name, values in {**numbers, "row": np.array(1.0), "median": np.array(0.5)}.items()
     ]
 

@@ -304,7 +304,7 @@ def test_what_a_loss_scale_is_in_is_not_forced_to_what_it_is_not_in(tmp_path: Pa
     seen = next(one for step in recording.steps(0) for one in step.observations if one.phase == "backward")
     values, tensor = ForcedValues(recording), torch.zeros(seen.shard.shape)
 
-    values.overwrite(tensor, replace(seen, scaled=True))
+    values.overwrite(tensor, seen._replace(scaled=True))
 
     assert not tensor.any()
     assert values.not_forced == {f"{seen.path} {seen.slot}": "a loss scale is in it in one of the runs only"}

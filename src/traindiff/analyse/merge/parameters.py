@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from traindiff.analyse.merge.renames import Rename
@@ -115,7 +114,7 @@ def under_one_name(step: StepObservations, names: Mapping[str, str]) -> Iterator
     """Observations of a rank under other names for some parameters; a rank has its own term of a sum."""
     for seen, summary in zip(step.observations, step.summaries, strict=True):
         path = names.get(seen.path)
-        one = seen if path is None else replace(seen, path=path, term=seen.term + _FURTHER_TERMS * (1 + step.rank))
+        one = seen if path is None else seen._replace(path=path, term=seen.term + _FURTHER_TERMS * (1 + step.rank))
         yield one, step.rank, summary
 
 

@@ -46,9 +46,9 @@ def unscaled(parts: Iterable[Part]) -> Iterator[Part]:
         if not seen.scaled or seen.unobserved:
             yield seen, rank, summary
         elif scale := _scale_at(scales, rank, seen.micro_step):
-            yield replace(seen, factor=seen.factor * scale), rank, summary
+            yield seen._replace(factor=seen.factor * scale), rank, summary
         else:
-            yield replace(seen, unobserved=UNKNOWN), rank, summary
+            yield seen._replace(unobserved=UNKNOWN), rank, summary
 
 
 def _scale_at(scales: Mapping[int, Mapping[int, float]], rank: int, micro_step: int) -> float | None:

@@ -40,11 +40,11 @@ def summarize(tensor: Tensor, shard: Shard) -> np.void:
     Raises:
         UnsupportedTensorError: The tensor has no dense elements that could be read.
     """
+    if (found := _read_in_place(tensor, shard)) is not None:
+        return found
     from traindiff.core.kernels import torch_arrays
 
     torch_arrays.check_supported(tensor)
-    if (found := _read_in_place(tensor, shard)) is not None:
-        return found
     real = torch_arrays.as_real(tensor)
     made = [_of_part(view, held) for view, held in parts_of(real, shard)]
     one: np.void = made[0] if len(made) == 1 else merge(made)
@@ -53,8 +53,9 @@ def summarize(tensor: Tensor, shard: Shard) -> np.void:
 
 def _read_in_place(tensor: Tensor, shard: Shard) -> np.void | None:
     """The summary by the first kernel that reads the tensor where it is; None where none does."""
+    device = tensor.device.type
     for kernel in AT_ONCE:
-        if tensor.device.type in kernel.device_types and (fast := kernel.load()) is not None and fast.reads(tensor):
+        if device in kernel.device_types and (fast := kernel.load()) is not None and fast.reads(tensor):
             found: np.void = fast.summarize(tensor, shard)
             return found
     return None

@@ -57,6 +57,7 @@ class SummaryStore:
 
     def __init__(self, kernels: Sequence[Kernel] = PUT_OFF) -> None:
         self._kernels = kernels
+        self._device_types = frozenset[str]().union(*(kernel.device_types for kernel in kernels))
         self._rows: dict[Any, DeviceRows] = {}
         self._used: set[Any] = set()
         self._waiting: list[tuple[Tensor, Shard, Deferred]] | None = None
@@ -106,6 +107,8 @@ class SummaryStore:
     def _rows_of(self, tensor: Tensor) -> DeviceRows | None:
         """The collector of summaries on the tensor's device; None if the tensor is summarized at once."""
         device = tensor.device
+        if device.type not in self._device_types:
+            return None
         for kernel in self._kernels:
             if device.type in kernel.device_types and (module := kernel.load()) is not None and module.reads(tensor):
                 if device not in self._rows:

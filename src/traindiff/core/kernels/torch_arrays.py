@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -76,9 +77,14 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return () if tensor.is_nested or is_lazy(tensor) else tuple(tensor.shape)
 
 
+@cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def dtype_name(tensor: torch.Tensor) -> str:
     """`float32`, `bfloat16`, ...: torch's name without its prefix."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return _name_of(tensor.dtype)
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:

@@ -139,8 +139,9 @@ class Progress:
         if late:
             self.late_order += 1
             return self.late_order - 1 + PLACE * self._last_place
-        self.order += 1
-        return self.order - 1 + PLACE * self._place
+        order = self.order
+        self.order = order + 1
+        return order if self.num_stages == 1 and self.chunk is None else order + PLACE * self._place
 
     @property
     def _place(self) -> int:

@@ -127,20 +127,21 @@ class ObservationBuffer(ABC):
         return self._bytes > MOST_BYTES
 
     def _seen(
-        self, *, optimizer: str | None, late: bool = False, micro_step: int | None = None, **about: Any
-    ) -> Observation:
+        self, *, optimizer: str | None, phase: str, stage: str, path: str, slot: str, dtype: str, shard: Shard,
+        call: int = 0, late: bool = False, micro_step: int | None = None, merge: Merge = "shard", weight: float = 1.0,
+        factor: float = 1.0, term: int = 0, scaled: bool = False, unobserved: str = "",
+    ) -> Observation:  # fmt: skip
         """The next observation of the current step, or with `late` of the step that has just ended."""
         progress = self.progress
         name = optimizer or progress.optimizer
         evaluation = progress.late_evaluation if late else progress.evaluation
         return Observation(
-            step=progress.steps.get(name, 0) - late,
-            evaluation=evaluation if is_of_evaluation(about["phase"], about["stage"]) else 0,
-            micro_step=progress.micro_step if micro_step is None else micro_step,
-            optimizer=name,
-            order=progress.next_order(late=late),
-            **about,
-        )
+            progress.steps.get(name, 0) - late,
+            progress.micro_step if micro_step is None else micro_step,
+            name, phase, stage, path, slot, call, progress.next_order(late=late), dtype, shard, merge, weight, factor,
+            term, scaled, unobserved,
+            evaluation if evaluation and is_of_evaluation(phase, stage) else 0,
+        )  # fmt: skip
 
     def _append(self, seen: Observation, summary: Any, detail: Detail | None = None) -> None:
         """Keep one observation; `summary` is None for an unobserved site."""

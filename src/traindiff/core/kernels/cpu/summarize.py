@@ -22,7 +22,9 @@ SHORTEST_RUN = 48
 
 def reads(tensor: torch.Tensor) -> bool:
     """True if the kernel can read this tensor in place."""
-    return type(tensor) in _PLAIN and tensor.is_cpu and tensor.dtype in NAMES and not tensor.is_neg()
+    if type(tensor) not in _PLAIN or tensor.dtype not in NAMES or not tensor.is_cpu:
+        return False
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_neg()
 
 
 def summarize(tensor: torch.Tensor, shard: Shard) -> np.void:

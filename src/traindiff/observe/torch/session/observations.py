@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ from traindiff.core.kernels.torch_arrays import detail_of, dtype_name, shape_of,
 from traindiff.core.observation import LOSS_SCALE, OPERATOR_STAGES, PRODUCT_STAGES, SAMPLE, Merge, Observation
 from traindiff.core.settings import RecordSettings
 from traindiff.core.shards import Region, Shard
+from traindiff.core.summary import Detail
 from traindiff.core.torch_compat.execution import exclude_from_compilation, is_tracing
 from traindiff.core.torch_compat.training import arrived, has_arrived, is_asynchronous, versions_of
 from traindiff.errors import UnsupportedTensorError
@@ -129,7 +129,7 @@ class Observations(ObservationBuffer):
         self.guarded = containment.guarded
         self.altering = containment.altering
         self.last_seen = last_seen
-        self._detail = settings.detail
+        self._detail = settings.detail - {"summary"}
         self._bounds = settings.bounds
         self._loss_scale: Tensor | None = None
         self._forced = forced
@@ -167,7 +167,8 @@ class Observations(ObservationBuffer):
                         scaled=scaled if name == "values" else False,
                     )  # fmt: skip
             return
-        self._read_arrived()
+        if self._in_flight:
+            self._read_arrived()
         if self._bounds and (phase, path) == ("loss", LOSS_SCALE):
             self._loss_scale = tensor
         if scaled is None:
@@ -227,7 +228,7 @@ class Observations(ObservationBuffer):
         held, self._in_flight = self._in_flight, []
         for tensor, seen, versions in held:
             if versions_of(tensor) != versions:
-                self._append(replace(seen, unobserved=OVERWRITTEN), None)
+                self._append(seen._replace(unobserved=OVERWRITTEN), None)
             elif all_of_them or has_arrived(tensor):
                 self._keep(arrived(tensor), seen)
             else:
@@ -240,19 +241,22 @@ class Observations(ObservationBuffer):
         if tensor.is_complex():  # a last axis of real and imaginary parts
             shard = seen.shard
             shard = Shard(shape=(*shard.shape, 2), global_shape=(*shard.global_shape, 2), offset=(*shard.offset, 0))
-            seen = replace(seen, shard=shard)
+            seen = seen._replace(shard=shard)
         summary = None
         try:
             summary = self._summaries.add(tensor, seen.shard)
         except UnsupportedTensorError as error:
-            seen = replace(seen, unobserved=str(error))
-        kept = seen.path != "rng" and seen.stage not in _SUMMARY_ALONE and summary is not None
-        detail = detail_of(tensor, self._detail, bounds=self._bounds_of(seen), summary=summary) if kept else None
-        self._append(seen, summary, detail)
+            seen = seen._replace(unobserved=str(error))
+        self._append(seen, summary, self._detail_of(tensor, seen, summary) if self._detail or self._bounds else None)
         if self._forced is not None:
             self._forced.overwrite(tensor, seen)
         if self._is_full:
             self._on_full()
+
+    def _detail_of(self, tensor: Tensor, seen: Observation, summary: Any) -> Detail | None:
+        if seen.path == "rng" or seen.stage in _SUMMARY_ALONE or summary is None:
+            return None
+        return detail_of(tensor, self._detail, bounds=self._bounds_of(seen), summary=summary)
 
     def _bounds_of(self, seen: Observation) -> Sequence[float]:
         """The bounds, multiplied by the factors that the engine and the loss scale have put into the gradient."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import NamedTuple
 
 from torch import Tensor, distributed, nn
 
@@ -21,8 +22,7 @@ from traindiff.observe.torch.sharding.provenance import regions_of
 from traindiff.observe.torch.sharding.registry import ENGINES
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalShard:
+class LocalShard(NamedTuple):
     """One part of a tensor that this rank holds.
 
     Attributes:
@@ -114,7 +114,7 @@ class Layout:
 
     def local_shards(
         self, tensor: Tensor, shard: Shard, merge: Merge, *, phase: str, region: Region | None
-    ) -> Iterator[LocalShard]:
+    ) -> Iterable[LocalShard]:
         """The parts of a tensor that this rank holds, without any collective.
 
         Args:
@@ -126,18 +126,16 @@ class Layout:
         """
         tensor, lies = kept_here(tensor)
         if isinstance(lies, Shard):
-            yield LocalShard(tensor=tensor, shard=lies, merge=merge, term=self.data.rank)
-            return
+            return (LocalShard(tensor, lies, merge, self.data.rank),)
         region = lies or region
         if region is not None:
             term = self.data.term + self.data.num_terms * (region.term or 0)
-            yield from shards_in(tensor, region, shard, merge, term=term)
-            return
+            return shards_in(tensor, region, shard, merge, term=term)
         term = self.data.term
         if self.data.alike > 1 and merge == "shard" and phase in ("forward", "backward"):
             # Not a copy of the tensors of other ranks, as far as is known.
             term += self.data.num_terms * (1 + distributed.get_rank())
-        yield LocalShard(tensor=tensor, shard=shard, merge=merge, term=term)
+        return (LocalShard(tensor, shard, merge, term),)
 
     def regions_of(self, tensor: Tensor, path: str, slot: str) -> Regions | None:
         """The regions of a plain activation and its gradient; None if they are unknown, or for a DTensor.
@@ -153,12 +151,13 @@ class Layout:
 
     def region_of_parameter(self, tensor: Tensor, *, path: str, phase: str) -> Region | None:
         """The region of a plain parameter, its gradient or state; None if it is whole, or for a DTensor."""
-        region = self.parameters.get(path) if phase in ("param", "grad", "optimizer") else None
+        region = self.parameters.get(path) if self.parameters and phase in ("param", "grad", "optimizer") else None
         return region if region is not None and region.local_shape == shape_of(tensor) else None
 
     def factor(self, *, phase: str, stage: str, slot: str) -> float:
         """The engine's factor in such a tensor, relative to the gradient of the loss over the global batch."""
-        return self.data.factor if is_before_the_reduction(phase=phase, stage=stage, slot=slot) else 1.0
+        factor = self.data.factor
+        return factor if factor != 1.0 and is_before_the_reduction(phase=phase, stage=stage, slot=slot) else 1.0
 
 
 def _is_range(box: Box, local_shape: Sequence[int]) -> bool:
