@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from traindiff.analyse.align.batch_indices import may_count_within
 from traindiff.analyse.align.side import Side, Tables
 from traindiff.analyse.findings import Finding, micro_steps_text, ranks_text
 from traindiff.analyse.merge.distance import Pair, difference, differing_ranks, equal_bits, is_transposed
@@ -33,7 +34,12 @@ def check_batch(pair: Pair, *, step: int, samples: tuple[Samples, Samples] = ({}
     permuted = _is_permuted(pair)
     site = (baseline.key.path, baseline.key.slot)
     single = (one.get(site, ()) for one in samples) if baseline.dtype == candidate.dtype else ((), ())
-    if detail := samples_message(*single):
+    if not permuted and may_count_within(baseline, candidate):
+        message = (
+            f"The batch differs: {where} holds other numbers. That the runs cut the batch differently does not explain "
+            "it: rows with equal numbers in one run have different ones in the other, or the first rows differ."
+        )
+    elif detail := samples_message(*single):
         message = f"The batch differs: {where} {detail}"
     elif baseline.shape != candidate.shape:
         shapes = f"{list(baseline.shape)} in the baseline, {list(candidate.shape)} in the candidate"

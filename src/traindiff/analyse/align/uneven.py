@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from traindiff.analyse.align.batch_indices import count_within
 from traindiff.analyse.align.regrouped_calls import regrouped
 from traindiff.analyse.align.side import Tables
 from traindiff.analyse.findings import Finding, more_text
+from traindiff.analyse.merge.recorded_calls import Samples, samples_of
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.core.observation import ITSELF, SAMPLE
 from traindiff.core.site import ROOT, label
@@ -40,13 +42,14 @@ class Unplaced:
     latest: tuple[MergedSite, ...] = ()
     calls: dict[str, None] = field(default_factory=dict)
     scalars: bool = False
+    _lacking: set[SiteKey] = field(default_factory=set)  # left out in the latest step
 
     def comparable(self, tables: Tables) -> Tables:
         """The tables without sites whose rows cannot be brought together, or with their norms and sums.
 
         Nothing changes if both runs cut the batch in the same way: then micro-batches are compared one by one.
         """
-        self.latest = ()
+        self.latest, self._lacking = (), set()
         calls = regrouped(tables)
         tables, self.scalars = calls.tables, bool(calls.paths)
         self.calls.update(calls.paths)
@@ -56,12 +59,14 @@ class Unplaced:
             return tables
         sides = _by_site(tables[0]), _by_site(tables[1])
         baseline, candidate = dict(tables[0]), dict(tables[1])
-        unplaced = []
+        samples = samples_of(tables[0]), samples_of(tables[1])
+        unplaced: list[MergedSite] = []
         for site in sides[0]:
             both = sides[0][site], sides[1].get(site, [])
-            if not both[1] or (site not in calls.sites and (same_cut or _rows_fit(both, cuts))):
+            if not both[1] or any(one.unobserved for side in both for one in side):
                 continue
-            if any(one.unobserved for side in both for one in side):
+            without = site.phase == "backward" and site._replace(phase="forward") in self._lacking
+            if not without and site not in calls.sites and (same_cut or _rows_fit(both, cuts, samples)):
                 continue
             unplaced.append(both[0][0])
             for table, entries in zip((baseline, candidate), both, strict=True):
@@ -82,9 +87,12 @@ class Unplaced:
     ) -> None:
         """Put all rows of a site together, in no order, or leave it out."""
         name = label(site.path, site.slot)
+        if site.phase == "backward" and site._replace(phase="forward") in self._lacking:
+            return  # the gradient of what has no counterpart has none
         pools = [_pooled(site, entries) for entries in both]
         if any(one is None for one in pools) or len({int(one.summary["count"]) for one in pools if one}) > 1:
             self.left_out[name] = None
+            self._lacking.add(site)
             return
         for table, one in zip(tables, pools, strict=True):
             assert one is not None
@@ -130,10 +138,9 @@ class Unplaced:
         if not self.axes:
             return ""
         declared = ", ".join(f'"{path}": {axis}' for path, axis in list(self.axes.items())[:3])
-        path, axis = next(iter(self.axes.items()))
+        options = " ".join(f"--batch-axis '{path}={axis}'" for path, axis in list(self.axes.items())[:3])
         return (
-            f" record(batch_axis={{{declared}}}) or traindiff run --batch-axis '{path}={axis}' in both runs has rows "
-            "compared one by one."
+            f" record(batch_axis={{{declared}}}) or traindiff run {options} in both runs has rows compared one by one."
         )
 
 
@@ -162,7 +169,7 @@ def _by_site(table: StepTable) -> dict[SiteKey, list[MergedSite]]:
     return found
 
 
-def _rows_fit(sides: Sides, cuts: tuple[Cut, Cut]) -> bool:
+def _rows_fit(sides: Sides, cuts: tuple[Cut, Cut], samples: tuple[Samples, Samples]) -> bool:
     """True if each row of one run has a counterpart in the other."""
     if any(len(side) > 1 for side in sides):
         return False
@@ -170,11 +177,21 @@ def _rows_fit(sides: Sides, cuts: tuple[Cut, Cut]) -> bool:
     if baseline.shape != candidate.shape:
         # Another number of samples is another batch, and not a question of how it is cut.
         return baseline.key.phase == "batch" and baseline.batched and candidate.batched
+    if _are_renumbered(baseline, candidate, samples):
+        return False
     if baseline.dtype not in UNIT_ROUNDOFF and baseline.dtype != "bool" and baseline.key.phase != "batch":
         return bool(baseline.summary["fingerprint"] == candidate.summary["fingerprint"])  # may be places in the batch
     if baseline.batched != candidate.batched:
         return False
     return all(_is_proportional(one, cut) for one, cut in zip((baseline, candidate), cuts, strict=True))
+
+
+def _are_renumbered(baseline: MergedSite, candidate: MergedSite, samples: tuple[Samples, Samples]) -> bool:
+    """True for an input whose numbers differ only as they count within a micro-batch."""
+    if baseline.key.phase != "batch" or baseline.summary["fingerprint"] == candidate.summary["fingerprint"]:
+        return False
+    site = baseline.key.path, baseline.key.slot
+    return count_within(baseline, candidate, (samples[0].get(site, ()), samples[1].get(site, ())))
 
 
 def _is_proportional(entry: MergedSite, cut: Cut) -> bool:
