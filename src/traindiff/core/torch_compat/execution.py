@@ -111,7 +111,15 @@ def is_tracing() -> bool:
     if torch._C._get_tracing_state() is not None:
         return True
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
-    return proxies is not None and proxies.get_proxy_mode() is not None
+    return proxies is not None and _has_any_mode() and proxies.get_proxy_mode() is not None
+
+
+_num_modes_before_dispatch = getattr(torch._ops, "_len_torch_dispatch_stack_pre_dispatch", lambda: 1)
+
+
+def _has_any_mode() -> bool:
+    """False if no mode at all is on: a count is quicker than to ask for one mode, and every hook asks."""
+    return torch._C._len_torch_dispatch_stack() > 0 or _num_modes_before_dispatch() > 0
 
 
 def is_exporting() -> bool:

@@ -124,11 +124,11 @@ class RootForwardTap:
     def _begin_part(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         progress = self._sink.progress
         if not self._calls_several:
-            if not all(self._context.followed.is_intact(root) for root in self._context.targets.roots):
-                return  # a root called the part, and the hooks of the root are gone
             has_begun = progress.in_forward or progress.forward_done or inside_backward()
             if has_begun or progress.hidden or progress.chunk is not None or not torch.is_grad_enabled():
                 return
+            if not all(self._context.followed.is_intact(root) for root in self._context.targets.roots):
+                return  # a root called the part, and the hooks of the root are gone
             self._calls_several = True
         self._begin(part, args, kwargs)
 

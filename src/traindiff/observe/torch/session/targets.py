@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,6 +46,11 @@ Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer] | None
 
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 """One model, several parts of one, or several models by name."""
+
+
+@lru_cache(maxsize=1 << 16)
+def _all_of(path: str) -> tuple[Piece, ...]:
+    return (Piece(path=path),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +132,7 @@ class Targets:
         if (pieces := self.layout.flat.pieces_of(parameter, size)) is not None:
             return pieces
         path = self.names.get(id(parameter))
-        return None if path is None else (Piece(path=path),)
+        return None if path is None else _all_of(path)
 
     @cached_property
     def gathering(self) -> dict[str, nn.Module]:
