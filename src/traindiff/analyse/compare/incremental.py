@@ -41,7 +41,7 @@ from traindiff.analyse.compare.explanations import (
     with_each_ranks_own,
     with_names,
 )
-from traindiff.analyse.compare.judge import BothRuns, Judge, is_uncalled, recomputation_findings
+from traindiff.analyse.compare.judge import BothRuns, Judge, is_uncalled
 from traindiff.analyse.compare.limits import hints, limits, not_followed, returned_note, unjudged_note
 from traindiff.analyse.compare.operator_search import OperatorSearch
 from traindiff.analyse.compare.step_input import StepInput
@@ -269,7 +269,6 @@ class RunningComparison:
         found = [
             *given.findings,
             *clipping_findings(*clipped, step=step),
-            *recomputation_findings(*tables, step=step),
             *extra,
         ]
         place = in_baseline_order(given.aligned.pairs)

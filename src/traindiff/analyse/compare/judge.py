@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +17,12 @@ from traindiff.analyse.compare.verdict import SiteDifference
 from traindiff.analyse.findings import UNJUDGED, Finding, SiteWord, word_of
 from traindiff.analyse.merge.distance import Pair, difference, equal_bits, same_bits, size_of
 from traindiff.analyse.merge.history import DifferenceHistory
-from traindiff.analyse.merge.site import GRADIENT_NORM, MergedSite, SiteKey, StepTable, finding_at
+from traindiff.analyse.merge.site import GRADIENT_NORM, MergedSite, SiteKey, StepTable
 from traindiff.analyse.noise.run_floors import RunFloors
 from traindiff.analyse.noise.tolerance import Tolerances
 from traindiff.analyse.rules import RULES, RunFacts
 from traindiff.analyse.rules.rule import RunJudge
-from traindiff.core.observation import RECOMPUTED
 from traindiff.core.site import label
-from traindiff.core.summary import rounding
 
 FOLLOWS = 0.05
 """If all gradients together differ by more than this part of the activations' difference, they may follow from it."""
@@ -290,7 +287,7 @@ class Judge:
 LENIENT = 2.0
 """A fault that shows half as clearly in the other run counts for both, so it does not tell them apart."""
 
-_NO_NAMES = frozenset({"A", "An", "Rank", "Ranks", "Stage", "The"})
+_NO_NAMES = frozenset({"A", "Activation", "An", "Rank", "Ranks", "Stage", "The"})
 """Words that begin a sentence with a capital letter, and have none within it."""
 
 
@@ -349,39 +346,3 @@ def _within(sentence: str) -> str:
     """A sentence as it stands after other words; names of classes and parameters stay as they are."""
     first, space, rest = sentence.partition(" ")
     return f"{first.lower() if first in _NO_NAMES else first}{space}{rest}"
-
-
-def recomputation_findings(baseline: StepTable, candidate: StepTable, *, step: int) -> list[Finding]:
-    """Outputs that differ when the candidate recomputes them, and not when the baseline does."""
-    known = {pair.candidate.key for pair in changed_when_recomputed(baseline)}
-    found = []
-    for pair in changed_when_recomputed(candidate):
-        key = pair.candidate.key
-        if key in known:
-            continue
-        message = (
-            f"In the candidate, activation checkpointing computes {key.path} again and gets another output: "
-            "another dropout mask, or an operation that is not deterministic?"
-        )
-        found.append(
-            finding_at(
-                pair.candidate, step=step, kind="recomputed", message=message,
-                difference=size_of(pair), floor=rounding(pair.candidate.dtype),
-            )
-        )  # fmt: skip
-    return found
-
-
-def changed_when_recomputed(table: StepTable) -> Iterator[Pair]:
-    """Outputs that differ when they are recomputed, paired with the first computation.
-
-    Modules that are called several times in a step are left out: they are not recomputed in the order of their calls.
-    """
-    calls = Counter((key.path, key.slot) for key in table if key.phase == "forward" and not key.stage)
-    for key, entry in table.items():
-        first = table.get(key._replace(stage=""))
-        if key.stage != RECOMPUTED or first is None or calls[key.path, key.slot] != 1:
-            continue
-        pair = Pair(baseline=first, candidate=entry)
-        if size_of(pair) > rounding(entry.dtype):
-            yield pair

@@ -29,6 +29,13 @@ SEEN_FLIPS = 0.1
 """Gates that may turn without changing their number are left out below this: then two flips hide each other with a
 chance of less than 1 %."""
 
+MOST_FLIPS = 8.0
+"""Gates that turn, as a multiple of the share that is expected to. Measured in the legal variations of benchmarks/zoo:
+at most MEASURED, if only those are counted that exceed `FEW_FLIPS`."""
+
+FEW_FLIPS = 2.0
+"""Gates that may turn in any case: pooling chooses among equal elements, and small numbers scatter."""
+
 REPEATED = 1.5
 """Roundings of a parameter's gradient, as a multiple of those of one operation: a recurrent cell sums it position by
 position in its compute dtype. Measured with torch's GRU on the CPU: 2 roundings in bfloat16, over 12 positions."""
@@ -76,6 +83,9 @@ class Floors:
         zeros. k is the change in their number, plus the gates that opened and shut without changing it: of elements of
         unit size about a share e lies within e of a threshold. Less than `SEEN_FLIPS` of an element is left out.
 
+        If many more gates are shut in one run than differences of the size e can turn, it is no noise: a wrong mask,
+        or a gradient that is lost behind the gates. So k is at most `MOST_FLIPS` times the share that is expected.
+
         Args:
             baseline: The baseline's summary.
             candidate: The candidate's summary.
@@ -87,7 +97,9 @@ class Floors:
         if not power or math.isinf(self.flow) or ((not all(zeros) or zeros[0] == count) and turned is None):
             return 0.0
         hidden = count * max(self.flow, self.parameters)
-        flips = (abs(zeros[0] - zeros[1]) if turned is None else turned) + (hidden if hidden >= SEEN_FLIPS else 0.0)
+        expected = count * max(self.flow, self.parameters, self.precision / 32.0)
+        changed = min(abs(zeros[0] - zeros[1]) if turned is None else turned, FEW_FLIPS + MOST_FLIPS * expected)
+        flips = changed + (hidden if hidden >= SEEN_FLIPS else 0.0)
         # Their mean square, and the deviation from it if there are few.
         mean, most = power / (count - zeros[0]), float(largest(baseline)) ** 2
         return math.sqrt((flips * mean + math.sqrt(flips) * most) / power)

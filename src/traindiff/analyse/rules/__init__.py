@@ -16,6 +16,7 @@ from traindiff.analyse.rules.outputs import OutputsDiffer
 from traindiff.analyse.rules.products import ProductsAreExact, ProductsAreRight
 from traindiff.analyse.rules.ranges import FarFromOverflow, FarFromUnderflow, FiniteThroughout, LossScaleSettles
 from traindiff.analyse.rules.ranks import BoundariesHold, CopiesAgree
+from traindiff.analyse.rules.recomputation import RecomputationRepeats
 from traindiff.analyse.rules.replay import UpdatesFollowSettings
 from traindiff.analyse.rules.reported import ReportedNumbersFit
 from traindiff.analyse.rules.rule import Limit, Rule, RunFacts, run_facts
@@ -35,6 +36,7 @@ RULES: tuple[type[Rule], ...] = (
     FiniteThroughout,
     ProductsAreRight,
     CopiesAgree,
+    RecomputationRepeats,
     OptimizersAloneChangeParameters,
     BoundariesHold,
     GradientsAreCleared,
