@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at, num_micro_steps, only_rank
 from traindiff.core.observation import MASTER, NO_GRADIENT, NOT_CALLED, SKIPPED
 from traindiff.core.site import ROOT, label
+from traindiff.core.summary import norm
 from traindiff.core.tap_registry import asked_for_as
 
 
@@ -173,6 +174,7 @@ class Presence:
         self.one_sided = False
         self.lack_stages: set[int] = set()
         self._reported: set[tuple[int, str]] = set()
+        self._rests = False, False  # by side: whether no parameter moves in this step
         self._given: set[SiteKey] = set()  # inputs that both runs gave their model in the same step
         self._latest: dict[tuple[int, str, str, str], int] = {}  # the step that was counted last
 
@@ -194,6 +196,7 @@ class Presence:
                 findings += self._absent(baseline, side=side, step=step, lacking=(baseline, candidate)[side])
             else:
                 self._skip(baseline if baseline.unobserved else candidate, alike=False)
+        self._rests = _rests([pair.baseline for pair in pairs]), _rests([pair.candidate for pair in pairs])
         called = {
             (pair.baseline.key.path, pair.baseline.key.call) for pair in aligned.pairs if _is_output(pair.baseline)
         }
@@ -219,7 +222,8 @@ class Presence:
         elif what := self._not_recorded(entry, side=1 - side):
             self.not_recorded[1 - side].setdefault(what, None)
         elif entry.key.phase == "optimizer" and entry.key.slot == SKIPPED:
-            yield _skipped(entry, side=side, step=step)
+            if not self._rests[1 - side]:  # a fused optimizer leaves a step out by itself, and does not say so
+                yield _skipped(entry, side=side, step=step)
         elif entry.key.slot == MASTER:
             return  # the other run has no master weights
         elif entry.key in self._given:
@@ -304,6 +308,12 @@ class Presence:
 
 def _is_output(entry: MergedSite) -> bool:
     return entry.key.phase == "forward" and not entry.key.stage and not entry.unobserved
+
+
+def _rests(entries: Sequence[MergedSite]) -> bool:
+    """True if updates are known, and none of them moves its parameter."""
+    updates = [entry for entry in entries if entry.key[:2] == ("update", "")]
+    return bool(updates) and not any(float(norm(entry.summary)) for entry in updates)
 
 
 def _skipped(entry: MergedSite, *, side: int, step: int) -> Finding:

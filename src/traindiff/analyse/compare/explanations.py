@@ -16,7 +16,7 @@ from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.site import StepTable
 from traindiff.analyse.rules.ranks import KIND as DISAGREEMENT
 from traindiff.core.site import label
-from traindiff.core.summary import UNIT_ROUNDOFF
+from traindiff.core.summary import UNIT_ROUNDOFF, nonfinite_count
 
 FLOW = ("batch", "forward", "loss", "backward")
 """Phases in which data flows from one site to the next in the order of execution."""
@@ -192,6 +192,8 @@ def unreached_positions_message(finding: Finding, pairs: Iterable[Pair]) -> str:
         (pair for pair in backward if len(pair.baseline.shape) > 1), key=lambda pair: pair.baseline.order, default=None
     )
     if first is None or first.baseline.shape != first.candidate.shape:
+        return ""
+    if any(nonfinite_count(entry.summary) for entry in (first.baseline, first.candidate)):
         return ""
     width = first.baseline.shape[-1]
     zeros = [int(entry.summary["zero"]) for entry in (first.baseline, first.candidate)]

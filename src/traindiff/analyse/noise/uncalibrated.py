@@ -31,7 +31,7 @@ chance of less than 1 %."""
 
 MOST_FLIPS = 8.0
 """Gates that turn, as a multiple of the share that is expected to. Measured in the legal variations of benchmarks/zoo:
-at most MEASURED, if only those are counted that exceed `FEW_FLIPS`."""
+at most 0.4, where more than 4 turned."""
 
 FEW_FLIPS = 2.0
 """Gates that may turn in any case: pooling chooses among equal elements, and small numbers scatter."""
