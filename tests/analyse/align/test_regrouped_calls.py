@@ -193,3 +193,30 @@ def test_a_model_that_returns_its_loss_may_be_called_on_parts(tmp_path: Path) ->
 
     assert (right.verdict, right.findings) == ("equivalent", ())
     assert wrong.verdict == "diverged"
+
+
+def salient(*, rolled: int = -1) -> Loss:
+    """Asks for the gradient of the input first, and makes nothing of it."""
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor, step: int) -> Tensor:
+        y = y.roll(1) if step == rolled else y
+        seen = x.clone().requires_grad_()
+        torch.autograd.grad(cross_entropy(model(seen), y), seen)
+        return at_once(model, x, y, step)
+
+    return loss
+
+
+def test_a_call_for_the_gradient_of_the_input_is_no_other_training(tmp_path: Path) -> None:
+    for number, sides in enumerate([(at_once, salient()), (salient(), at_once)]):
+        found = compared(tmp_path / str(number), *sides)
+        assert (found.verdict, found.findings) == ("equivalent", ())
+
+
+@pytest.mark.parametrize("faulty_first", [False, True])
+def test_a_fault_is_not_hidden_by_a_further_call(faulty_first: bool, tmp_path: Path) -> None:
+    sides = (salient(rolled=2), at_once) if faulty_first else (at_once, salient(rolled=2))
+    first = compared(tmp_path, *sides).first_divergence
+
+    assert first is not None
+    assert (first.step, first.phase in ("loss", "backward")) == (2, True)

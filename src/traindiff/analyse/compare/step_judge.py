@@ -11,7 +11,7 @@ from traindiff.analyse.compare.case import Case, Diagnosis
 from traindiff.analyse.compare.diagnosis import diagnose
 from traindiff.analyse.compare.factors import factor_meaning, factor_text
 from traindiff.analyse.compare.gradient_sums import with_causes
-from traindiff.analyse.compare.judge import Judge
+from traindiff.analyse.compare.judge import Judge, is_uncalled
 from traindiff.analyse.compare.mixtures import Mixture, common_mixture
 from traindiff.analyse.compare.moved_moments import systematic
 from traindiff.analyse.compare.step_input import StepInput
@@ -42,7 +42,8 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
     if given.first:
         judge.run.permuted |= exact.permuted_paths(given.pairs)
         judge.run.disturbed |= exact.other_parameters(given.pairs)
-    judge.absent.update(finding.path for finding in given.found if finding.kind in ("missing", "extra"))
+    lacking = (one for one in given.found if one.kind in ("missing", "extra") and not is_uncalled(one))
+    judge.absent.update(finding.path for finding in lacking)
     floors = SiteFloors(
         judge.run, parameters=given.parameters, pairs=given.pairs, samples=given.samples,
         micro_steps=given.most_micro_steps, noise=given.noise, calibration=given.calibration, forced=judge.forced,
