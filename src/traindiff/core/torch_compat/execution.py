@@ -114,12 +114,14 @@ def is_tracing() -> bool:
     return proxies is not None and _has_any_mode() and proxies.get_proxy_mode() is not None
 
 
-_num_modes_before_dispatch = getattr(torch._ops, "_len_torch_dispatch_stack_pre_dispatch", lambda: 1)
+_PRE_DISPATCH: Any = getattr(torch._C.DispatchKey, "PreDispatch", None)
 
 
 def _has_any_mode() -> bool:
-    """False if no mode at all is on: a count is quicker than to ask for one mode, and every hook asks."""
-    return torch._C._len_torch_dispatch_stack() > 0 or _num_modes_before_dispatch() > 0
+    """False if no mode at all is on, also none before dispatch: that is quicker to ask, and every hook asks."""
+    if torch._C._len_torch_dispatch_stack() or _PRE_DISPATCH is None:
+        return True
+    return torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
 
 
 def is_exporting() -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from traindiff.core.observation import MAYBE_UNSEEN, NOT_CALLED, UNSEEN
 from traindiff.core.site import path_in_whole
 from traindiff.core.torch_compat.execution import compiled_code_ran, version_of
+from traindiff.core.torch_compat.training import parameters_of
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.activations import Activations
 from traindiff.observe.torch.hooks.compiled import ModuleObserver, tap_compiled_module
@@ -162,8 +163,8 @@ class SilentModules:
         self._now.clear()
         self._left.clear()
         for module in self._modules.values():
-            for parameter in module.parameters(recurse=False):
-                if (gradient := parameter.grad) is not None:
+            for parameter in parameters_of(module).values():
+                if parameter is not None and (gradient := parameter.grad) is not None:
                     self._left[id(parameter)] = ref(gradient), version_of(gradient)
 
     def _has_new_gradient(self, parameter: Tensor) -> bool:

@@ -49,9 +49,11 @@ class _Guard(InertOnCopy):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_compiling() or is_tracing():
             return None  # compiled code is observed by operators; see traindiff.observe.torch.hooks.compiled
-        hook = partial(self._hook, *args, **kwargs)
-        result = self._containment.run(self._tap, hook, always=self._always, alters=self._alters)
-        return result if self._alters else None
+        alters = self._alters
+        with out_of_sight(functions=not alters):
+            hook = partial(self._hook, *args, **kwargs)
+            result = Faults.run(self._containment, self._tap, hook, always=self._always)
+        return result if alters else None
 
 
 exclude_from_compilation(_Guard.__call__, callees=True)
@@ -67,9 +69,9 @@ class Containment(Faults):
         paused: Only hooks that clean up are run, because another training is running beside the observed one.
     """
 
-    def run(self, tap: str, hook: Callable[[], Any], *, always: bool = False, alters: bool = False) -> Any:
-        """`Faults.run`, out of sight of the training; with `alters`, the training continues with the result."""
-        with out_of_sight(functions=not alters):
+    def run(self, tap: str, hook: Callable[[], Any], *, always: bool = False) -> Any:
+        """`Faults.run`, out of sight of the training."""
+        with out_of_sight():
             return super().run(tap, hook, always=always)
 
     def guarded(self, tap: str, hook: Callable[..., Any], *, always: bool = False) -> Callable[..., Any]:
