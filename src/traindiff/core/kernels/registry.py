@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Kernel:
     """A kernel, which is imported when there is a tensor for it.
 

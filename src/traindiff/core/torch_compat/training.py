@@ -290,6 +290,8 @@ def localized_layout(parameter: Any) -> Any:
 
 def is_asynchronous(tensor: torch.Tensor) -> bool:
     """True for the result of a collective which may still be running. There is no public class."""
+    if type(tensor) is torch.Tensor:
+        return False
     module = sys.modules.get("torch.distributed._functional_collectives")
     return module is not None and isinstance(tensor, module.AsyncCollectiveTensor)
 

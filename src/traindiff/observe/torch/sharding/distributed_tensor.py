@@ -17,6 +17,8 @@ from traindiff.core.torch_compat.training import data_mesh_of, is_fully_sharded,
 
 def is_distributed(tensor: Tensor) -> bool:
     """True if the tensor is a DTensor. Imports nothing: where there is one, its module is loaded."""
+    if type(tensor) is Tensor:
+        return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
