@@ -43,7 +43,7 @@ def with_added_losses(tables: Tables) -> Tables:
     """The tables of a step in which one run calls `backward` on several losses, and the other on their sum.
 
     Calls of `backward` add up their gradients. So a step minimizes the sum of the tensors on which it calls `backward`,
-    however many these are, and in any order.
+    however many these are, and in any order. So the terms of this sum have no order either.
     """
     losses = [_backward_calls(table) for table in tables]
     apart = [site for site in losses[0] if site in losses[1] and _are_divided(losses[0][site], losses[1][site])]
@@ -129,9 +129,12 @@ def _added(calls: Mapping[int, MergedSite]) -> MergedSite | None:
     first = calls[min(calls)]
     if not math.isfinite(total):
         return None
+    parts = (part for entry in calls.values() for part in entry.parts)
+    terms = sorted(parts, key=lambda part: (part.micro_step, part.rank, int(part.summary["fingerprint"])))
     return replace(
-        first, key=first.key._replace(call=0), summary=derived_number(total), exact=len(calls) == 1 and first.exact
-    )
+        first, key=first.key._replace(call=0), summary=derived_number(total), exact=len(calls) == 1 and first.exact,
+        parts=tuple(terms),
+    )  # fmt: skip
 
 
 def _losses(table: StepTable) -> dict[SiteKey, MergedSite]:

@@ -53,6 +53,8 @@ def _message(pair: Pair, size: float | None) -> str:
     where = f"in a tensor of {elements} ({list(baseline.shape)}, {baseline.dtype})"
     if size is None:
         return f"The bits differ, {where}."
+    if size == 0.0 and not (baseline.exact and candidate.exact):
+        return "Terms of this sum differ in bits, and their sum is the same."
     if size == 0.0:
         return f"The bits differ, {where}, and the numbers are equal (like 0 and -0)."
     if not math.isfinite(size):
