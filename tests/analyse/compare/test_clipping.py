@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 import traindiff
 from tests.analyse.merge.test_loss_scale import EVERYTHING, train
@@ -118,3 +121,26 @@ def test_what_differs_before_the_gradients_is_not_said_to_come_from_clipping(tmp
     assert first is not None
     assert (first.phase, first.kind) == ("forward", "scale")
     assert first.message == "The candidate's is 0.5 x the baseline's (= 1/2)."
+
+
+def overflowing(path: Path, *, at: int = -1, value: float = math.inf) -> Path:
+    """Four steps with clipping; in one of them the loss is not finite."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with traindiff.record(path, model, optimizer):
+        for step in range(4):
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+            (model(x).square().mean() * (value if step == at else 1.0)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+    return path
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_run_that_clips_gradients_which_are_not_finite_is_not_said_not_to_clip(value: float, tmp_path: Path) -> None:
+    found = traindiff.compare(overflowing(tmp_path / "b"), overflowing(tmp_path / "c", at=2, value=value))
+
+    assert found.verdict == "diverged"
+    assert not any("clip" in text for text in (*(one.message for one in found.findings), *found.notes))

@@ -236,7 +236,8 @@ class StepJudge:
             # Clipping may round the norm of all gradients to the dtype of each: by at most one unit in the last place.
             rounds = limits is not floors and abs(factor - 1.0) <= 2.0 * rounding(pairs[0].baseline.dtype)
             return [] if rounds else [self._all_gradients(pairs, factor, limits)]
-        aside = f" (All other gradients are {factor_text(factor)} x the baseline's, as clipping to a norm makes them.)"
+        clipping = ", as clipping to a norm makes them" if self._given.clips else ""
+        aside = f" (All other gradients are {factor_text(factor)} x the baseline's{clipping}.)"
         return [replace(finding, message=finding.message + aside) for finding in found]
 
     def _common_factor(

@@ -50,8 +50,8 @@ class Clip:
     Attributes:
         entry: Of its limit.
         limit: The largest norm, or the largest magnitude of an element.
-        norm: The norm before clipping; None if elements are clipped.
-        effective: Whether it changed the gradients.
+        norm: The norm before clipping, finite or not; None if elements are clipped.
+        effective: Whether it changed the gradients in a known way; false if their norm was not finite.
         only: The ranks that called it, if others did not.
     """
 
@@ -93,7 +93,9 @@ def clips(table: StepTable) -> list[Clip]:
         norm = None if key.slot == "max_value" else _norm(table, key)
         if key.slot == "max_norm" and norm is None:
             continue
-        effective = _reaches(table, limit) if norm is None else limit / (norm + 1e-6) < 1.0 - EFFECT
+        effective = (
+            _reaches(table, limit) if norm is None else math.isfinite(norm) and limit / (norm + 1e-6) < 1.0 - EFFECT
+        )
         ranks = {part.rank for part in entry.parts}
         only = tuple(sorted(ranks)) if ranks < held else ()
         found.append(Clip(entry=entry, limit=limit, norm=norm, effective=effective, only=only))
@@ -105,9 +107,7 @@ def _norm(table: StepTable, key: SiteKey) -> float | None:
         entry = table.get(key._replace(slot=slot))
         if entry is not None and not entry.unobserved:
             value = number(entry.summary)
-            if not 0.0 <= value < math.inf:
-                return None
-            return value if slot == "norm" else math.sqrt(value)
+            return value if slot == "norm" or not value > 0.0 else math.sqrt(value)
     return None
 
 

@@ -320,7 +320,7 @@ def _gradient_norm(table: StepTable) -> tuple[MergedSite, float] | None:
     """Norm of all gradients before clipping, and its site; None in steps that a loss scaler leaves out."""
     if may_be_left_out(table):
         return None
-    clipped = [(clip.entry, clip.norm) for clip in clips(table) if clip.norm is not None]
+    clipped = [(clip.entry, clip.norm) for clip in clips(table) if clip.norm is not None and math.isfinite(clip.norm)]
     if len(clipped) == 1:
         return clipped[0]
     gradients = [entry for key, entry in table.items() if key[:2] == ("grad", "") and not entry.unobserved]

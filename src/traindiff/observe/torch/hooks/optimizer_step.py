@@ -184,6 +184,8 @@ class OptimizerTap:
         Looks only if the hooks are gone, or if `step` is not the method that calls them: parameters may be written in
         other ways, too.
         """
+        if self._unsettled:
+            return  # compiled code has seen it
         before, self._backward = self._backward, None
         if before is None or (self.is_attached() and "step" not in vars(self.optimizer)):
             return
@@ -205,6 +207,7 @@ class OptimizerTap:
         """End a step that ran in compiled code; to be called after that code, when parameters can be read."""
         if self._unsettled:
             self._unsettled = False
+            self._calls += 1
             self._sink.guarded("optimizer_step", self.after_step)()
             self._on_end(self.name)
 
