@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from traindiff.analyse.align.batch_indices import count_within
+from traindiff.analyse.align.computed_rows import without_other_rows
 from traindiff.analyse.align.regrouped_calls import regrouped
 from traindiff.analyse.align.side import Tables
 from traindiff.analyse.findings import Finding, more_text
@@ -34,6 +35,7 @@ class Unplaced:
         latest: The baseline's entries of those sites in the latest step, in execution order.
         calls: Modules that the runs call on other parts of the batch.
         scalars: Whether such a module may return a scalar in the latest step.
+        computed: Sites that one run computes for all rows, and the other for chosen rows.
     """
 
     pooled: dict[str, None] = field(default_factory=dict)
@@ -42,6 +44,7 @@ class Unplaced:
     latest: tuple[MergedSite, ...] = ()
     calls: dict[str, None] = field(default_factory=dict)
     scalars: bool = False
+    computed: dict[str, None] = field(default_factory=dict)
     _lacking: set[SiteKey] = field(default_factory=set)  # left out in the latest step
 
     def comparable(self, tables: Tables) -> Tables:
@@ -49,18 +52,21 @@ class Unplaced:
 
         Nothing changes if both runs cut the batch in the same way: then micro-batches are compared one by one.
         """
-        self.latest, self._lacking = (), set()
-        calls = regrouped(tables)
+        self._lacking = set()
+        rows = without_other_rows(tables)
+        self.computed.update(dict.fromkeys(label(one.key.path, one.key.slot) for one in rows.without))
+        calls = regrouped(rows.tables)
         tables, self.scalars = calls.tables, bool(calls.paths)
         self.calls.update(calls.paths)
         cuts = _cut(tables[0]), _cut(tables[1])
         same_cut = cuts[0] == cuts[1] or not all(cuts)
+        self.latest = rows.without
         if same_cut and not calls.sites:
             return tables
         sides = _by_site(tables[0]), _by_site(tables[1])
         baseline, candidate = dict(tables[0]), dict(tables[1])
         samples = samples_of(tables[0]), samples_of(tables[1])
-        unplaced: list[MergedSite] = []
+        unplaced = [*rows.without]
         for site in sides[0]:
             both = sides[0][site], sides[1].get(site, [])
             if not both[1] or any(one.unobserved for side in both for one in side):
@@ -110,6 +116,11 @@ class Unplaced:
             notes.append(
                 f"The runs divide the batch otherwise among calls of {_named(paths, 'module')}: norms and sums over "
                 "all calls of a step were compared there."
+            )
+        if self.computed:
+            notes.append(
+                f"One run computes {_named(self.computed)} for all samples, the other for rows that were chosen: these "
+                "were not compared."
             )
         if self.pooled:
             notes.append(
