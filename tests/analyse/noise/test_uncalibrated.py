@@ -11,7 +11,7 @@ import pytest
 
 from tests.made_up import Compared, Edit, Seen, Step, at, random, record, summary_of
 from traindiff.analyse.compare import compare
-from traindiff.analyse.noise.uncalibrated import ADAPTIVE_GAIN, GAIN, Floors
+from traindiff.analyse.noise.uncalibrated import ADAPTIVE_GAIN, FEW_FLIPS, GAIN, Floors
 from traindiff.core.summary import UNIT_ROUNDOFF, rounding
 
 FC = ("forward", "", "fc", "output[0]")
@@ -114,7 +114,7 @@ def _flipped(values: np.ndarray, flips: float) -> float:
     return math.sqrt((flips * mean + math.sqrt(flips) * most) / squares.sum())
 
 
-@pytest.mark.parametrize("open_gates", [500, 499, 501, 496])
+@pytest.mark.parametrize("open_gates", [500, 499, 501, 498])
 def test_gates_that_flip_are_allowed_their_whole_elements(open_gates: int) -> None:
     baseline, candidate = _gated(500), _gated(open_gates)
     apart = np.linalg.norm(candidate - baseline) / np.linalg.norm(baseline)
@@ -123,6 +123,14 @@ def test_gates_that_flip_are_allowed_their_whole_elements(open_gates: int) -> No
 
     assert floor == pytest.approx(_flipped(baseline, abs(open_gates - 500)))
     assert floor >= apart
+
+
+def test_no_more_gates_are_allowed_to_flip_than_noise_can_turn() -> None:
+    baseline = _gated(500)
+    floor = Floors().gated(summary_of(baseline), summary_of(_gated(400)))
+
+    assert floor == pytest.approx(_flipped(baseline, FEW_FLIPS), rel=1e-3)
+    assert floor < 0.5 * np.linalg.norm(_gated(400) - baseline) / np.linalg.norm(baseline)
 
 
 @pytest.mark.parametrize("came_in", ["flow", "parameters"])

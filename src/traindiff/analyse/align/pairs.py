@@ -197,19 +197,25 @@ class Presence:
             else:
                 self._skip(baseline if baseline.unobserved else candidate, alike=False)
         self._rests = _rests([pair.baseline for pair in pairs]), _rests([pair.candidate for pair in pairs])
+        findings += self._one_sided(aligned, step=step)
+        for pair in aligned.unmerged:
+            self._add(0, pair.baseline, step, why=_batch_axis_hint(pair))
+        return pairs, findings
+
+    def _one_sided(self, aligned: Aligned, *, step: int) -> Iterator[Finding]:
+        """Findings for the sites without a counterpart."""
         called = {
             (pair.baseline.key.path, pair.baseline.key.call) for pair in aligned.pairs if _is_output(pair.baseline)
         }
         for side, entries in enumerate((aligned.only_baseline, aligned.only_candidate)):
             for entry in entries:
-                plain = entry.key.phase == "forward" and not entry.key.stage
-                if plain and (entry.key.path, entry.key.call) in called:
-                    self._add(side, entry, step)  # both runs call the module; the other lacks this tensor
+                is_called = (entry.key.path, entry.key.call) in called  # by both runs
+                if is_called and entry.key.phase == "forward" and not entry.key.stage:
+                    self._add(side, entry, step)  # the other lacks this tensor
+                elif is_called and entry.key in self._given and not entry.unobserved:
+                    yield _not_given(entry, side=1 - side, step=step)
                 else:
-                    findings += self._alone(entry, side=side, step=step)
-        for pair in aligned.unmerged:
-            self._add(0, pair.baseline, step, why=_batch_axis_hint(pair))
-        return pairs, findings
+                    yield from self._alone(entry, side=side, step=step)
 
     def _alone(self, entry: MergedSite, *, side: int, step: int) -> Iterator[Finding]:
         """Findings for an entry that only the run `side` has."""
@@ -226,8 +232,6 @@ class Presence:
                 yield _skipped(entry, side=side, step=step)
         elif entry.key.slot == MASTER:
             return  # the other run has no master weights
-        elif entry.key in self._given:
-            yield _not_given(entry, side=1 - side, step=step)
         elif 1 - side not in self.lack_stages and self._exists_there(entry, side=1 - side):
             yield from self._absent(entry, side=1 - side, step=step)
         else:

@@ -107,7 +107,9 @@ def _norm(table: StepTable, key: SiteKey) -> float | None:
         entry = table.get(key._replace(slot=slot))
         if entry is not None and not entry.unobserved:
             value = number(entry.summary)
-            return value if slot == "norm" or not value > 0.0 else math.sqrt(value)
+            if value < 0.0:
+                return None
+            return value if slot == "norm" or not math.isfinite(value) else math.sqrt(value)
     return None
 
 
