@@ -65,6 +65,9 @@ EDITED = "edited"
 CARRIED = "carried"
 """Stage of the flag that a backward pass has added to a gradient that nothing cleared since the step before read it."""
 
+CLEARED = "cleared"
+"""Stage of the number of the last micro-step whose gradients were cleared before any step read them."""
+
 MODE = "mode"
 """Stage of the flag `training` of a module that differs from what it was in the step before, or at the beginning."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from traindiff.core.observation import (
     CARRIED,
+    CLEARED,
     DRAWS,
     ESTIMATE,
     OPERATOR,
@@ -90,6 +91,7 @@ TAPS: tuple[Tap, ...] = (
     Tap(name="parameter_gradients", observe=("grad.micro",), loses=(("grad", "micro"),)),
     Tap(name="gradient_stages", observe=("grad", "grad.stages"), loses=_STAGES),
     Tap(name="carried_gradients", observe=("grad",), loses=(("grad", CARRIED),)),
+    Tap(name="cleared_gradients", observe=("grad",), loses=(("grad", CLEARED),)),
     Tap(name="state_marks", observe=("witness",), loses=()),
     Tap(name="witness", observe=("witness",), loses=(("grad", WITNESS),)),
     Tap(name="optimizer_replay", part_of="optimizers", observe=("replay",), by_default=True, loses=(("update", None),)),

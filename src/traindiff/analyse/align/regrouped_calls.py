@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -38,11 +37,8 @@ def regrouped(tables: Tables) -> Regrouped:
 
     The number of backward passes does not matter: a training may add up the losses of several calls and call `backward`
     once, or join what several calls return. A module that one run really calls once more has more elements in that run,
-    and is left alone. Inputs that are not the same elements as a whole are left to be compared. If a run calls the
-    model once more and makes nothing of it, that call is left out: no gradient flows back through it.
+    and is left alone. Inputs that are not the same elements as a whole are left to be compared.
     """
-    if _roots(tables[0]).keys() != _roots(tables[1]).keys():
-        tables = _without_unused(tables[0]), _without_unused(tables[1])
     sides = _calls(tables[0]), _calls(tables[1])
     both = [site for site in sides[0] if site in sides[1]]
     roots = [(site, (sides[0][site], sides[1][site])) for site in both if site.phase == "batch"]
@@ -57,46 +53,6 @@ def regrouped(tables: Tables) -> Regrouped:
     joined = [_joined(table, calls, whole, scalars) for table, calls in zip(tables, sides, strict=True)]
     flowing = frozenset(site for site in whole if site.phase != "batch" and site not in scalars)
     return Regrouped(tables=(joined[0], joined[1]), sites=flowing, paths=dict.fromkeys(site.path for site in whole))
-
-
-def _roots(table: StepTable) -> dict[tuple[str, int, int], int]:
-    """The place in execution order at which each call of a root begins, by path, micro-step and call."""
-    found: dict[tuple[str, int, int], int] = {}
-    for key, entry in table.items():
-        if key[:2] == ("batch", "") and key.path not in ("rng", ITSELF):
-            found.setdefault((key.path, key.micro_step, key.call), entry.order)
-    return found
-
-
-def _without_unused(table: StepTable) -> dict[SiteKey, MergedSite]:
-    """The table without calls of roots through which no gradient flows, if some does through others.
-
-    Calls are known apart by where they begin in the first micro-step, so all micro-steps must have the same ones.
-    """
-    roots = _roots(table)
-    backward = {(key.path, key.call) for key in table if key[:2] == ("backward", "")}
-    unused = {one for one in roots if (one[0], one[2]) not in backward}
-    inputs = [entry for key, entry in table.items() if key[:2] == ("batch", "") and key.path not in ("rng", ITSELF)]
-    alike = len({frozenset(part.micro_step for part in entry.parts) for entry in inputs}) == 1
-    if not unused or len(unused) == len(roots) or not alike:
-        return dict(table)
-    begins = sorted((order, root) for root, order in roots.items())
-    kept: dict[SiteKey, MergedSite] = {}
-    calls: dict[SiteKey, dict[int, int]] = {}  # by site: the number of each call that is kept
-    for key, entry in table.items():
-        if key.phase in ("batch", "forward") and key.stage != SAMPLE:
-            before = bisect_right(begins, entry.order, key=lambda one: one[0])
-            if before and begins[before - 1][1] in unused:
-                continue
-            numbers = calls.setdefault(key._replace(phase="forward", stage="", slot="", call=0), {})
-            own = key._replace(call=numbers.setdefault(key.call, len(numbers)))
-        elif key[:2] == ("backward", ""):
-            numbers = calls.get(key._replace(phase="forward", slot="", call=0), {})
-            own = key._replace(call=numbers.get(key.call, key.call))
-        else:
-            own = key
-        kept[own] = entry if own == key else replace(entry, key=own)
-    return kept
 
 
 def _calls(table: StepTable) -> Calls:

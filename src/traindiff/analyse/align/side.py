@@ -18,6 +18,7 @@ from traindiff.core.observation import (
     BEFORE,
     BOUNDARY,
     CARRIED,
+    CLEARED,
     DRAWS,
     EDITED,
     ESTIMATE,
@@ -31,8 +32,11 @@ from traindiff.core.steps import StepSelection, parse_steps
 from traindiff.errors import ConfigError, Problem
 from traindiff.storage import Run
 
-_NOT_PAIRED = frozenset({SAMPLE, BOUNDARY, CARRIED, DRAWS, EDITED, ESTIMATE, MODE, RECOMPUTED, WITNESS})
+_NOT_PAIRED = frozenset({SAMPLE, BOUNDARY, CARRIED, CLEARED, DRAWS, EDITED, ESTIMATE, MODE, RECOMPUTED, WITNESS})
 """Stages of sites that are not paired one by one."""
+
+RUNS = ("baseline", "candidate")
+"""The two sides, always in this order; tuples of two follow it."""
 
 Tables = tuple[dict[SiteKey, MergedSite], dict[SiteKey, MergedSite]]
 """One step of both runs, under the baseline's names."""
@@ -205,7 +209,7 @@ def sites_in_order(table: StepTable) -> dict[SiteKey, MergedSite]:
 
     Left out are settings (compared by parameter), replayed optimizers (judged by a rule), single samples, clipping,
     loss scales, boundaries of pipelines, recomputed activations, edited parameters, modes of modules, and gradients
-    that were not cleared.
+    that were not cleared, or cleared too early.
     """
     sites = (
         (key, entry)

@@ -9,6 +9,7 @@ from traindiff.analyse.align.pairs import Aligned, Presence, align
 from traindiff.analyse.align.returned_states import ReturnedStates, Sources
 from traindiff.analyse.align.side import Side, SideStep, Tables, join, sites_in_order, with_gradient_stages
 from traindiff.analyse.align.uneven import Unplaced
+from traindiff.analyse.align.used_passes import UsedPasses
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.parameters import copies_elsewhere, ties_of
@@ -46,10 +47,6 @@ def _unknown(entry: MergedSite, other: MergedSite) -> MergedSite:
         f'declare which part each has with record(shards=[traindiff.shard("{entry.key.path}", dim=..., axis=...)])'
     )
     return replace(entry, unobserved=reason, apart=())
-
-
-RUNS = ("baseline", "candidate")
-"""The two sides, always in this order; tuples of two follow it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +124,7 @@ class TwoRuns:
         stepped: Whether an optimizer was called in one of these.
         alone: Selected steps that only one run has.
         uneven: Sites whose rows could not be brought together.
+        passes: Passes that were left out of steps in which only one run has them.
         behind: By run and rank: the first step that the rank lacks although its run has it.
 
     Raises:
@@ -150,6 +148,7 @@ class TwoRuns:
         self.behind: tuple[dict[int, int], dict[int, int]] = ({}, {})
         self._selection = selection
         self.uneven = Unplaced()
+        self.passes = UsedPasses(rename)
         self._states = (ReturnedStates(), ReturnedStates())
 
     def pair(self, baseline: RunStep | None, candidate: RunStep | None) -> AlignedStep | None:
@@ -175,7 +174,7 @@ class TwoRuns:
             self.alone[side].append(step.step)
 
     def _both(self, baseline: RunStep, candidate: RunStep) -> AlignedStep | None:
-        steps = baseline, candidate
+        baseline, candidate = steps = self.passes.in_common(baseline, candidate)
         sides = self.sides[0].step(baseline), self.sides[1].step(candidate)
         for states, one in zip(self._states, sides, strict=True):
             states.see([part.table for part in (*one.earlier, one)])

@@ -61,9 +61,10 @@ class Unplaced:
         cuts = _cut(tables[0]), _cut(tables[1])
         same_cut = cuts[0] == cuts[1] or not all(cuts)
         self.latest = rows.without
-        if same_cut and not calls.sites:
-            return tables
         sides = _by_site(tables[0]), _by_site(tables[1])
+        moved = {key for side in sides for key, entries in side.items() if not all(one.placed for one in entries)}
+        if same_cut and not calls.sites and not moved:
+            return tables
         baseline, candidate = dict(tables[0]), dict(tables[1])
         samples = samples_of(tables[0]), samples_of(tables[1])
         unplaced = [*rows.without]
@@ -72,13 +73,15 @@ class Unplaced:
             if not both[1] or any(one.unobserved for side in both for one in side):
                 continue
             without = site.phase == "backward" and site._replace(phase="forward") in self._lacking
-            if not without and site not in calls.sites and (same_cut or _rows_fit(both, cuts, samples)):
+            others = site in calls.sites or site in moved
+            if not without and not others and (same_cut or _rows_fit(both, cuts, samples)):
                 continue
             unplaced.append(both[0][0])
             for table, entries in zip((baseline, candidate), both, strict=True):
                 for entry in entries:
                     del table[entry.key]
-            self._pool(site, both, (baseline, candidate), axis=_undeclared_axis(both, cuts), calls=site in calls.sites)
+            axis = None if others else _undeclared_axis(both, cuts)
+            self._pool(site, both, (baseline, candidate), axis=axis, named=not others, is_moved=site in moved)
         self.latest = tuple(sorted(unplaced, key=lambda entry: entry.order))
         return baseline, candidate
 
@@ -89,13 +92,14 @@ class Unplaced:
         tables: tuple[dict[SiteKey, MergedSite], dict[SiteKey, MergedSite]],
         *,
         axis: int | None,
-        calls: bool,
+        named: bool,
+        is_moved: bool,
     ) -> None:
         """Put all rows of a site together, in no order, or leave it out."""
         name = label(site.path, site.slot)
         if site.phase == "backward" and site._replace(phase="forward") in self._lacking:
             return  # the gradient of what has no counterpart has none
-        pools = [_pooled(site, entries) for entries in both]
+        pools = [_pooled(site, entries, whole_numbers=is_moved and site.phase == "batch") for entries in both]
         if any(one is None for one in pools) or len({int(one.summary["count"]) for one in pools if one}) > 1:
             self.left_out[name] = None
             self._lacking.add(site)
@@ -103,7 +107,7 @@ class Unplaced:
         for table, one in zip(tables, pools, strict=True):
             assert one is not None
             table[site] = one
-        if not calls:
+        if named:
             self.pooled[name] = None
             if axis is not None:
                 self.axes.setdefault(site.path or ROOT, axis)
@@ -217,9 +221,12 @@ def _is_proportional(entry: MergedSite, cut: Cut) -> bool:
     return all(count * samples == first * own for count, own in rows for first, samples in rows)
 
 
-def _pooled(site: SiteKey, entries: Sequence[MergedSite]) -> MergedSite | None:
-    """All rows of a tensor together, in no order; None if these are whole numbers, or known as a sum only."""
-    if any(one.dtype not in UNIT_ROUNDOFF or not one.exact for one in entries):
+def _pooled(site: SiteKey, entries: Sequence[MergedSite], *, whole_numbers: bool) -> MergedSite | None:
+    """All rows of a tensor together, in no order; None if they are known as a sum only.
+
+    Also None for whole numbers, unless it is known that they do not count within a micro-batch.
+    """
+    if any(not one.exact or (one.dtype not in UNIT_ROUNDOFF and not whole_numbers) for one in entries):
         return None
     first = entries[0]
     summary = merge([one.summary for one in entries]) if len(entries) > 1 else first.summary.copy()

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from traindiff.analyse.align.two_runs import RUNS, AlignedStep
+from traindiff.analyse.align.side import RUNS
+from traindiff.analyse.align.two_runs import AlignedStep
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import difference
 from traindiff.analyse.merge.site import MergedSite, SiteKey, finding_at
@@ -126,7 +127,7 @@ class EditsApart:
                 self._left.pop(key.path, None)
             else:  # copies: see GradientsTogether
                 self._left[key.path] = np.array(entry.summary)[()], np.array(other.summary)[()]
-        for path in self._unheld & given.parameters.keys():
+        for path in sorted(self._unheld & given.parameters.keys()):
             pair = given.parameters[path]
             self._left[path] = np.array(pair.baseline.summary)[()], np.array(pair.candidate.summary)[()]
         for pair in given.pairs if self._unheld else ():

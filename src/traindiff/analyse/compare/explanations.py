@@ -8,12 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from traindiff.analyse.align.pairs import Aligned, in_baseline_order
+from traindiff.analyse.align.side import RUNS
 from traindiff.analyse.compare.circumstances import KIND as CLIPPING
-from traindiff.analyse.findings import Finding, more_text
+from traindiff.analyse.findings import Finding, micro_steps_text, more_text
 from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.parameters import Copies
+from traindiff.analyse.merge.recorded_calls import num_cleared
 from traindiff.analyse.merge.renames import Rename
-from traindiff.analyse.merge.site import StepTable
+from traindiff.analyse.merge.site import StepTable, num_micro_steps
 from traindiff.analyse.rules.ranks import KIND as DISAGREEMENT
 from traindiff.core.site import label
 from traindiff.core.summary import UNIT_ROUNDOFF, nonfinite_count
@@ -206,9 +208,20 @@ def unreached_positions_message(finding: Finding, pairs: Iterable[Pair]) -> str:
     )
 
 
-def unseen_contributions_message(finding: Finding, pairs: Iterable[Pair], micro_steps: int) -> str:
-    """A hint that unrecorded gradients of micro-batches may explain another gradient; empty if not."""
-    if (finding.phase, finding.kind) != ("grad", "value") or micro_steps < 2:
+def unseen_contributions_message(
+    finding: Finding, pairs: Iterable[Pair], micro_steps: int, tables: Sequence[StepTable]
+) -> str:
+    """A hint that gradients of micro-batches, cleared too early or not recorded, may explain another gradient."""
+    if finding.phase != "grad" or micro_steps < 2:
+        return ""
+    for name, table, other in zip(RUNS, tables, tables[::-1], strict=True):
+        cleared, there = num_cleared(table), num_cleared(other)
+        if cleared * num_micro_steps(other) > there * num_micro_steps(table):
+            return (
+                f" In the {name}, the gradients of {micro_steps_text(range(cleared))} were cleared before the step "
+                "read them: is zero_grad() called inside the loop over micro-batches?"
+            )
+    if finding.kind != "value":
         return ""
     if any(pair.baseline.key[:2] == ("grad", "micro") for pair in pairs):
         return ""

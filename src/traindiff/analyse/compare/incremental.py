@@ -10,8 +10,8 @@ from typing import Any
 
 from traindiff.analyse.align.exact import EXACT_KINDS, SettingChanges, check_random_state, other_buffers
 from traindiff.analyse.align.pairs import in_baseline_order
-from traindiff.analyse.align.side import gradient_norms
-from traindiff.analyse.align.two_runs import RUNS, AlignedStep, TwoRuns
+from traindiff.analyse.align.side import RUNS, gradient_norms
+from traindiff.analyse.align.two_runs import AlignedStep, TwoRuns
 from traindiff.analyse.compare.bits import ASKED, unknown_bits_note
 from traindiff.analyse.compare.circumstances import (
     circumstances,
@@ -317,7 +317,7 @@ class RunningComparison:
             statistics = batch_statistics_message(first, self._facts[0].modules, recorded, divided)
             labels = unreached_positions_message(first, pairs) or unseen_labels_message(first, pairs)
             shifted = shifted_labels_message(first, pairs)
-            unseen = unseen_contributions_message(first, pairs, max(micro_steps))
+            unseen = unseen_contributions_message(first, pairs, max(micro_steps), recorded)
             buffers = other_buffers_message(first, self._other_buffers)
             self._remarks = statistics + shifted + labels + unseen + buffers + hop
         return found

@@ -9,7 +9,7 @@ from typing import Any
 
 from traindiff.analyse.align import exact
 from traindiff.analyse.align.returned_states import check_state
-from traindiff.analyse.align.two_runs import RUNS
+from traindiff.analyse.align.side import RUNS
 from traindiff.analyse.compare.bits import bit_difference
 from traindiff.analyse.compare.moved_moments import KIND as SYSTEMATIC
 from traindiff.analyse.compare.step_input import StepInput

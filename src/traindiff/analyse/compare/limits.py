@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from traindiff.analyse.align.side import Side
-from traindiff.analyse.align.two_runs import RUNS, TwoRuns
+from traindiff.analyse.align.side import RUNS, Side
+from traindiff.analyse.align.two_runs import TwoRuns
 from traindiff.analyse.findings import more_text, ranks_text
 from traindiff.analyse.merge.site import SiteKey
 from traindiff.analyse.merge.unobserved import unrecorded_of
@@ -42,7 +42,7 @@ def limits(
     gaps = [*_missing_ranks(runs), *_missing_steps(runs), *_unstepped(runs)]
     failures = list(_failures(runs))
     not_recorded, partly = _not_recorded(runs)
-    notes = [*endings, *failures, *gaps, *_unobserved(runs), *not_recorded]
+    notes = [*endings, *failures, *gaps, *_unobserved(runs), *not_recorded, *runs.passes.notes()]
     phases = {site.partition(" ")[0] for site in runs.presence.unobserved}
     phases.update(phase for side in runs.presence.unaligned for phase, _, _ in side)
     of_one_run = [{phase for phase, _, _ in side} for side in runs.presence.unaligned]

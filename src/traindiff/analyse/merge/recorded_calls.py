@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from traindiff.analyse.findings import ranks_text
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
-from traindiff.core.observation import ALL_GRADIENTS, SAMPLE
+from traindiff.core.observation import ALL_GRADIENTS, CLEARED, SAMPLE
 from traindiff.core.summary import add, largest, number
 
 
@@ -37,6 +37,12 @@ def samples_of(table: StepTable) -> Samples:
             one = Sample(part.micro_step, part.rank, key.call, int(part.summary["fingerprint"]))
             by_place.setdefault((part.micro_step, part.term, key.call), one)
     return {site: sorted(by_place.values()) for site, by_place in found.items()}
+
+
+def num_cleared(table: StepTable) -> int:
+    """Number of micro-steps whose gradients were cleared before any step read them: the first ones of the step."""
+    marks = (one for key, one in table.items() if key[:2] == ("grad", CLEARED) and not one.unobserved)
+    return max((int(number(part.summary)) + 1 for one in marks for part in one.parts), default=0)
 
 
 EFFECT = 1e-6

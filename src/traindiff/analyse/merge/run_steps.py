@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from traindiff.analyse.merge.idle_passes import Rest, without_idle
 from traindiff.analyse.merge.parameters import NO_COPIES, Copies, group_numbers, group_paths, under_one_name
 from traindiff.analyse.merge.site import MergedSite, Part, SiteKey
 from traindiff.analyse.merge.step_table import step_table
@@ -49,6 +50,7 @@ class RunStep:
         products: Checks of matrix products, which are judged by themselves, rank by rank.
         last: The last observation of each rank.
         after: The latest step of each other optimizer before this one, as far as the order is known.
+        without_idle: `earlier` and `table` without passes from which nothing follows; None if there are none.
     """
 
     optimizer: str
@@ -61,11 +63,14 @@ class RunStep:
     products: list[Part] = field(default_factory=list)
     last: Mapping[int, Observation] = field(default_factory=dict)
     after: Mapping[str, int] = field(default_factory=dict)
+    without_idle: tuple[list[Evaluation], dict[SiteKey, MergedSite]] | None = None
 
     def release(self) -> None:
         """Drop the sites, so that no two steps are in memory when the next one is read."""
         self.table.clear()
         self.earlier.clear()
+        for one in self.without_idle or ():
+            one.clear()
         self.operators.clear()
         self.products.clear()
 
@@ -100,7 +105,7 @@ class StepMerger:
         for part in _parts(of_ranks, self._names):
             stage = part[0].stage
             (operators if stage in OPERATOR_STAGES else products if stage in PRODUCT_STAGES else sites).append(part)
-        earlier, table = _by_evaluation(_used(sites))
+        earlier, table = _by_evaluation(sites)
         shown = any(key.phase in ("grad", "optimizer", "param") and key.stage == "" for key in table)
         if shown:
             self._shows_calls.add(optimizer)
@@ -110,7 +115,7 @@ class StepMerger:
             finished = shown or not (self._called or optimizer in self._shows_calls)
         return RunStep(
             optimizer=optimizer, step=step, after=of_ranks[0].after, table=table, earlier=earlier, finished=finished,
-            operators=operators, products=products,
+            operators=operators, products=products, without_idle=_evaluations(without_idle(sites)),
             missing=self._without(tuple(one.rank for one in of_ranks)),
             last={one.rank: one.observations[-1] for one in of_ranks if one.observations},
         )  # fmt: skip
@@ -121,28 +126,6 @@ class StepMerger:
             here = frozenset(there)
             self._missing = there, tuple(rank for rank in self._ranks if rank not in here)
         return self._missing[1]
-
-
-def _used(sites: Sequence[Part]) -> Sequence[Part]:
-    """The parts without forward passes that no backward pass follows in their step, if one follows others.
-
-    A training may look at its model once more after the gradients are computed: nothing of the step depends on that.
-    """
-    forward: set[tuple[int, int]] = set()
-    backward: set[tuple[int, int]] = set()
-    for seen, _, _ in sites:
-        if seen.phase in ("backward", "loss"):
-            backward.add((seen.evaluation, seen.micro_step))
-        elif seen.phase in ("batch", "forward") and seen.stage != "evaluation" and not seen.unobserved:
-            forward.add((seen.evaluation, seen.micro_step))
-    unused = forward - backward if len(forward) > 1 and backward else set()
-    if not unused:
-        return sites
-    return [
-        part
-        for part in sites
-        if not (part[0].phase in ("batch", "forward") and (part[0].evaluation, part[0].micro_step) in unused)
-    ]
 
 
 def _by_evaluation(sites: Sequence[Part]) -> tuple[list[Evaluation], dict[SiteKey, MergedSite]]:
@@ -164,6 +147,20 @@ def _by_evaluation(sites: Sequence[Part]) -> tuple[list[Evaluation], dict[SiteKe
     found = [{key.path: entry for key, entry in step_table(moved[number]).items()} for number in numbers[1:]]
     earlier = [Evaluation(table=tables[number], moved=at) for number, at in zip(numbers, found, strict=False)]
     return earlier, tables[last]
+
+
+def _evaluations(rest: Rest) -> tuple[list[Evaluation], dict[SiteKey, MergedSite]] | None:
+    """The evaluations of a step without idle passes; None if there are none.
+
+    Rows that were moved have other places than their summaries say.
+    """
+    if not rest.parts:
+        return None
+    earlier, table = _by_evaluation(rest.parts)
+    for one in (table, *(one.table for one in earlier)):
+        for key in [key for key in one if key._replace(micro_step=0) in rest.moved]:
+            one[key] = replace(one[key], placed=False)
+    return earlier, table
 
 
 _OF_ALL = (UNSEEN, MAYBE_UNSEEN)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 from traindiff.analyse.findings import Finding, ranks_text
-from traindiff.analyse.merge.recorded_calls import samples_of
+from traindiff.analyse.merge.recorded_calls import num_cleared, samples_of
 from traindiff.analyse.merge.site import MergedSite, StepTable
 from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule
 from traindiff.core.observation import SAMPLE
@@ -69,13 +69,17 @@ class WholeSample(NamedTuple):
 def whole_samples(table: StepTable) -> list[WholeSample]:
     """The samples of a step over all inputs of the model; empty if they were not observed.
 
-    Inputs that lack a sample at some place (a scalar, a mask that all samples share) are left out.
+    Samples whose gradients were cleared before the step read them are left out: a saliency map may be of those that are
+    trained on. Inputs that lack a sample at some place (a scalar, a mask that all samples share) are left out.
     """
     by_place: dict[tuple[int, int, int], dict[str, int]] = {}
+    cleared = num_cleared(table)
     for (path, slot), samples in samples_of(table).items():
         if path:
             continue  # from a loader; the model may have been given something else
         for one in samples:
+            if one.micro_step < cleared:
+                continue
             by_place.setdefault((one.micro_step, one.rank, one.place), {})[slot] = one.fingerprint
     slots = {slot for found in by_place.values() for slot in found}
     shared = [slot for slot in sorted(slots) if all(slot in found for found in by_place.values())]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from traindiff.analyse.findings import Finding, more_text
-from traindiff.analyse.merge.site import StepTable
+from traindiff.analyse.findings import Finding, micro_steps_text, more_text
+from traindiff.analyse.merge.recorded_calls import num_cleared
+from traindiff.analyse.merge.site import StepTable, num_micro_steps
 from traindiff.analyse.rules.rule import Rule
 from traindiff.core.observation import CARRIED
 
@@ -27,6 +28,8 @@ class GradientsAreCleared(Rule):
     def begin(self) -> None:
         """Nothing was told so far."""
         self._told: set[str] = set()
+        self._too_early: tuple[int, int, int] = (0, 0, 0)  # the first step, the micro-steps cleared in it, and all
+        self._num_steps = [0, 0]  # with gradients that were cleared too early, and all
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """One finding for all parameters of a step; each parameter is named once."""
@@ -37,6 +40,22 @@ class GradientsAreCleared(Rule):
         if fresh:
             paths = [one.key.path for one in fresh]
             yield self.finding(fresh[0], _message(paths, total=total, step=step), step=step, paths=paths)
+        cleared = num_cleared(table)
+        if cleared and not self._num_steps[0]:
+            self._too_early = step, cleared, num_micro_steps(table)
+        self._num_steps[0] += bool(cleared)
+        self._num_steps[1] += 1
+
+    def notes(self) -> Iterator[str]:
+        """Steps in which the gradients of some micro-steps were cleared unread: that may be meant."""
+        step, cleared, total = self._too_early
+        if cleared:
+            which = micro_steps_text(range(cleared))
+            yield (
+                f"In {self._num_steps[0]} of {self._num_steps[1]} steps, first in step {step}, the gradients of "
+                f"{which} of {total} were cleared before a step read them. If they are to be accumulated, zero_grad() "
+                "is called too often."
+            )
 
 
 def _message(paths: Sequence[str], *, total: int, step: int) -> str:

@@ -237,7 +237,7 @@ class ParametersMove(Rule):
     def end(self) -> Iterator[Finding]:
         """Findings of the whole run."""
         if self.facts.sees_changes:  # a change would have been recorded before the step after it
-            for path in self._unheld & self._resting.keys():
+            for path in sorted(self._unheld & self._resting.keys()):
                 self._resting[path].look_back()
         forgotten = self._held_by_none & self._replaced if self._rest_is_meant else self._held_by_none
         for path, resting in self._resting.items():

@@ -115,10 +115,11 @@ class CarriedGradients:
 
 def _version_of(gradient: Tensor) -> int:
     """The counter of writes to the part of a gradient on this rank: a view of it has the same counter."""
-    return version_of(_local(gradient))
+    return version_of(local_part(gradient))
 
 
-def _local(gradient: Tensor) -> Tensor:
+def local_part(gradient: Tensor) -> Tensor:
+    """The part of a gradient on this rank."""
     with torch.no_grad():
         found: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
     return found
@@ -132,14 +133,18 @@ def _is_untouched(held: _Held) -> bool:
 
 def _with_numbers(held: Sequence[_Held]) -> list[_Held]:
     """Those whose gradient is not all zeros; none of those that cannot be read now."""
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        return []
-    return [one for one in held if _has_numbers(one[0].grad)]
+    return [] if is_capturing() else [one for one in held if has_numbers(one[0].grad)]
 
 
-def _has_numbers(gradient: Tensor | None) -> bool:
+def is_capturing() -> bool:
+    """True if a CUDA graph is being captured: then no number can be read."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def has_numbers(gradient: Tensor | None) -> bool:
+    """True if a gradient is not all zeros on this rank: this waits for the device. False for none, or a meta tensor."""
     if gradient is None or gradient.is_meta:
         return False
-    local = _local(gradient)
+    local = local_part(gradient)
     with torch.no_grad():
         return bool((local.coalesce().values() if local.is_sparse else local).any())
