@@ -61,7 +61,7 @@ def test_a_second_fault_is_above_what_follows_from_the_first(compared: Compared)
     assert places(result) == [("forward", "fc"), ("backward", "fc")]
     second = result.findings[1]
     assert second.evidence["independent"]
-    assert second.message.endswith("(This is more than what follows from the first divergence.)")
+    assert second.message.endswith("(This is more than is expected to follow from the first divergence.)")
     assert "independent" not in result.findings[0].evidence
 
 

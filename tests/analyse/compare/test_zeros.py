@@ -107,8 +107,8 @@ def test_a_row_that_is_lost_is_told_by_its_zeros(tmp_path: Path) -> None:
     first = first_of(traindiff.compare(trained(tmp_path / "a", same), trained(tmp_path / "b", without_a_row)))
     assert (first.path, first.kind) == ("between", "zeros")
     assert first.message.startswith(
-        "64 of 512 elements are zero in the candidate and not in the baseline, as many as 1 of its 8 rows hold. The "
-        "difference is about as large as that makes it."
+        "64 of 512 elements are zero in the candidate and not in the baseline, as many as 1 of its 8 rows or 8 of "
+        "its 64 columns hold. The difference is about as large as that makes it."
     )
 
 

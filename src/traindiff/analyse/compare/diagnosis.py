@@ -185,6 +185,19 @@ _FEWEST_ZEROS, _FEWEST_OF_ROWS, _FEWEST_OF_WEIGHTS = 16, 4, 8
 """Fewer zeros more or less are nothing to speak of; whole rows may be shorter: of a batch, of a weight's gradient."""
 
 
+def _lines(case: Case, zero: int) -> str:
+    """`, as many as 3 of its 6 rows hold`; a matrix may have lost columns as well."""
+    shape, count = case.baseline.shape, int(finite_count(case.baseline.summary))
+    lines = [("rows", shape[0])] if shape else []
+    lines += [("columns", shape[1])] if len(shape) == 2 else []
+    found = [
+        f"{zero * length // count} of its {length} {name}"
+        for name, length in lines
+        if count and length and count % length == 0 and zero % (count // length) == 0
+    ]
+    return f", as many as {' or '.join(found)} hold" if found else ""
+
+
 def zeros(case: Case) -> Diagnosis | None:
     """Many more elements that are exactly zero in one run.
 
@@ -210,10 +223,9 @@ def zeros(case: Case) -> Diagnosis | None:
     # The sketch of few elements is nearly exact.
     small = whole and case.baseline.batched and count <= SKETCH_SIZE and 0.9 < lost < 1.1
     if exact and 0.5 < lost < 2.0 and (small or not few):
-        rows = f", as many as {more // each} of its {rows_of} rows hold" if whole else ""
         message = (
-            f"{more} of {count} elements are zero in the {run} and not in the {other}{rows}. The difference is about "
-            "as large as that makes it."
+            f"{more} of {count} elements are zero in the {run} and not in the {other}{_lines(case, more)}. The "
+            "difference is about as large as that makes it."
         )
         return Diagnosis(kind="zeros", message=message, evidence=evidence)
     if more < max(_FEWEST_ZEROS, 4.0 * math.sqrt(count)):

@@ -369,7 +369,7 @@ class StepJudge:
         )  # fmt: skip
 
 
-_INDEPENDENT = " (This is more than what follows from the first divergence.)"
+_INDEPENDENT = " (This is more than is expected to follow from the first divergence.)"
 
 
 def _at(one: Finding) -> Callable[[Finding], bool]:

@@ -84,6 +84,15 @@ class _Without:
     num_none: int = 0
     num_zero: int = 0
 
+    @property
+    def what(self) -> str:
+        """What its gradient is, in words that follow its path."""
+        steps = self.num_none + self.num_zero
+        if not self.num_zero:
+            return f"is None in all of {steps} steps"
+        others = "" if self.num_zero == steps else ", and None in the others"
+        return f"is 0 in every element in {self.num_zero} of {steps} steps{others}"
+
 
 class GradientsArrive(Rule):
     """In every step in which something could move, the gradient of a parameter is None, or 0 in every element.
@@ -127,11 +136,6 @@ class GradientsArrive(Rule):
             steps = one.num_none + one.num_zero
             if steps < self.limit("least_steps"):
                 continue
-            what = (
-                f"is 0 in every element in {one.num_zero} of {steps} steps, and None in the others"
-                if one.num_zero
-                else f"is None in all of {steps} steps"
-            )
             hint = (
                 "The optimizer holds it, and the recorded model does not: was a module replaced, or the model copied, "
                 "after the optimizer was made?"
@@ -139,7 +143,7 @@ class GradientsArrive(Rule):
                 else "Look for detach(), no_grad(), zero_grad() before the step, and results that the loss does not "
                 "use; if it is meant, requires_grad=False says so."
             )
-            message = f"{path} gets no gradient: it {what}. {hint}"
+            message = f"{path} gets no gradient: it {one.what}. {hint}"
             yield self.finding(
                 one.entry, message, step=one.first, none=one.num_none, zero=one.num_zero, num_steps=steps
             )
