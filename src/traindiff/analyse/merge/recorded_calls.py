@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from traindiff.analyse.findings import ranks_text
+from traindiff.analyse.findings import more_text, ranks_text
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.core.observation import ALL_GRADIENTS, CLEARED, SAMPLE
 from traindiff.core.summary import add, largest, number
@@ -76,11 +76,18 @@ class Clip:
     def what(self) -> str:
         """Its limit, in words that follow "clips"."""
         where = f" on {ranks_text(self.only, capital=False)} only" if self.only else ""
-        return (
-            f"elements of gradients to {self.limit:g}{where}"
-            if self.norm is None
-            else f"gradients to a norm of {self.limit:g}{where}"
-        )
+        limit = self._limit_by_rank() or f"{self.limit:g}{where}"
+        return f"elements of gradients to {limit}" if self.norm is None else f"gradients to a norm of {limit}"
+
+    def _limit_by_rank(self) -> str:
+        """`0.5 on rank 0 and 0.2 on rank 1`, if ranks have different limits; else empty."""
+        ranks: dict[float, list[int]] = {}
+        for part in self.entry.parts:
+            ranks.setdefault(number(part.summary), []).append(part.rank)
+        if len(ranks) < 2:
+            return ""
+        shown = [f"{limit:g} on {ranks_text(same, capital=False)}" for limit, same in ranks.items()]
+        return " and ".join(shown) if len(shown) == 2 else f"{', '.join(shown[:3])}{more_text(len(shown) - 3, 'limit')}"
 
 
 def is_clip(key: SiteKey) -> bool:

@@ -70,6 +70,7 @@ class MergedSite:
         unobserved: Why there are no numbers.
         factor: Factor that the engine applied. `summary` is divided by it; its fingerprints are not.
         apart: Groups of ranks that hold different copies of one shard; empty if all copies agree.
+        spread: The largest L2 distance between the copy that was taken and another one; 0 if all copies agree.
         batched: Whether axis 0 runs over the samples of all micro-steps and ranks.
         summed: Whether each rank and micro-step has one term of a sum.
         placed: Whether the places of the elements in the whole are known. If not, only what does not depend on them is:
@@ -88,6 +89,7 @@ class MergedSite:
     unobserved: str = ""
     factor: float = 1.0
     apart: tuple[tuple[int, ...], ...] = ()
+    spread: float = 0.0
     batched: bool = False
     summed: bool = False
     placed: bool = True

@@ -141,7 +141,7 @@ def _whole(key: SiteKey, parts: Sequence[Part], *, together: bool = True) -> Mer
     summed = first.merge == "sum"
     summaries: list[Any] = []
     apart: tuple[tuple[int, ...], ...] = ()
-    unknown = ""
+    spread, unknown = 0.0, ""
     for box in boxes.values():
         same = _latest(box) if key.phase in ("grad", "optimizer", "param") and not summed else box
         if key.phase in ("forward", "backward", "loss"):
@@ -155,7 +155,9 @@ def _whole(key: SiteKey, parts: Sequence[Part], *, together: bool = True) -> Mer
         )  # differences between other copies are findings themselves
         summaries.append((_farthest(same) if judged else same[0])[2])
         for copies in _by_term(same) if key.path == "rng" else [same]:
-            apart = apart or _apart(copies)
+            found = _apart(copies)
+            spread = max(spread, _spread(copies)) if found else spread
+            apart = apart or found
     summary = summaries[0] if len(summaries) == 1 else merge(summaries)
     shape = _rows_known([same[0] for same in boxes.values()])
     factors = {seen.factor for seen, _, _ in parts}
@@ -167,6 +169,7 @@ def _whole(key: SiteKey, parts: Sequence[Part], *, together: bool = True) -> Mer
         exact=len(factors) == 1 and not (summed and len(parts) > len(boxes)),
         factor=factors.pop() if len(factors) == 1 else 1.0,
         apart=apart,
+        spread=spread,
         batched=first.shard.batched,
         summed=summed,
         # Replays cover only a range of each parameter.
@@ -212,6 +215,11 @@ def _apart(copies: Sequence[Part]) -> tuple[tuple[int, ...], ...]:
     if len(ranks) == 1:
         return ()
     return tuple(tuple(same) for same in sorted(ranks.values(), key=lambda same: (-len(same), same)))
+
+
+def _spread(copies: Sequence[Part]) -> float:
+    """The largest L2 distance between the first copy and another one."""
+    return max(float(distance(copies[0][2], other)) for _, _, other in copies[1:])
 
 
 def _farthest(copies: Sequence[Part]) -> Part:

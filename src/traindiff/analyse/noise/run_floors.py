@@ -108,7 +108,10 @@ def at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> tuple[Fl
     for path, pair in parameters.items():
         equal = equal_bits(pair)
         apart = 0.0 if equal else float(distance(pair.baseline.summary, pair.candidate.summary))
+        if pair.candidate.spread > pair.baseline.spread:  # ranks that should hold the same do not
+            run.disturbed.add(path)
         calm = 0.0 if path in run.disturbed else apart
+        apart = max(apart, pair.baseline.spread, pair.candidate.spread)
         size = float(norm(pair.baseline.summary))
         for owner in (path.rpartition(".")[0], "*"):
             before = squares.get(owner, (0.0, 0.0, 0.0))
