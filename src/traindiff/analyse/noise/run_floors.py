@@ -11,6 +11,7 @@ import numpy as np
 
 from traindiff.analyse.merge.distance import Pair, equal_bits
 from traindiff.analyse.merge.site import SiteKey, StepTable
+from traindiff.analyse.noise.gradients import Terms
 from traindiff.analyse.noise.uncalibrated import GAIN, Floors
 from traindiff.core.summary import distance, norm, rounding
 
@@ -82,11 +83,39 @@ class RunFloors:
     mixing: bool = False
     canceled: float = 1.0
     latest: dict[str, Any] = field(default_factory=dict)
+    _least: dict[SiteKey, float] = field(default_factory=dict)  # cancellation of gradients, where it was least
+    _outputs: dict[tuple[str, str], float] = field(default_factory=dict)  # the latest norm of each output
     _passes: tuple[Floors, ...] = ()
 
     def correction(self, key: SiteKey) -> float:
         """Relative error that bias corrections may put into an adaptive update; 0 for anything else."""
         return self.corrections if key.phase == "update" and key.path in self.adaptive else 0.0
+
+    def cancellation(self, pair: Pair, terms: Mapping[str, Terms]) -> float:
+        """How much more cancels in a gradient than did where it canceled least, in a run of LBFGS; at least 1.
+
+        Close to a minimum, outputs are nearly what they should be, and gradients of samples add up to nearly nothing;
+        the rounding of what cancels stays. LBFGS comes close in a few steps, and divides by differences of such
+        gradients. How much cancels is the norm of a weight's terms over that of its gradient, and the norm of an output
+        over that of its gradient. Both have other units, so only their change counts.
+
+        Args:
+            pair: An output, the gradient of an output, or a gradient; in execution order.
+            terms: Of this step, by path of the module.
+        """
+        key, size = pair.baseline.key, float(norm(pair.baseline.summary))
+        if key.phase == "forward":
+            self._outputs[key.path, key.slot] = size
+        if not self.mixing or key.phase == "forward" or not size > 0.0:
+            return 1.0
+        if key.phase == "backward":
+            whole = self._outputs.get((key.path, key.slot), 0.0)
+        else:
+            added = terms.get(key.path.rpartition(".")[0]) if len(pair.baseline.shape) > 1 else None
+            whole = 0.0 if added is None else added.norm
+        site, canceled = key._replace(micro_step=0), whole / size
+        self._least[site] = least = min(canceled, self._least.get(site, canceled))
+        return max(1.0, canceled / least) if least else 1.0
 
     def begin(self, pairs: Iterable[Pair], floors: tuple[Floors, ...]) -> None:
         """Note the floors of a step that begins.

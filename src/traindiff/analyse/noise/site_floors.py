@@ -343,11 +343,13 @@ class SiteFloors:
         dtypes = (pair.baseline.dtype, pair.candidate.dtype)
         if key.phase in ("forward", "backward"):
             self._alone.activation(key.path, dtypes)  # notes the dtype
-            return max(floors.activation(key.path, dtypes), self._gated(pair, floors), self._summation(pair))
+            floor = max(floors.activation(key.path, dtypes), self._gated(pair, floors), self._summation(pair))
+            return floor * self._run.cancellation(pair, self._terms)
         if key.phase == "loss" or key.slot == "norm":
             return floors.scalar(self._samples)
         if key.phase == "grad":
-            return gradient_floor(pair, self._terms, floors, accumulated=self._micro_steps)
+            floor = gradient_floor(pair, self._terms, floors, accumulated=self._micro_steps)
+            return floor * self._run.cancellation(pair, self._terms)
         if key.phase == "optimizer":
             if key.slot not in LINEAR_STATE:
                 self._run.adaptive.add(key.path)
