@@ -46,6 +46,17 @@ def test_a_rank_that_has_ended_is_not_waited_for() -> None:
     assert watchers.all_quiet(True, True) == [True, True]
 
 
+def test_each_end_of_another_rank_is_told_once() -> None:
+    watchers = Watchers()
+    told = [watchers.of[0].more_ended()]
+
+    for rank in (2, 1):
+        watchers.store.set(watchers.of[rank].end_key(rank), "")
+        told += [watchers.of[0].more_ended(), watchers.of[0].more_ended()]
+
+    assert told == [False, True, False, True, False]
+
+
 def test_a_rank_whose_watcher_tells_nothing_any_more_is_silent_and_one_that_is_slow_never_is() -> None:
     watchers = Watchers()
     watchers.all_quiet(True, False, False)

@@ -15,7 +15,7 @@ import pytest
 from traindiff.run.processes.launch import RankProcesses
 from traindiff.run.processes.life import Clock, Pulse, pulse
 from traindiff.run.processes.rank_end import Patience, RankEnd
-from traindiff.run.processes.rank_process import Here, place_of
+from traindiff.run.processes.rank_process import Here, Launched, place_of
 
 NEEDS_PROC = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="this system has no /proc")
 
@@ -148,14 +148,24 @@ def until_released(here: Here, directory: str) -> str:
     return f"rank {here.rank} came to its end"
 
 
-class SlowMachine:
-    """Half an hour of a machine's time passes between two looks at its ranks; the second rank's pulse is made up."""
+def one_after_another(here: Here, directory: str) -> str:
+    result = until_released(here, directory)
+    while here.rank == 1 and not (Path(directory) / "a rank has ended").exists():
+        time.sleep(0.01)
+    return result
 
-    def __init__(self, directory: Path, found: Pulse | None) -> None:
+
+class SlowMachine:
+    """A quarter of an hour passes at each look at a clock. The pulses of the ranks are made up: rank 0 has the one that
+    was found and rank 1 has none, and after 60 looks, when the ranks are released, both have the one that was found."""
+
+    def __init__(self, directory: Path, found: Pulse | None, function: Launched = until_released) -> None:
         self.directory = directory
         self.found = found
+        self.function = function
         self.seconds = 0.0
         self.looks = 0
+        self.looked_at = 0
 
     def now(self) -> float:
         self.seconds += 900.0
@@ -165,7 +175,10 @@ class SlowMachine:
         self.looks += 1
         if self.looks == 60:
             (self.directory / "release").touch()
-        return self.found if self.looks % 2 else None
+        if pid == self.looked_at:  # twice in a row, so the other rank is not looked at any more
+            (self.directory / "a rank has ended").touch()
+        self.looked_at = pid
+        return self.found if self.looks % 2 or self.looks > 60 else None
 
     def ends(self) -> list[RankEnd]:
         places = [
@@ -177,13 +190,19 @@ class SlowMachine:
         ]  # fmt: skip
         args = (str(self.directory),)
         with RankProcesses(
-            places, until_released, args, patience=Patience(seconds=60.0), pulse_of=self.pulse_of, now=self.now
+            places, self.function, args, patience=Patience(seconds=60.0), pulse_of=self.pulse_of, now=self.now
         ) as processes:
             return processes.ends()
 
 
 def test_ranks_wait_for_one_that_is_given_no_processor_and_all_return(tmp_path: Path) -> None:
     ends = SlowMachine(tmp_path, Pulse(cpu_seconds=1.0, wants_cpu=True)).ends()
+
+    assert [end.result for end in ends] == ["rank 0 came to its end", "rank 1 came to its end"]
+
+
+def test_a_rank_that_has_waited_long_for_another_is_given_time_to_end_after_it(tmp_path: Path) -> None:
+    ends = SlowMachine(tmp_path, Pulse(cpu_seconds=1.0, wants_cpu=True), one_after_another).ends()
 
     assert [end.result for end in ends] == ["rank 0 came to its end", "rank 1 came to its end"]
 

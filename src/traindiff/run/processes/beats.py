@@ -38,6 +38,7 @@ class Beats(Elsewhere):
         self._count = 0
         self._asked = now() - _BEAT_SECONDS
         self._heard = dict.fromkeys(self._others, (b"", now()))
+        self._ended: set[int] = set()
 
     def end_key(self, rank: int) -> str:
         """Under this key is the end of a rank, as soon as it has ended."""
@@ -50,6 +51,12 @@ class Beats(Elsewhere):
     def failed(self) -> bool:
         """True if a rank has failed."""
         return bool(self._store.check([f"{self._prefix}-failed"]))
+
+    def more_ended(self) -> bool:
+        """True if the watcher of another rank has told its end since the last call."""
+        ended = {other for other in self._others if self._has_ended(other)}
+        more, self._ended = bool(ended - self._ended), ended
+        return more
 
     def all_quiet(self, *, quiet_here: bool) -> bool:
         """Tell whether the rank is quiet, now and then; return True if all others are quiet too, or have ended."""
@@ -71,12 +78,15 @@ class Beats(Elsewhere):
             beat = self._store.get(key) if self._store.check([key := self._beat_key(other)]) else b""
             if beat != self._heard[other][0]:
                 self._heard[other] = beat, now
-            elif now > self._heard[other][1] + SILENT_SECONDS and not self._store.check([self.end_key(other)]):
+            elif now > self._heard[other][1] + SILENT_SECONDS and not self._has_ended(other):
                 found.append(other)
         return found
 
     def _is_quiet(self, rank: int) -> bool:
-        return self._heard[rank][0].endswith(b"quiet") or bool(self._store.check([self.end_key(rank)]))
+        return self._heard[rank][0].endswith(b"quiet") or self._has_ended(rank)
+
+    def _has_ended(self, rank: int) -> bool:
+        return bool(self._store.check([self.end_key(rank)]))
 
     def _beat_key(self, rank: int) -> str:
         return f"{self._prefix}-beat-{rank}"

@@ -174,6 +174,10 @@ class Elsewhere:
         """True if one of them has failed."""
         return False
 
+    def more_ended(self) -> bool:
+        """True if further ranks have ended since the last call. Called where all ranks here are quiet."""
+        return False
+
     def all_quiet(self, *, quiet_here: bool) -> bool:
         """True if no rank shows life, neither here nor there. Called all the time, with what is known here."""
         return quiet_here
@@ -250,6 +254,8 @@ class RankProcesses:
         while any(rank.end is None for rank in self._ranks):
             self._listen()
             self._look()
+            if self._are_quiet() and elsewhere.more_ended():
+                self._begin_to_wait()
             if elsewhere.all_quiet(quiet_here=self._are_quiet()):
                 self._stop("hung")
             elif graces is None:
@@ -298,7 +304,13 @@ class RankProcesses:
                 self._on_step(rank.place.rank, message["step"])
         else:
             rank.said, rank.said_at = message, min(now, message["at"])
+            self._begin_to_wait()
         return True
+
+    def _begin_to_wait(self) -> None:
+        """Count the quiet time of all ranks from now on: a rank has ended, and others may have waited for it alone."""
+        for rank in self._ranks:
+            rank.clock.progress()
 
     def _look(self) -> None:
         """Take the pulse of the ranks that run, now and then."""
