@@ -124,6 +124,17 @@ def _has_any_mode() -> bool:
     return torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
 
 
+_HAS_CUDA = torch.backends.cuda.is_built()
+
+
+def is_capturing() -> bool:
+    """True while this thread captures a CUDA graph. To read a number then would break the capture.
+
+    What a hook enqueues would be in the graph, and write where the replays find nothing of a recording any more.
+    """
+    return _HAS_CUDA and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def is_exporting() -> bool:
     """True while `torch.export` traces a model. The public name exists since torch 2.7."""
     return torch.compiler.is_exporting() if hasattr(torch.compiler, "is_exporting") else False

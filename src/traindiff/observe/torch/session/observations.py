@@ -16,7 +16,7 @@ from traindiff.core.observation import LOSS_SCALE, OPERATOR_STAGES, PRODUCT_STAG
 from traindiff.core.settings import RecordSettings
 from traindiff.core.shards import Region, Shard
 from traindiff.core.summary import Detail
-from traindiff.core.torch_compat.execution import exclude_from_compilation, is_tracing
+from traindiff.core.torch_compat.execution import exclude_from_compilation, is_capturing, is_tracing
 from traindiff.core.torch_compat.training import arrived, has_arrived, is_asynchronous, versions_of
 from traindiff.errors import UnsupportedTensorError
 from traindiff.observe.common.faults import Faults
@@ -31,6 +31,12 @@ from traindiff.observe.torch.sharding.layout import Layout, is_before_unscaling
 _REPLICA_FAILED = (
     "traindiff no longer perturbs the training: {message}. The training goes on; the recording says that it is no full "
     "replica, and no floors can be measured from it."
+)
+
+GRAPHS = "CUDA graphs"
+_CAPTURED = (
+    "{message}. The training is not affected, and the recording says what it lacks. To observe these parts, record the "
+    "training without CUDA graphs."
 )
 
 
@@ -49,6 +55,9 @@ class _Guard(InertOnCopy):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_compiling() or is_tracing():
             return None  # compiled code is observed by operators; see traindiff.observe.torch.hooks.compiled
+        if is_capturing() and not self._always:
+            self._containment.leave_out_graph()
+            return None
         alters = self._alters
         with out_of_sight(functions=not alters):
             hook = partial(self._hook, *args, **kwargs)
@@ -82,8 +91,14 @@ class Containment(Faults):
         """`hook`, made harmless. Its result replaces the tensor that torch gave it, unless the result is None."""
         return _Guard(self, tap, hook, always=False, alters=True)
 
+    def leave_out_graph(self) -> None:
+        """Say once that a CUDA graph is not observed: hooks run when it is captured, and not when it is replayed."""
+        self.disable(GRAPHS, "torch replays a CUDA graph without Python, so nothing inside it is observed")
+
     def template(self, tap: str) -> str:
         """The warning about a tap that failed; a replica's says that the recording is no full replica."""
+        if tap == GRAPHS:
+            return _CAPTURED
         return _REPLICA_FAILED if tap.startswith(REPLICA) else super().template(tap)
 
 
