@@ -14,7 +14,6 @@ from traindiff.cli.app import ScriptReady, app, says_what_is_wrong
 from traindiff.core.settings import SETTINGS, record_settings, with_parameters
 from traindiff.errors import ConfigError, Problem
 
-
 _TYPES: dict[str, Any] = {"select": list[str] | None, "operators": list[str] | None, "batch_axis": list[str] | None}
 """Types of the options that are neither numbers nor flags by their defaults, nor texts."""
 
