@@ -94,13 +94,14 @@ def compare(
     used, and 3 if they are misaligned or could only be compared in part.
     """
     from traindiff.analyse.compare import compare as compare_recordings
-    from traindiff.present.pictures import check_matplotlib
     from traindiff.present.text.results import print_report
 
     shown = None if table is None else checked_table(table, form="json" if as_json else form)
     if html is not None:
         check_writable(html)
     if pictures is not None:
+        from traindiff.present.pictures import check_matplotlib
+
         check_matplotlib(f"--pictures {pictures}", asked_by="compare")
     with messages.status("comparing") as status:
         result = compare_recordings(

@@ -22,6 +22,7 @@ from traindiff.analyse.merge.history import DifferenceHistory
 from traindiff.analyse.merge.renames import parse_renames
 from traindiff.analyse.merge.run_steps import RunStep, run_steps
 from traindiff.analyse.merge.site import Part
+from traindiff.analyse.merge.span import WHOLE_RUN, span_of
 from traindiff.analyse.noise.hold_out import calibration_of, following
 from traindiff.analyse.noise.measured import Replicas, StepNoise
 from traindiff.analyse.noise.tolerance import parse_tolerance
@@ -138,7 +139,8 @@ def compare(
         noise=_Measured(runs[0], replicas, selection) if replicas else None,
         history=DifferenceHistory() if history else None,
     )  # fmt: skip
-    streams = (run_steps(run, copies) for run, copies in zip(runs, comparison.runs.copies, strict=True))
+    span = WHOLE_RUN if replicas else span_of(runs, selection)  # replicas are held against each other from the first on
+    streams = (run_steps(run, copies, span) for run, copies in zip(runs, comparison.runs.copies, strict=True))
     for both in step_pairs(*streams):
         step = _compared(comparison, *both)
         for one in both:
