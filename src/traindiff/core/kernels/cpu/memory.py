@@ -77,11 +77,21 @@ def plan_of(shard: Shard) -> Plan:
     return Plan(shard.contiguous, size, start, columns, run, run.ctypes.data)
 
 
+def state() -> int:
+    """The address of the memory in which this thread computes."""
+    return _scratch.state
+
+
 def begin() -> int:
     """Begin a summary; returns the address of its state, of which each thread has one."""
     state = _scratch.state
     frame().begin(state)
     return state
+
+
+def write_summary(dtype: str, address: int, plan: Plan, summary: int) -> None:
+    """`run_summary`, written to an address."""
+    whole(dtype)(address, plan.run_address, _scratch.state, summary)
 
 
 def run_summary(dtype: str, address: int, plan: Plan) -> np.void:

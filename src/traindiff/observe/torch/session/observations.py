@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -21,9 +22,10 @@ from traindiff.core.torch_compat.training import arrived, has_arrived, is_asynch
 from traindiff.errors import UnsupportedTensorError
 from traindiff.observe.common.faults import Faults
 from traindiff.observe.common.progress import Progress
-from traindiff.observe.common.sink import ObservationBuffer, Step
+from traindiff.observe.common.sink import ROW_BYTES, ObservationBuffer, Step
 from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy
 from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
+from traindiff.observe.torch.hooks.repeated import Plan, Repeated, learned
 from traindiff.observe.torch.perturb.replica import NAME as REPLICA
 from traindiff.observe.torch.session.teacher_forcing import ForcedValues
 from traindiff.observe.torch.sharding.layout import Layout, is_before_unscaling
@@ -192,6 +194,57 @@ class Observations(ObservationBuffer):
                 self._in_flight.append((part.tensor, seen, versions_of(part.tensor)))
             else:
                 self._keep(part.tensor, seen)
+
+    def repeated(
+        self, known: Repeated, tensors: Sequence[Tensor | None] | None, emit: Callable[[], None], *, about: Any = None
+    ) -> None:
+        """`Sink.repeated`."""
+        about = (self.progress.loss_scaled, about)
+        plan, known.plan = known.plan, None
+        if tensors is None or not self._may_repeat:
+            emit()
+        elif plan is not None and plan.layout is self.layout and plan.fits(tensors, about):
+            known.plan = plan
+            self._repeat(plan, tensors)
+        else:
+            known.plan = self._learn(tensors, emit, about)
+
+    @property
+    def _may_repeat(self) -> bool:
+        """False if more is done with an observation than to keep its summary, or if its place may change."""
+        special = self._detail or self._bounds or self._in_flight or self._forced is not None
+        progress = self.progress
+        in_pipeline = progress.chunk is not None or progress.num_stages > 1
+        return not (special or in_pipeline or self.last_seen is not None or "deepspeed" in sys.modules)
+
+    def _learn(self, tensors: Sequence[Tensor | None], emit: Callable[[], None], about: Any) -> Plan | None:
+        """Observe the tensors the slow way; returns what is known of them now."""
+        before = {key: (step, len(step[0])) for key, step in self._steps.items()}
+        emit()
+        grown = []
+        for key, step in self._steps.items():
+            held, rows = before.get(key, (step, 0))
+            if held is not step or len(step[0]) > rows:
+                grown.append((step, rows))
+        if len(grown) != 1 or self._in_flight:
+            return None
+        (((observations, _, _), start),) = grown
+        return learned(tensors, observations[start:], about, progress=self.progress, layout=self.layout)
+
+    def _repeat(self, plan: Plan, tensors: Sequence[Tensor | None]) -> None:
+        """Observe tensors of which everything but their numbers is known."""
+        progress = self.progress
+        step = progress.steps.get(plan.optimizer, 0)
+        for part in plan.parts:
+            observations, summaries, _ = self._of_step(plan.optimizer, step)
+            plan.write(part, tensors, summaries, self._summaries.add)
+            order = progress.next_orders(part.count)
+            observations += part.observations(
+                step=step, micro_step=progress.micro_step, evaluation=progress.evaluation, order=order
+            )
+            self._bytes += ROW_BYTES * part.count
+            if self._is_full:
+                self._on_full()
 
     @contextmanager
     def _not_forcing(self, site: str, why: str) -> Iterator[None]:
