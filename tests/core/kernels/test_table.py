@@ -11,7 +11,7 @@ import torch
 from traindiff.core.kernels import summarize
 from traindiff.core.kernels.cpu.table import Table, is_one_stretch
 from traindiff.core.kernels.registry import WORDS
-from traindiff.core.kernels.store import Rows, is_late, resolved
+from traindiff.core.kernels.rows import Rows, is_late, resolved
 from traindiff.core.kernels.torch_arrays import dtype_name
 from traindiff.core.shards import Shard
 from traindiff.core.summary import empty

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from traindiff.core.kernels.store import Rows
+from traindiff.core.kernels.rows import Rows
 from traindiff.core.observation import Merge, Observation, is_of_evaluation
 from traindiff.core.shards import Region, Shard
 from traindiff.core.summary import SUMMARY, Detail, empty
@@ -131,7 +131,8 @@ class ObservationBuffer(ABC):
             observations, _, details = step
             self._latest[key[0]] = len(observations)
             self._bytes -= sum(detail.num_bytes for detail in details.values()) + ROW_BYTES * len(observations)
-            yield step
+            if observations:  # an error may have kept away what should have come
+                yield step
 
     def clear(self) -> None:
         """Drop everything."""

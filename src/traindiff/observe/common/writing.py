@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
 
-from traindiff.core.kernels.store import is_late, resolved
+from traindiff.core.kernels.rows import is_late, resolved
 from traindiff.core.observation import Observation
 from traindiff.core.summary import Detail, Summaries
 from traindiff.storage import Gap, RecordingWriter

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn, strided
 
 from traindiff.core.kernels.registry import TABLES
-from traindiff.core.kernels.store import Rows
+from traindiff.core.kernels.rows import Rows
 from traindiff.core.kernels.torch_arrays import dtype_name
 from traindiff.core.observation import Observation, is_of_evaluation
 from traindiff.core.summary import empty
@@ -34,7 +34,8 @@ _STEP, _MICRO_STEP, _ORDER, _EVALUATION = (
     Observation._fields.index(name) for name in ("step", "micro_step", "order", "evaluation")
 )
 _observation = partial(tuple.__new__, Observation)
-_PLAIN = (Tensor, nn.Parameter)
+PLAIN = (Tensor, nn.Parameter)
+"""Classes of tensors that are what they seem."""
 
 
 class Repeated:
@@ -180,7 +181,7 @@ def _part(first: int, tensors: Sequence[Tensor | None], rows: Sequence[Observati
 
 def _is_plain(tensor: Tensor) -> bool:
     """True for a dense tensor on the CPU that is on this rank as it is, and whose class has no further state."""
-    if type(tensor) not in _PLAIN or tensor.is_nested or tensor.layout is not strided:
+    if type(tensor) not in PLAIN or tensor.is_nested or tensor.layout is not strided:
         return False
     return tensor.is_cpu and kept_here(tensor)[0] is tensor
 
