@@ -1,10 +1,10 @@
-"""Observations and summaries as an Arrow record batch, and back; rows are checked before they are used."""
+"""The columns of a record batch of observations and summaries, and its rows, which are checked before they are used."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -20,7 +20,7 @@ from traindiff.core.shards import OPEN, Shard
 from traindiff.core.site import PHASES, printable
 from traindiff.core.summary import SUMMARY, Summaries
 
-_ABOUT: tuple[pa.Field, ...] = tuple(
+ABOUT: tuple[pa.Field, ...] = tuple(
     pa.field(name, kind, nullable=False)
     for name, kind in {
         "step": pa.int64(), "evaluation": pa.int32(), "micro_step": pa.int32(), "optimizer": pa.utf8(),
@@ -29,7 +29,7 @@ _ABOUT: tuple[pa.Field, ...] = tuple(
         "term": pa.int32(), "scaled": pa.bool_(), "unobserved": pa.utf8(),
     }.items()
 )  # fmt: skip
-_SHARD: tuple[pa.Field, ...] = tuple(
+SHARD: tuple[pa.Field, ...] = tuple(
     pa.field(name, pa.list_(pa.int64()), nullable=False) for name in ("shape", "global_shape", "offset", "spacing")
 )
 _ARROW_TYPES = {"i": pa.int64(), "u": pa.uint64(), "f": pa.float64()}
@@ -45,7 +45,7 @@ _DETAIL: tuple[pa.Field, ...] = (
     pa.field("exponents", pa.list_(pa.int64()), nullable=False),
     pa.field("tensors", pa.utf8(), nullable=False),
 )
-SCHEMA = pa.schema([*_ABOUT, *_SHARD, *(_summary_field(name) for name in SUMMARY.names or ()), *_DETAIL])
+SCHEMA = pa.schema([*ABOUT, *SHARD, *(_summary_field(name) for name in SUMMARY.names or ()), *_DETAIL])
 """Columns of `observations.arrows`, in order."""
 
 
@@ -67,29 +67,8 @@ class Stored:
 NOTHING_STORED = Stored()
 
 
-def to_batch(
-    observations: Sequence[Observation], summaries: Summaries, stored: Stored = NOTHING_STORED
-) -> pa.RecordBatch:
-    """One record batch of a step's observations; row i of it is observation i with summary i."""
-    rows_of = zip(*observations, strict=True) if observations else ((),) * len(Observation._fields)
-    about = dict(zip(Observation._fields, rows_of, strict=True))
-    columns = [pa.array(about[field.name], field.type) for field in _ABOUT]
-    columns += [
-        pa.array([getattr(shard, field.name) or () for shard in about["shard"]], field.type) for field in _SHARD
-    ]
-    for name in SUMMARY.names or ():
-        values = np.ascontiguousarray(summaries[name])
-        flat = pa.array(values.reshape(-1))
-        width = SUMMARY[name].shape
-        columns.append(pa.FixedSizeListArray.from_arrays(flat, width[0]) if width else flat)
-    rows = range(len(observations))
-    columns.append(pa.array([stored.exponents.get(row, ()) for row in rows], pa.list_(pa.int64())))
-    columns.append(pa.array([stored.files.get(row, "") for row in rows], pa.utf8()))
-    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
-
-
 def from_batch(batch: pa.RecordBatch) -> tuple[list[Observation], Summaries, Stored]:
-    """The inverse of `to_batch`, except that texts become `printable`.
+    """The inverse of `traindiff.storage.columns.to_batch`, except that texts become `printable`.
 
     Equal texts and equal shards of a batch share one object.
 
@@ -99,7 +78,7 @@ def from_batch(batch: pa.RecordBatch) -> tuple[list[Observation], Summaries, Sto
     Raises:
         Malformed: Its rows cannot be observations.
     """
-    about: dict[str, Any] = {field.name: _values(batch.column(field.name)) for field in _ABOUT}
+    about: dict[str, Any] = {field.name: _values(batch.column(field.name)) for field in ABOUT}
     about["shard"] = _shards(batch)
     rows = zip(*(about[name] for name in Observation._fields), strict=True)
     observations = [Observation._make(row) for row in rows]
@@ -139,7 +118,7 @@ def _shards(batch: pa.RecordBatch) -> list[Shard]:
     """The shard of each row."""
     known: dict[tuple[bytes, ...], Shard] = {}
     found = []
-    for key in zip(*(_slices(batch.column(one.name)) for one in _SHARD), strict=True):
+    for key in zip(*(_slices(batch.column(one.name)) for one in SHARD), strict=True):
         shard = known.get(key)
         if shard is None:
             shape, whole, offset, spacing = (tuple(np.frombuffer(part, dtype=np.int64).tolist()) for part in key)

@@ -41,6 +41,11 @@ ARRAYS: tuple[Kernel, ...] = (
 )
 """Kernels that do the same for NumPy arrays, by `reads(array)` and `summarize(array, shard)`, and need no framework."""
 
+TABLES: tuple[Kernel, ...] = (
+    Kernel(module="traindiff.core.kernels.cpu.table", device_types=frozenset({"cpu"}), needs="llvmlite"),
+)
+"""Kernels that summarize many tensors in one call, by `is_one_stretch(shard)` and `Table(tensors)`."""
+
 EXTENTS: tuple[Kernel, ...] = (
     Kernel(module="traindiff.core.kernels.cpu.extent", device_types=frozenset({"cpu"}), needs="llvmlite"),
 )

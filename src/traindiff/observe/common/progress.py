@@ -143,6 +143,12 @@ class Progress:
         self.order = order + 1
         return order if self.num_stages == 1 and self.chunk is None else order + PLACE * self._place
 
+    def next_orders(self, count: int) -> int:
+        """The first of `count` positions that follow one another, for as many observations; see `next_order`."""
+        first = self.next_order()
+        self.order += count - 1
+        return first
+
     @property
     def _place(self) -> int:
         if self.chunk is not None:
