@@ -75,6 +75,14 @@ def compare(
     ] = None,
     atol: Annotated[float | None, typer.Option(help="Absolute tolerance per element, in the same formula.")] = None,
     identical: IdenticalOption = False,
+    offset: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Compare step k of the candidate with step k + N of the baseline, for a run that continues from a "
+            "checkpoint. Found by the first parameters, if left out; 0 for none.",
+        ),
+    ] = None,
     pictures: Annotated[
         Path | None,
         typer.Option(
@@ -113,6 +121,7 @@ def compare(
             rtol=rtol,
             atol=atol,
             identical=identical,
+            offset=offset,
             history=html is not None or table is not None,
             progress=lambda step: status.update(f"comparing step {step}"),
         )

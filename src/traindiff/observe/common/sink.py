@@ -153,7 +153,7 @@ class ObservationBuffer(ABC):
         name = optimizer or progress.optimizer
         evaluation = progress.late_evaluation if late else progress.evaluation
         return Observation(
-            progress.steps.get(name, 0) - late,
+            progress.number_of(name) - late,
             progress.micro_step if micro_step is None else micro_step,
             name, phase, stage, path, slot, call, progress.next_order(late=late), dtype, shard, merge, weight, factor,
             term, scaled, unobserved,

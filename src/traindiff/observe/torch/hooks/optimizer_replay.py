@@ -239,7 +239,7 @@ class OptimizerReplayTap:
 
     @property
     def _step(self) -> int:
-        return self._sink.progress.steps.get(self._name, 0)
+        return self._sink.progress.number_of(self._name)
 
     def _is_due(self) -> bool:
         return self._sink.progress.observing and (self._replayed < FIRST or self._step >= self._latest + EVERY)
