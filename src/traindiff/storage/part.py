@@ -35,7 +35,7 @@ class Part:
         """Those of the steps, in the order of each optimizer. No other step is kept or waited for."""
         earlier: dict[str, _StepType] = {}
         for step in steps:
-            if step.step < self.begin:
+            if self.begin and step.step < self.begin:  # where all are read, a negative number is refused
                 if self.before:
                     earlier[step.optimizer] = step
             elif self.end is not None and step.step > self.end:
