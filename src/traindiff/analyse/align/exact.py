@@ -245,10 +245,10 @@ def rounding_apart(pair: Pair) -> float:
 
 def check_random_state(baseline: StepTable, candidate: StepTable, *, step: int) -> Iterator[Finding]:
     """Compare the random generators that a forward pass draws from, and the number of passes that do."""
-    drawn = _drawn(baseline) | _drawn(candidate)
+    drawing = [_drawing(table) for table in (baseline, candidate)]
     for key, entry in baseline.items():
         other = candidate.get(key)
-        if key.path != "rng" or key.stage != "before" or key.slot not in drawn:
+        if key not in drawing[0] and key not in drawing[1]:
             continue
         if other is not None and not equal_bits(Pair(baseline=entry, candidate=other)):
             message = (
@@ -257,11 +257,8 @@ def check_random_state(baseline: StepTable, candidate: StepTable, *, step: int) 
             )
             yield finding_at(entry, step=step, kind="random-state", message=message)
             return
-    for slot in sorted(_drawn(baseline) & _drawn(candidate)):
-        passes = [
-            [entry for key, entry in table.items() if key.path == "rng" and key.stage == "before" and key.slot == slot]
-            for table in (baseline, candidate)
-        ]
+    for slot in sorted({key.slot for key in drawing[0]}):
+        passes = [[entry for key, entry in one.items() if key.slot == slot] for one in drawing]
         if all(passes) and len(passes[0]) != len(passes[1]):
             message = (
                 f"{len(passes[1])} forward passes of the candidate draw from torch's {slot} generator in a step, and "
@@ -272,10 +269,10 @@ def check_random_state(baseline: StepTable, candidate: StepTable, *, step: int) 
             return
 
 
-def _drawn(table: StepTable) -> set[str]:
-    """Generators whose state changed during a forward pass."""
+def _drawing(table: StepTable) -> StepTable:
+    """The states of generators before forward passes that draw from them."""
     return {
-        key.slot
+        key: entry
         for key, entry in table.items()
         if key.path == "rng"
         and key.stage == "before"

@@ -62,6 +62,7 @@ class Judge:
         returned: By input that is what the model returned before, or was computed from that: the first step in which
             it differs.
         absent: Paths of parameters that one run does not train; their further differences are not reported.
+        other_loss: Whether a loss differed by more than noise.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Judge:
         self.choices: list[str] = []
         self.returned: dict[str, int] = {}
         self.absent: set[str] = set()
+        self.other_loss = False
         self._history = history
         self._found: dict[tuple[SiteKey, str], Finding] = {}
         self._counted: dict[tuple[SiteKey, str], int] = {}  # the step that was counted last

@@ -13,7 +13,7 @@ from traindiff.analyse.merge.distance import Pair, equal_bits
 from traindiff.analyse.merge.site import SiteKey, StepTable
 from traindiff.analyse.noise.gradients import Terms
 from traindiff.analyse.noise.uncalibrated import GAIN, Floors
-from traindiff.core.summary import distance, norm, rounding
+from traindiff.core.summary import distance, nonfinite_count, norm, rounding
 
 LINEAR_STATE = frozenset({"momentum_buffer", "step"})
 """State slots of optimizers whose update is linear in the gradient."""
@@ -137,6 +137,9 @@ def at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> tuple[Fl
     for path, pair in parameters.items():
         equal = equal_bits(pair)
         apart = 0.0 if equal else float(distance(pair.baseline.summary, pair.candidate.summary))
+        if not equal and nonfinite_count(pair.candidate.summary) != nonfinite_count(pair.baseline.summary):
+            apart = math.inf  # the distance leaves out NaN, and all that is computed from it may be NaN
+            run.disturbed.add(path)
         if pair.candidate.spread > pair.baseline.spread:  # ranks that should hold the same do not
             run.disturbed.add(path)
         calm = 0.0 if path in run.disturbed else apart

@@ -106,7 +106,7 @@ class SiteFloors:
         run.begin(pairs, (self._alone, self._floors, self._calm))
         self._unseen = UnseenNoise()
         self._unplaced = UnplacedNoise(unplaced)
-        self._parted = not forced and (bool(run.disturbed) or run.settings_differ)  # `_floors` is not `_calm`
+        self.parted = not forced and (bool(run.disturbed) or run.settings_differ)  # more than noise differs so far
         self._undisturbed: dict[SiteKey, float] = {}
 
     @property
@@ -147,7 +147,7 @@ class SiteFloors:
             self._turned_signs[key] = abs(next(negative) - next(negative))
         derived = self._derived(pair, self._floors)  # also updates what later floors depend on
         floor = self._joined(pair, self.measured(pair), derived)
-        if self._parted:
+        if self.parted:
             self._undisturbed[key] = min(floor, max(self._calm_floor(pair), self._run.quiet.get(key, 0.0)))
         else:
             self._undisturbed[key] = floor
@@ -246,14 +246,14 @@ class SiteFloors:
             self.disturb(pair)
             floors.enter(pair, size, flows=flows)
         else:
-            self._calm.enter(pair, size, flows=flows and not self._parted)
+            self._calm.enter(pair, size, flows=flows and not self.parted)
             floors.enter(pair, size, flows=flows)
 
     def disturb(self, pair: Pair) -> None:
         """Note that a pair differs by more than noise. What follows from it differs, too."""
         if self._forced:
             return
-        self._parted = True
+        self.parted = True
         if pair.baseline.key.phase in ("grad", "optimizer", "update"):
             self._run.disturbed.add(pair.baseline.key.path)
 
@@ -263,7 +263,7 @@ class SiteFloors:
         if noise:
             self._calm.saw(size)
         elif size:
-            self._parted = True
+            self.parted = True
 
     def factor(self, pair: Pair, *, left_over: float) -> float:
         """Floor of a difference that is only a constant factor; see `Floors.factor`."""
