@@ -48,7 +48,7 @@ def expected(whole: list[StepObservations], begin: int, end: int | None, *, befo
 def streams(draw: st.DrawFn) -> tuple[list[Step], list[str]]:
     """Steps that ascend for each optimizer, some in two messages, and the names that `rank.json` gives."""
     names = draw(st.sampled_from([["only"], ["only", "other"]]))
-    numbers = {name: 0 for name in names}
+    numbers = dict.fromkeys(names, 0)
     steps: list[Step] = []
     for name in draw(st.lists(st.sampled_from(names), max_size=12)):
         numbers[name] += draw(st.integers(1, 3))
@@ -58,7 +58,7 @@ def streams(draw: st.DrawFn) -> tuple[list[Step], list[str]]:
 
 @settings(max_examples=60, deadline=None)
 @given(streams(), st.integers(0, 14), st.one_of(st.none(), st.integers(0, 14)), st.booleans(), st.booleans(), st.data())
-def test_a_part_is_what_is_left_of_the_whole(  # noqa: PLR0913
+def test_a_part_is_what_is_left_of_the_whole(
     tmp_path_factory: pytest.TempPathFactory, stream: tuple[list[Step], list[str]], begin: int, end: int | None,
     before: bool, close: bool, data: st.DataObject,
 ) -> None:  # fmt: skip

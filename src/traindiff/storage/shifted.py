@@ -37,9 +37,12 @@ class ShiftedRecording(Recording):
             error = {**error, "step": self._later(error["step"])}
         return {**content, "ended": {**ended, "steps": steps, "error": error}}
 
-    def steps(self, rank: int) -> Iterator[StepObservations]:
-        """The steps of a rank, under their new numbers."""
-        yield from map(self._shifted, super().steps(rank))
+    def steps(
+        self, rank: int, *, begin: int = 0, end: int | None = None, before: bool = False
+    ) -> Iterator[StepObservations]:
+        """The steps of a rank, under their new numbers; `begin` and `end` are new numbers too."""
+        first, last = max(0, begin - self.offset), None if end is None else end - self.offset
+        yield from map(self._shifted, super().steps(rank, begin=first, end=last, before=before))
 
     def _shifted(self, step: StepObservations) -> StepObservations:
         return replace(

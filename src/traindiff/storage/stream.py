@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from itertools import chain, count, islice
 from typing import IO, Literal
 
@@ -22,6 +22,7 @@ from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import CorruptRecordingError
 from traindiff.storage import gap, manifest
 from traindiff.storage.batch_metadata import MOST_MESSAGE_BYTES, checked_size, too_much
+from traindiff.storage.decoder import Decoder, read_columns
 from traindiff.storage.location import DATA, SEALS
 from traindiff.storage.part import WHOLE, Part, first_message
 from traindiff.storage.schema import (
@@ -29,14 +30,11 @@ from traindiff.storage.schema import (
     SCHEMA,
     Malformed,
     Stored,
-    check_columns,
     check_texts,
     decoding,
-    from_batch,
 )
 from traindiff.storage.seals import FIRST, MOST_TO_SEARCH, Seal, SealLines, Start, seals_in
 
-_SCHEMA_MESSAGE = SCHEMA.serialize().to_pybytes()
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
@@ -170,7 +168,9 @@ class RankStream:
             CorruptRecordingError: The bytes are not those that were written. Steps outside of the part are not all
                 looked at.
         """
-        yield from map(self._unpacked, part.of(self._packed_steps(self._start(part) if part.begin else FIRST)))
+        packed = self._packed_steps(self._start(part) if part.begin else FIRST)
+        unpack = partial(self._unpacked, decoder=Decoder())
+        yield from map(unpack, packed if part == WHOLE else part.of(packed))
 
     def _start(self, part: Part) -> Start:
         """A message before which nothing belongs to the part. It stays the same in a stream that grows."""
@@ -190,9 +190,9 @@ class RankStream:
                 self._starts[part] = seals.start(first_message(step_of, len(seals), part))
         return self._starts.get(part, FIRST)
 
-    def _unpacked(self, packed: _Packed) -> StepObservations:
+    def _unpacked(self, packed: _Packed, *, decoder: Decoder) -> StepObservations:
         with self._checking(f"step {packed.step}"):
-            return unpacked(packed, self._rank)
+            return unpacked(packed, self._rank, decoder)
 
     @contextmanager
     def _checking(self, what: str) -> Iterator[None]:
@@ -312,7 +312,7 @@ class RankStream:
         return self._folder.path(name)
 
 
-def unpacked(packed: _Packed, rank: int) -> StepObservations:
+def unpacked(packed: _Packed, rank: int, decoder: Decoder) -> StepObservations:
     """A step from its messages.
 
     Raises:
@@ -320,10 +320,7 @@ def unpacked(packed: _Packed, rank: int) -> StepObservations:
     """
     steps = []
     for message in packed.messages:
-        with decoding():
-            batch = pa.ipc.read_record_batch(pa.py_buffer(message), SCHEMA)
-        check_columns(batch)
-        observations, summaries, stored = from_batch(batch)
+        observations, summaries, stored = decoder.decoded(message)
         steps.append(
             StepObservations(
                 rank=rank, optimizer=packed.optimizer, step=packed.step, observations=observations,
@@ -350,9 +347,8 @@ def _check_schema(message: bytes, where: str) -> None:
 def _packed(message: bytes) -> _Packed:
     """A message as part of a step; only the two columns that identify the step are decoded."""
     size = checked_size(message)
-    options = pa.ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index(name) for name in ("step", "optimizer")])
-    with decoding(), pa.ipc.open_stream(pa.BufferReader(_SCHEMA_MESSAGE + message), options=options) as stream:
-        batch = stream.read_next_batch()
+    with decoding():
+        batch = read_columns(message, ("step", "optimizer"))
         batch.validate(full=True)
     (optimizer,) = check_texts([batch.column("optimizer")[0].as_py()])
     return _Packed(
