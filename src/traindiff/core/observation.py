@@ -94,7 +94,10 @@ PRODUCT = "product"
 RECOMPUTED_PRODUCT = "product recomputed"
 """The same for a product that activation checkpointing computes a second time."""
 
-PRODUCT_STAGES = frozenset({PRODUCT, RECOMPUTED_PRODUCT})
+WITNESSED_PRODUCT = "witness product"
+"""Stage of the check of what a linear layer returned, or of the gradient of its input; its path is the layer's."""
+
+PRODUCT_STAGES = frozenset({PRODUCT, RECOMPUTED_PRODUCT, WITNESSED_PRODUCT})
 
 RESIDUAL, ERROR, ALLOWED, WORST_ROW, MEDIAN = "residual", "error", "allowed", "row", "median"
 """Ends of the slots of a product's check: see FORMAT.md."""

@@ -15,6 +15,7 @@ from traindiff.core.observation import (
     RECOMPUTED_PRODUCT,
     SAMPLE,
     WITNESS,
+    WITNESSED_PRODUCT,
 )
 from traindiff.core.site import PHASES
 
@@ -93,6 +94,11 @@ TAPS: tuple[Tap, ...] = (
     Tap(name="carried_gradients", observe=("grad",), loses=(("grad", CARRIED),)),
     Tap(name="cleared_gradients", observe=("grad",), loses=(("grad", CLEARED),)),
     Tap(name="state_marks", observe=("witness",), loses=()),
+    Tap(
+        name="layer_products",
+        observe=("witness",),
+        loses=(("forward", WITNESSED_PRODUCT), ("backward", WITNESSED_PRODUCT)),
+    ),
     Tap(name="witness", observe=("witness",), loses=(("grad", WITNESS),)),
     Tap(name="optimizer_replay", part_of="optimizers", observe=("replay",), by_default=True, loses=(("update", None),)),
     Tap(name="optimizer_step", part_of="optimizers", loses=_STEP),
