@@ -62,6 +62,9 @@ BEFORE = "before"
 EDITED = "edited"
 """Stage of a parameter as a step found it, if something else than the optimizer changed it since the step before."""
 
+FLIPPED = "flipped"
+"""Stage of the number of the one bit that changed in a gradient since a backward pass, though nothing wrote to it."""
+
 CARRIED = "carried"
 """Stage of the flag that a backward pass has added to a gradient that nothing cleared since the step before read it."""
 

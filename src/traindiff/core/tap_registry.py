@@ -9,6 +9,7 @@ from traindiff.core.observation import (
     CLEARED,
     DRAWS,
     ESTIMATE,
+    FLIPPED,
     OPERATOR,
     PRODUCT,
     RECOMPUTED_OPERATOR,
@@ -93,6 +94,7 @@ TAPS: tuple[Tap, ...] = (
     Tap(name="gradient_stages", observe=("grad", "grad.stages"), loses=_STAGES),
     Tap(name="carried_gradients", observe=("grad",), loses=(("grad", CARRIED),)),
     Tap(name="cleared_gradients", observe=("grad",), loses=(("grad", CLEARED),)),
+    Tap(name="gradient_marks", observe=("witness",), loses=(("grad", FLIPPED),)),
     Tap(name="state_marks", observe=("witness",), loses=()),
     Tap(
         name="layer_products",
