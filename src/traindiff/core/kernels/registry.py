@@ -56,6 +56,11 @@ PROJECTIONS: tuple[Kernel, ...] = (
 )
 """Kernels that multiply matrices by signs: `reads(matrix)`, `projected(matrix, signs)`, `summed(left, right)`."""
 
+ROW_SUMS: tuple[Kernel, ...] = (
+    Kernel(module="traindiff.core.kernels.cpu.row_sums", device_types=frozenset({"cpu"}), needs="llvmlite"),
+)
+"""Kernels that add up rows and columns of matrices: `reads(matrix)`, `row_sums(...)`, `table_sums(...)`."""
+
 WORDS = Kernel(module="traindiff.core.kernels.cpu.words", device_types=frozenset({"cpu"}), needs="llvmlite")
 """The kernel that adds up 64-bit words in memory: `sums(address, rows)`."""
 

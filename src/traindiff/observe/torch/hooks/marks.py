@@ -89,6 +89,25 @@ class _Together:
         return [marks[first:end].tobytes() for first, end in pairwise([0, *self._marks.ends])]
 
 
+def flipped_bit(before: bytes, now: bytes, size: int, bits: int) -> int | None:
+    """The number of the bit in its element, the lowest being 0, if one bit of one element explains two other marks.
+
+    Args:
+        before: Mark of the tensor before.
+        now: Mark of it now.
+        size: Bytes of the tensor.
+        bits: Bits of an element.
+    """
+    sums = 0 if size <= _SHORT_BYTES else 8 * _LANES
+    pairs = zip(np.frombuffer(before[:sums], np.uint64), np.frombuffer(now[:sums], np.uint64), strict=True)
+    lanes = [int(one) - int(other) for one, other in pairs if one != other]
+    rest = int.from_bytes(before[sums:], "little") ^ int.from_bytes(now[sums:], "little")
+    if len(lanes) + rest.bit_count() != 1:
+        return None
+    change = min(abs(lanes[0]), 2**64 - abs(lanes[0])) if lanes else rest  # sums are modulo 2^64
+    return (change.bit_length() - 1) % bits if change.bit_count() == 1 else None
+
+
 class Marks:
     """Marks of parameters as the latest step of an optimizer left them."""
 
