@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from traindiff.analyse.align.batch_indices import may_count_within
+from traindiff.analyse.align.padding import padding_of
 from traindiff.analyse.align.side import Side, Tables
 from traindiff.analyse.findings import Finding, micro_steps_text, ranks_text
 from traindiff.analyse.merge.distance import Pair, difference, differing_ranks, equal_bits, is_transposed
@@ -31,10 +32,12 @@ def check_batch(pair: Pair, *, step: int, samples: tuple[Samples, Samples] = ({}
         return None
     baseline, candidate = pair.baseline, pair.candidate
     where = label(baseline.key.path, baseline.key.slot)
-    permuted = _is_permuted(pair)
+    permuted, padding = _is_permuted(pair), padding_of(pair)
     site = (baseline.key.path, baseline.key.slot)
     single = (one.get(site, ()) for one in samples) if baseline.dtype == candidate.dtype else ((), ())
-    if not permuted and may_count_within(baseline, candidate):
+    if padding:
+        message = f"The batch differs in its padding: {where} {padding}."
+    elif not permuted and may_count_within(baseline, candidate):
         message = (
             f"The batch differs: {where} holds other numbers. That the runs cut the batch differently does not explain "
             "it: rows with equal numbers in one run have different ones in the other, or the first rows differ."
@@ -50,7 +53,9 @@ def check_batch(pair: Pair, *, step: int, samples: tuple[Samples, Samples] = ({}
         message = f"The batch differs: {where} holds the same values in another order."
     else:
         message = f"The batch differs: {where} holds other values."
-    return finding_at(pair.baseline, step=step, kind="batch", message=message, evidence={"permuted": permuted})
+    return finding_at(
+        pair.baseline, step=step, kind="batch", message=message, evidence={"permuted": permuted or bool(padding)}
+    )
 
 
 def _holds_the_same(pair: Pair) -> bool:

@@ -23,6 +23,7 @@ from traindiff.analyse.merge.distance import (
     best_fit,
     difference,
     differing_ranks,
+    num_losses,
     rescaled,
 )
 from traindiff.analyse.merge.site import SiteKey, finding_at, only_rank
@@ -343,11 +344,14 @@ class StepJudge:
         aside = f" Only what {ranks_text(apart, capital=False)} holds differs." if apart else ""
         if pair.baseline.dtype != pair.candidate.dtype:
             aside += f" It is {pair.baseline.dtype} in the baseline and {pair.candidate.dtype} in the candidate."
+        if (losses := num_losses(pair))[0] != losses[1]:
+            aside += f" It adds up other losses: {losses[0]} in the baseline, {losses[1]} in the candidate."
         return finding_at(
             pair.baseline, step=self._given.step, kind=shape.kind, message=shape.message + aside, difference=size,
             floor=floor, rank=rank, micro_step=shape.evidence.get("micro_step", only),
             evidence={
                 **shape.evidence,
+                **({"losses": losses} if losses[0] != losses[1] else {}),
                 "dtype": pair.baseline.dtype,
                 "baseline_norm": float(norm(pair.baseline.summary)),
                 "candidate_norm": float(norm(pair.candidate.summary)),

@@ -49,6 +49,7 @@ class RunFloors:
     Attributes:
         gradients: Largest relative difference of each parameter's gradients so far in the run.
         adaptive: Parameters whose optimizer keeps a moment that it divides by.
+        nonlinear: By parameter without one, whether its update is not linear; see `NonlinearUpdates`.
         settings_differ: Whether the optimizers are set differently.
         coefficients: Relative error that the optimizers' own coefficients may have.
         corrections: Relative error that bias corrections may have in this step.
@@ -72,6 +73,7 @@ class RunFloors:
     disturbed: set[str] = field(default_factory=set)
     quiet: dict[SiteKey, float] = field(default_factory=dict)
     adaptive: set[str] = field(default_factory=set)
+    nonlinear: dict[str, bool] = field(default_factory=dict)
     settings_differ: bool = False
     coefficients: float = 0.0
     corrections: float = 0.0
