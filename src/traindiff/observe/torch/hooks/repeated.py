@@ -143,7 +143,7 @@ def learned(
     looks = looks_like(present)
     if kernel is None or looks is None or not all(map(_is_of, rows, tensors)):
         return None
-    step, first = progress.steps.get(rows[0].optimizer, 0), rows[0].order
+    step, first = progress.number_of(rows[0].optimizer), rows[0].order
     now = (step, progress.micro_step, rows[0].optimizer)
     for place, seen in enumerate(rows):
         evaluation = progress.evaluation if is_of_evaluation(seen.phase, seen.stage) else 0

@@ -238,7 +238,7 @@ class Observations(ObservationBuffer):
         progress, layout = self.progress, self.layout
         shard = shard or Shard.whole(tuple(tensor.shape))
         name = optimizer or progress.optimizer
-        step = progress.steps.get(name, 0) - late
+        step = progress.number_of(name) - late
         observations, summaries, _ = self._of_step(name, step)
         if not self._summaries.add_to(summaries, tensor, shard):
             return False
@@ -298,7 +298,7 @@ class Observations(ObservationBuffer):
     def _repeat(self, plan: Plan, tensors: Sequence[Tensor | None]) -> None:
         """Observe tensors of which everything but their numbers is known."""
         progress = self.progress
-        step = progress.steps.get(plan.optimizer, 0)
+        step = progress.number_of(plan.optimizer)
         for part in plan.parts:
             observations, summaries, _ = self._of_step(plan.optimizer, step)
             plan.write(part, tensors, summaries, self._summaries.add)
