@@ -62,6 +62,7 @@ class Judge:
         returned: By input that is what the model returned before, or was computed from that: the first step in which
             it differs.
         absent: Paths of parameters that one run does not train; their further differences are not reported.
+        loss_of_one_run: Whether only one run has a loss: the other asks for its gradients in another way.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Judge:
         self.choices: list[str] = []
         self.returned: dict[str, int] = {}
         self.absent: set[str] = set()
+        self.loss_of_one_run = False
         self._history = history
         self._found: dict[tuple[SiteKey, str], Finding] = {}
         self._counted: dict[tuple[SiteKey, str], int] = {}  # the step that was counted last
@@ -146,7 +148,7 @@ class Judge:
 
         In a forced run only calls of modules may differ. Any other difference is an operation that is wrong by itself.
         """
-        agrees = self.learning_agrees or self.gradients_agree
+        agrees = self.learning_agrees or (self.loss_of_one_run and self.gradients_agree)
         if not self._found or not agrees or self.tolerance is not None or self._first_bits:
             return False
         sizes = [found.difference for found in self._found.values() if math.isfinite(found.difference)]
