@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from traindiff.analyse.align.optimizer_names import with_names_of
 from traindiff.analyse.align.side import step_pairs
 from traindiff.analyse.align.two_runs import AlignedStep, TwoRuns
 from traindiff.analyse.compare.incremental import Noise, RunningComparison
@@ -129,7 +130,8 @@ def compare(
         raise ConfigError("compare(...)", [selection], consequence="nothing was compared")
     tolerance = parse_tolerance(rtol, atol)
     renames = parse_renames(rename)
-    runs = (open_recording(os.fspath(baseline)), open_recording(os.fspath(candidate)))
+    own = open_recording(os.fspath(baseline))
+    runs = (own, with_names_of(own, open_recording(os.fspath(candidate)), renames))
     paths = [noise] if isinstance(noise, (str, os.PathLike)) else noise
     replicas = [open_recording(os.fspath(path)) for path in paths]
     _refuse_candidate_as_noise(runs[1], replicas)
