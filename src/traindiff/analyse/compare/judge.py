@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -62,6 +62,7 @@ class Judge:
         returned: By input that is what the model returned before, or was computed from that: the first step in which
             it differs.
         absent: Paths of parameters that one run does not train; their further differences are not reported.
+        regrouped: Paths of modules that the runs call on other parts of the same batch.
         loss_of_one_run: Whether only one run has a loss: the other asks for its gradients in another way.
     """
 
@@ -90,6 +91,7 @@ class Judge:
         self.choices: list[str] = []
         self.returned: dict[str, int] = {}
         self.absent: set[str] = set()
+        self.regrouped: Collection[str] = ()
         self.loss_of_one_run = False
         self._history = history
         self._found: dict[tuple[SiteKey, str], Finding] = {}
@@ -193,7 +195,9 @@ class Judge:
         if self.forced:
             return False  # its inputs are the baseline's, so no other representation explains it
         if finding.kind in exact.EXACT_KINDS:
-            return bool(finding.evidence.get("permuted"))
+            # Positions and masks have another shape where the samples are padded or packed otherwise.
+            same = finding.path in self.regrouped or any(one.evidence.get("same") for one in self.findings)
+            return bool(finding.evidence.get("permuted") or (finding.evidence.get("reshaped") and same))
         if finding.kind in ("missing", "extra", "non-finite", "shape", "recomputed", SYSTEMATIC):
             return False
         if finding.phase == "loss":  # gradients may be handed on by losses of another value
