@@ -95,3 +95,63 @@ def test_a_model_that_looks_at_padding_is_found(tmp_path: Path) -> None:
     assert found.verdict == "misaligned"
     assert found.first_divergence is not None
     assert found.first_divergence.message.startswith("The batch differs in its padding: (root) input[0] holds the")
+
+
+class Placed(nn.Module):
+    """Embeds tokens and their positions, and computes each token by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.place, self.head = nn.Embedding(20, 12), nn.Embedding(40, 12), nn.Linear(12, 5)
+
+    def forward(self, tokens: Tensor, positions: Tensor, bias: Tensor) -> Tensor:
+        y: Tensor = self.head(torch.tanh(self.embed(tokens) + self.place(positions) + bias.sum()))
+        return y
+
+
+def placed(path: Path, how: str) -> Path:
+    torch.manual_seed(0)
+    model = Placed()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    data = torch.Generator().manual_seed(1)
+    with traindiff.record(path, model, optimizer):
+        for _ in range(3):
+            lengths = torch.randint(2, 8, (5,), generator=data)
+            tokens, labels = (torch.randint(1, high, (5, 7), generator=data) for high in (20, 5))
+            kept = torch.arange(7) < lengths[:, None]
+            positions, zeros = torch.arange(7).expand(5, 7), torch.zeros(7, 7)
+            if how == "padded":
+                logits = model(tokens * kept, positions, zeros)[kept]
+            elif how == "one by one":
+                parts = zip(tokens, positions, lengths.tolist(), strict=True)
+                logits = torch.cat([model(one[None, :n], at[None, :n], zeros[:n, :n])[0] for one, at, n in parts])
+            elif how.startswith("in two parts"):
+                more = 0.01 if how.endswith("wrong bias") else 0.0
+                parts = [(slice(0, 4), zeros[:4, :4]), (slice(4, 7), zeros[4:] + more)]
+                logits = torch.cat([model((tokens * kept)[:, at], positions[:, at], bias) for at, bias in parts], 1)[
+                    kept
+                ]
+            else:
+                begins = positions[kept] if how == "packed" else torch.arange(int(kept.sum()))
+                logits = model(tokens[kept][None], begins[None], torch.zeros(1, len(begins)))[0]
+            cross_entropy(logits, labels[kept]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return path
+
+
+@pytest.mark.parametrize("how", ["packed", "one by one", "in two parts"])
+def test_a_batch_may_be_padded_packed_or_given_in_parts(how: str, tmp_path: Path) -> None:
+    padded, other = (placed(tmp_path / name, name) for name in ("padded", how))
+
+    for pair in ((padded, other), (other, padded)):
+        found = traindiff.compare(*pair)
+
+        assert (found.verdict, found.findings) == ("equivalent", ()), str(found)
+
+
+@pytest.mark.parametrize("how", ["packed with other positions", "in two parts with a wrong bias"])
+def test_other_positions_and_another_bias_are_found(how: str, tmp_path: Path) -> None:
+    padded, wrong = (placed(tmp_path / name, name) for name in ("padded", how))
+
+    assert traindiff.compare(padded, wrong).verdict not in ("identical", "equivalent")

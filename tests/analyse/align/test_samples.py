@@ -39,6 +39,12 @@ def batch(*ranks: Sequence[int], micro_step: int = 0) -> list[Sample]:
             'each; record it with sample_order="blocks".',
         ),
         (
+            [*batch([0], [2]), *batch([1], [3], micro_step=1)],
+            "holds the same samples in another order: of the baseline's, rank 0 has 0, 1, rank 1 has 2, 3, one block "
+            "each.",
+        ),
+        (batch([0, 1, 2, 3]), "holds the same samples in the same order, divided or padded otherwise."),
+        (
             batch([0, 3], [2, 1]),
             "holds the same samples in another order: of the baseline's, rank 0 has 0, 3, rank 1 has 2, 1.",
         ),

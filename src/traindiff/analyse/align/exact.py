@@ -34,7 +34,8 @@ def check_batch(pair: Pair, *, step: int, samples: tuple[Samples, Samples] = ({}
     where = label(baseline.key.path, baseline.key.slot)
     permuted, padding = _is_permuted(pair), padding_of(pair)
     site = (baseline.key.path, baseline.key.slot)
-    single = (one.get(site, ()) for one in samples) if baseline.dtype == candidate.dtype else ((), ())
+    single = [one.get(site, ()) for one in samples] if baseline.dtype == candidate.dtype else [(), ()]
+    same = bool(padding) or _are_same_samples(single[0], single[1])
     if padding:
         message = f"The batch differs in its padding: {where} {padding}."
     elif not permuted and may_count_within(baseline, candidate):
@@ -53,9 +54,14 @@ def check_batch(pair: Pair, *, step: int, samples: tuple[Samples, Samples] = ({}
         message = f"The batch differs: {where} holds the same values in another order."
     else:
         message = f"The batch differs: {where} holds other values."
-    return finding_at(
-        pair.baseline, step=step, kind="batch", message=message, evidence={"permuted": permuted or bool(padding)}
-    )
+    evidence = {"permuted": permuted or same, "same": same, "reshaped": baseline.shape != candidate.shape}
+    return finding_at(pair.baseline, step=step, kind="batch", message=message, evidence=evidence)
+
+
+def _are_same_samples(baseline: Sequence[Sample], candidate: Sequence[Sample]) -> bool:
+    """True if two runs take the same samples in a step, in any order; zeros at the end of one do not count."""
+    held = [Counter(one.fingerprint for one in samples) for samples in (baseline, candidate)]
+    return bool(held[0]) and held[0] == held[1]
 
 
 def _holds_the_same(pair: Pair) -> bool:
@@ -74,6 +80,9 @@ def samples_message(baseline: Sequence[Sample], candidate: Sequence[Sample]) -> 
     if not baseline or not candidate:
         return ""
     held = [Counter(one.fingerprint for one in samples) for samples in (baseline, candidate)]
+    in_order = [one.fingerprint for one in baseline] == [one.fingerprint for one in candidate]
+    if in_order and len({one.rank for one in candidate}) == 1:
+        return "holds the same samples in the same order, divided or padded otherwise."
     if held[0] == held[1]:
         return f"holds the same samples in another order: {_order(baseline, candidate)}."
     missing, further = held[0] - held[1], held[1] - held[0]
@@ -125,15 +134,20 @@ def _order(baseline: Sequence[Sample], candidate: Sequence[Sample]) -> str:
     held = [numbers for _, numbers in sorted(by_rank.items())]
     ranks = [f"{ranks_text([rank], capital=False)} has {_numbers(by_rank[rank])}" for rank in sorted(by_rank)]
     more = f", and {size - _MOST} more ranks" if size > _MOST else ""
-    return f"of the baseline's, {', '.join(ranks[:_MOST])}{more}{_advice(held, len(baseline))}"
+    return f"of the baseline's, {', '.join(ranks[:_MOST])}{more}{_advice(held, candidate)}"
 
 
-def _advice(held: Sequence[Sequence[int]], count: int) -> str:
-    """The setting of `record` that brings shared samples into the baseline's order; empty if none does."""
+def _advice(held: Sequence[Sequence[int]], candidate: Sequence[Sample]) -> str:
+    """How ranks share samples, with the setting of `record` that brings them into the baseline's order, if any does.
+
+    The blocks of several micro-steps have no such setting: each micro-step takes a part of each rank's block.
+    """
+    count = len(candidate)
     if all(list(numbers) == list(range(place, count, len(held))) for place, numbers in enumerate(held)):
         return ', in turn, as a distributed sampler gives them; record it with sample_order="interleaved"'
     if [place for places in held for place in places] == list(range(count)):
-        return ', one block each; record it with sample_order="blocks"'
+        in_parts = len({one.micro_step for one in candidate}) > 1
+        return ", one block each" if in_parts else ', one block each; record it with sample_order="blocks"'
     return ""
 
 

@@ -42,9 +42,10 @@ def regrouped(tables: Tables) -> Regrouped:
     sides = _calls(tables[0]), _calls(tables[1])
     both = [site for site in sides[0] if site in sides[1]]
     roots = [(site, (sides[0][site], sides[1][site])) for site in both if site.phase == "batch"]
-    others = {site.path for site, calls in roots if _are_other_inputs(*calls)}
+    differ = {site for site, calls in roots if _are_other_inputs(*calls)}
+    others = {site.path for site in differ}
     moved = {site.path for site, calls in roots if _are_moved(*calls)} - others
-    judged = (site for site in both if site.phase != "batch" or site.path not in others)
+    judged = (site for site in both if site not in differ)
     found = [site for site in judged if _differs(site, sides, moved)]
     whole = dict.fromkeys(site for site in found if _counts(sides[0][site]) == _counts(sides[1][site]))
     if not whole:

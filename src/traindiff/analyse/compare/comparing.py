@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from traindiff.analyse.align.continuation import find_continuation
+from traindiff.analyse.align.optimizer_names import with_names_of
 from traindiff.analyse.align.side import step_pairs
 from traindiff.analyse.align.two_runs import AlignedStep, TwoRuns
 from traindiff.analyse.compare.earlier_states import with_earlier_states
@@ -140,6 +141,8 @@ def compare(
     continuation = find_continuation(*runs, renames) if offset is None else None
     if shift := offset if continuation is None else continuation.step - continuation.own:
         runs = (runs[0], ShiftedRecording(os.fspath(candidate), shift))
+    else:
+        runs = (runs[0], with_names_of(*runs, renames))
     paths = [noise] if isinstance(noise, (str, os.PathLike)) else noise
     replicas = [open_recording(os.fspath(path)) for path in paths]
     _refuse_candidate_as_noise(runs[1], replicas)

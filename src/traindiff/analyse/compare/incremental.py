@@ -162,6 +162,9 @@ class RunningComparison:
         """The comparison of the steps so far."""
         baseline, candidate = self.runs.runs
         calibration = self._measured.calibration
+        losses = [any(phase == "loss" for phase, _, _ in side) for side in self.runs.presence.unaligned]
+        self._judge.loss_of_one_run = losses[0] != losses[1]
+        self._judge.regrouped = self.runs.uneven.calls.keys()
         notes, incomplete = limits(
             self.runs,
             learning_agrees=self._judge.learning_agrees and not self._identical,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -63,6 +63,8 @@ class Judge:
             it differs.
         absent: Paths of parameters that one run does not train; their further differences are not reported.
         other_loss: Whether a loss differed by more than noise.
+        regrouped: Paths of modules that the runs call on other parts of the same batch.
+        loss_of_one_run: Whether only one run has a loss: the other asks for its gradients in another way.
     """
 
     def __init__(
@@ -91,6 +93,8 @@ class Judge:
         self.returned: dict[str, int] = {}
         self.absent: set[str] = set()
         self.other_loss = False
+        self.regrouped: Collection[str] = ()
+        self.loss_of_one_run = False
         self._history = history
         self._found: dict[tuple[SiteKey, str], Finding] = {}
         self._counted: dict[tuple[SiteKey, str], int] = {}  # the step that was counted last
@@ -148,7 +152,7 @@ class Judge:
 
         In a forced run only calls of modules may differ. Any other difference is an operation that is wrong by itself.
         """
-        agrees = self.learning_agrees or self.gradients_agree
+        agrees = self.learning_agrees or (self.loss_of_one_run and self.gradients_agree)
         if not self._found or not agrees or self.tolerance is not None or self._first_bits:
             return False
         sizes = [found.difference for found in self._found.values() if math.isfinite(found.difference)]
@@ -193,7 +197,9 @@ class Judge:
         if self.forced:
             return False  # its inputs are the baseline's, so no other representation explains it
         if finding.kind in exact.EXACT_KINDS:
-            return bool(finding.evidence.get("permuted"))
+            # Positions and masks have another shape where the samples are padded or packed otherwise.
+            same = finding.path in self.regrouped or any(one.evidence.get("same") for one in self.findings)
+            return bool(finding.evidence.get("permuted") or (finding.evidence.get("reshaped") and same))
         if finding.kind in ("missing", "extra", "non-finite", "shape", "recomputed", SYSTEMATIC):
             return False
         if finding.phase == "loss":  # gradients may be handed on by losses of another value
