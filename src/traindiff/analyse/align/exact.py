@@ -75,11 +75,11 @@ def samples_message(baseline: Sequence[Sample], candidate: Sequence[Sample]) -> 
     parts = []
     if repeated := [one for one, times in held[1].items() if times > held[0][one] > 0]:
         who = next(one for one in candidate if one.fingerprint == repeated[0])
-        parts.append(f"one sample comes {held[1][repeated[0]]} times, first at {_where(who)}")
+        several = f"{len(repeated)} samples come more than once" if len(repeated) > 1 else ""
+        parts.append(f"{several or f'one sample comes {held[1][repeated[0]]} times'}, first at {_where(who)}")
     if fresh := [one for one in candidate if one.fingerprint in further and not held[0][one.fingerprint]]:
-        parts.append(
-            f"{len(fresh)} of its {len(candidate)} samples are none of the baseline's, first {_where(fresh[0])}"
-        )
+        number = f"{len(fresh)} of its {len(candidate)} samples {'is' if len(fresh) == 1 else 'are'}"
+        parts.append(f"{number} none of the baseline's, first {_where(fresh[0])}")
     elif missing:
         lost = [one for one in baseline if one.fingerprint in missing]
         first = _whole_micro_steps(lost, baseline) or f"first {_where(lost[0])}"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from traindiff.analyse.align.side import Side
+from traindiff.analyse.compare.factors import factor_meaning, factor_text
 from traindiff.analyse.findings import Finding, more_text, phase_text
 from traindiff.analyse.merge.recorded_calls import EFFECT, Clip
 from traindiff.analyse.merge.site import SiteKey, finding_at
@@ -149,6 +151,31 @@ def clipping_findings(baseline: list[Clip], candidate: list[Clip], *, step: int)
         if (expected.effective or actual.effective) and expected.what != actual.what:
             message = f"The baseline clips {expected.what}, the candidate clips {actual.what}."
             yield _finding(expected, step=step, message=message, run="baseline")
+
+
+def hidden_by_clipping(
+    baseline: list[Clip], candidate: list[Clip], *, step: int, micro_steps: int, ranks: int
+) -> Iterator[Finding]:
+    """Findings about norms that differ by a known factor before both runs clip to the same one, which hides it."""
+    for before, after in zip(baseline, candidate, strict=False) if len(baseline) == len(candidate) else ():
+        if not (before.effective and after.effective and before.what == after.what and before.norm and after.norm):
+            continue
+        factor = after.norm / before.norm
+        meaning = factor_meaning(factor, micro_steps, ranks)
+        if not _KNOWN.search(meaning) or abs(factor - 1.0) < 0.1:
+            continue
+        message = (
+            f"Before they are clipped, the norm of gradients is {before.norm:.4g} in the baseline and "
+            f"{after.norm:.4g} in the candidate: {factor_text(factor, 0.01)} x{meaning}. Clipping hides that."
+        )
+        evidence = {"baseline_norm": before.norm, "candidate_norm": after.norm, "factor": factor}
+        yield finding_at(
+            before.entry, step=step, kind=KIND, message=message, evidence=evidence, difference=abs(factor - 1.0)
+        )
+
+
+_KNOWN = re.compile(r"world size|micro-batches")
+"""Meanings of a factor that no correct run has. Other factors may be those of another, equal loss."""
 
 
 def clipping_note(baseline: list[Clip], candidate: list[Clip]) -> str:

@@ -128,7 +128,9 @@ class Floors:
         if self.settings_differ:
             return math.inf
         local = max((rounding(dtype) for dtype in dtypes), default=0.0)
-        return max(local, self.precision, self.coefficients, GAIN * self.gradients.get(path, 0.0))
+        gradient = self.gradients.get(path, 0.0)
+        squared = gradient * (2.0 + gradient)  # (1 + e)^2 - 1
+        return max(local, self.precision, self.coefficients, GAIN * gradient, squared)
 
     def update(self, path: str, dtype: str, *, adaptive: bool, storage: float, unseen: float = 0.0) -> float:
         """Floor of a parameter's update.
