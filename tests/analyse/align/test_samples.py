@@ -55,7 +55,7 @@ def batch(*ranks: Sequence[int], micro_step: int = 0) -> list[Sample]:
         ),
         (
             batch([0, 1, 2]),
-            "holds other samples: 1 of the baseline's 4 samples are missing, first number 3 of rank 0 in micro-step 0.",
+            "holds other samples: 1 of the baseline's 4 samples is missing, first number 3 of rank 0 in micro-step 0.",
         ),
         ([], ""),
     ],

@@ -303,6 +303,7 @@ class RunningComparison:
                 every_bit=ASKED if self._identical else "" if noise is None else self._measured.calibration.every_bit,
                 factors=tuple(scale_factors(*scales)),
                 clipped=tuple(clip_factor(*clipped)),
+                coefficients=(clip_coefficient(clipped[0]), clip_coefficient(clipped[1])),
                 clips=any(clipped),
                 evaluation=given.evaluation,
                 whole=whole,
