@@ -55,13 +55,13 @@ def batch(*ranks: Sequence[int], micro_step: int = 0) -> list[Sample]:
         ),
         (
             batch([0, 1], [0, 1]),
-            "holds other samples: one sample comes 2 times, first at number 0 of rank 0 in micro-step 0, and 2 of the "
-            "baseline's 4 samples are missing, first number 2 of rank 0 in micro-step 0. Only what rank 1 holds "
+            "holds other samples: 2 samples come more than once, first at number 0 of rank 0 in micro-step 0, and 2 of "
+            "the baseline's 4 samples are missing, first number 2 of rank 0 in micro-step 0. Only what rank 1 holds "
             "differs.",
         ),
         (
             batch([0, 1, 2]),
-            "holds other samples: 1 of the baseline's 4 samples are missing, first number 3 of rank 0 in micro-step 0.",
+            "holds other samples: 1 of the baseline's 4 samples is missing, first number 3 of rank 0 in micro-step 0.",
         ),
         ([], ""),
     ],

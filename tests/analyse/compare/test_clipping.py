@@ -11,8 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import traindiff
+from tests.analyse.merge.test_clips import clips_of, number
 from tests.analyse.merge.test_loss_scale import EVERYTHING, train
 from tests.made_up import Edit, Seen, Step, record
+from traindiff.analyse.compare.clipping import hidden_by_clipping
+from traindiff.analyse.merge.recorded_calls import Clip
 
 
 def test_clipping_by_default_is_the_first_divergence(tmp_path: Path) -> None:
@@ -213,3 +216,18 @@ def test_clipping_to_another_limit_by_hand_is_found(tmp_path: Path) -> None:
     called, hand = (clipping(tmp_path / how, how) for how in ("norm", "to another norm by hand"))
 
     assert traindiff.compare(called, hand).verdict == "diverged"
+
+
+@pytest.mark.parametrize(("factor", "hidden"), [(0.5, True), (2.0, True), (1.7, False), (1.0, False)])
+def test_a_factor_that_clipping_hides_is_found_where_no_correct_run_has_it(factor: float, hidden: bool) -> None:
+    """Gradients that are averaged twice have the same bits again once they are clipped."""
+
+    def clipping(norm: float) -> list[Clip]:
+        return clips_of(number("norm", norm), number("max_norm", 0.1))
+
+    found = list(hidden_by_clipping(clipping(0.5), clipping(0.5 * factor), step=3, micro_steps=1, ranks=2))
+
+    assert [(one.kind, one.step) for one in found] == [("clipping", 3)] * hidden
+    if hidden:
+        assert "(= world size 2: " in found[0].message or "one over the world size: " in found[0].message
+        assert found[0].message.endswith("Clipping hides that.")

@@ -10,7 +10,7 @@ import pytest
 from tests.made_up import Array, Compared, Edit, Step, at, plain_step, random, summary_of
 from traindiff.analyse.compare.case import Case, Diagnosis
 from traindiff.analyse.compare.diagnosis import diagnose
-from traindiff.analyse.compare.factors import factor_meaning
+from traindiff.analyse.compare.factors import clipping_left_out, factor_meaning
 from traindiff.analyse.merge.distance import best_fit
 from traindiff.analyse.merge.site import MergedSite, SiteKey
 from traindiff.core.summary import add, distance, norm
@@ -417,3 +417,31 @@ def test_few_zeros_are_nothing_to_speak_of() -> None:
         candidate = X.copy()
         candidate.reshape(-1)[np.random.default_rng(6).permutation(X.size)[:count]] = 0
         assert (look(X, candidate).kind == "zeros") == (kind == "zeros")
+
+
+@pytest.mark.parametrize(("left", "kind"), [(0.0, "state-lost"), (0.4, "state-lost"), (0.88, "value")])
+def test_a_running_average_that_begins_anew_lacks_what_was_in_it(left: float, kind: str) -> None:
+    before = random(32, 40, seed=3)
+    average = np.float32(0.9) * before + X
+    state: dict[str, Any] = {"phase": "optimizer", "slot": "momentum_buffer", "previous": entry(before).summary}
+
+    found = look(average, np.float32(left) * before + X, **state)
+
+    assert found.kind == kind
+    if kind == "state-lost":
+        assert found.evidence["share"] == pytest.approx(0.9 - left, abs=1e-5)
+
+
+def test_another_difference_of_a_running_average_is_no_lost_state() -> None:
+    before = random(32, 40, seed=3)
+    state: dict[str, Any] = {"phase": "optimizer", "slot": "momentum_buffer", "previous": entry(before).summary}
+
+    assert look(np.float32(0.9) * before + X, np.float32(0.5) * before + NOISE, **state).kind == "value"
+
+
+def test_a_gradient_that_one_runs_clipping_leaves_out_is_told_so() -> None:
+    known = clipping_left_out(0.25, 0.5, common=2.0)
+
+    assert factor_meaning(2.0, 1, known=known) == " (= 1/0.25, as if the candidate's clipping left it out)"
+    assert factor_meaning(0.25, 1, known=known) == " (= 0.5, as if the baseline's clipping left it out)"
+    assert clipping_left_out(1.0, 0.5, common=1.0) == []

@@ -18,6 +18,7 @@ from traindiff.analyse.merge.distance import Pair, difference
 from traindiff.analyse.merge.parameters import Updates
 from traindiff.analyse.merge.site import GRADIENT_NORM, MergedSite
 from traindiff.analyse.merge.step_table import step_table
+from traindiff.core.observation import EDITED
 from traindiff.core.shards import Shard
 from traindiff.core.summary import norm
 
@@ -164,3 +165,22 @@ def test_an_update_over_steps_that_were_not_recorded_is_not_derived() -> None:
     updates.derive(table_of(0, {**parameter(random(9, seed=0), "before"), **parameter(random(9, seed=1))}), step=0)  # type: ignore[arg-type]
 
     assert updates.derive(table_of(2, parameter(random(9, seed=2))), step=2)[0] == []  # type: ignore[arg-type]
+
+
+def test_an_edit_on_a_rank_whose_copy_does_not_count_is_no_part_of_the_update() -> None:
+    """The ranks hold different copies from then on, and the update is that of the first one."""
+    before, moved = random(9, seed=0), random(9, seed=0) + np.float32(0.25)
+    edited, after = before + np.float32(1.0), {0: moved, 1: moved + np.float32(1.0)}
+    updates = Updates()
+    updates.derive(table_of(0, parameter(before)), step=0)  # type: ignore[arg-type]
+    ones = [(0, 0, "", after[0]), (1, 0, EDITED, edited), (1, 1, "", after[1])]
+    parts = [
+        (one, rank, summary)
+        for rank, order, stage, values in ones
+        for one, summary in [observed(("param", stage, "w", "value"), Seen(values=values), step=1, order=order)]
+    ]
+
+    found, parameters = updates.derive(dict(step_table(parts)), step=1)
+
+    assert float(found[0].summary["sum"]) == pytest.approx(9 * 0.25, rel=1e-5)
+    assert float(parameters["w"].summary["sum"]) == pytest.approx(float(edited.sum()), rel=1e-5)

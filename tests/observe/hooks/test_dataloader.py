@@ -156,7 +156,7 @@ def test_another_order_of_samples_is_found_at_the_loader(size: int | None, tmp_p
     first = comparison.findings[0]
     assert (first.kind, first.step, first.path, first.slot) == ("batch", 0, "dataloader", "batch[0]")
     assert first.message == (
-        "The batch differs: dataloader batch[0] holds other samples: 1 of its 3 samples are none of the baseline's, "
+        "The batch differs: dataloader batch[0] holds other samples: 1 of its 3 samples is none of the baseline's, "
         "first number 0 of rank 0 in micro-step 0."
     )
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from traindiff.analyse.align.batch_indices import may_count_within
+from traindiff.analyse.align.other_values import values_text
 from traindiff.analyse.align.padding import padding_of
 from traindiff.analyse.align.side import Side, Tables
 from traindiff.analyse.findings import Finding, micro_steps_text, ranks_text
@@ -43,11 +44,12 @@ def check_batch(pair: Pair, *, step: int, samples: tuple[Samples, Samples] = ({}
             f"The batch differs: {where} holds other numbers. That the runs cut the batch differently does not explain "
             "it: rows with equal numbers in one run have different ones in the other, or the first rows differ."
         )
-    elif detail := samples_message(*single):
-        message = f"The batch differs: {where} {detail}"
-    elif baseline.shape != candidate.shape:
+    elif baseline.shape[1:] != candidate.shape[1:] or (baseline.shape != candidate.shape and not all(single)):
         shapes = f"{list(baseline.shape)} in the baseline, {list(candidate.shape)} in the candidate"
         message = f"The batch differs: {where} has shape {shapes}."
+    elif detail := samples_message(*single):
+        others = detail.startswith(OTHER_SAMPLES)
+        message = f"The batch differs: {where} {detail}{values_text(pair, permuted=permuted) if others else ''}"
     elif baseline.dtype != candidate.dtype:
         message = f"The batch differs: {where} is {baseline.dtype} in the baseline, {candidate.dtype} in the candidate."
     elif permuted:
@@ -71,6 +73,8 @@ def _holds_the_same(pair: Pair) -> bool:
     return not (one.placed and other.placed) and all(one.summary[name] == other.summary[name] for name in names)
 
 
+OTHER_SAMPLES = "holds other samples"
+
 _MOST = 8
 """Number of samples or ranks that a message names one by one."""
 
@@ -89,16 +93,17 @@ def samples_message(baseline: Sequence[Sample], candidate: Sequence[Sample]) -> 
     parts = []
     if repeated := [one for one, times in held[1].items() if times > held[0][one] > 0]:
         who = next(one for one in candidate if one.fingerprint == repeated[0])
-        parts.append(f"one sample comes {held[1][repeated[0]]} times, first at {_where(who)}")
+        several = f"{len(repeated)} samples come more than once" if len(repeated) > 1 else ""
+        parts.append(f"{several or f'one sample comes {held[1][repeated[0]]} times'}, first at {_where(who)}")
     if fresh := [one for one in candidate if one.fingerprint in further and not held[0][one.fingerprint]]:
-        parts.append(
-            f"{len(fresh)} of its {len(candidate)} samples are none of the baseline's, first {_where(fresh[0])}"
-        )
+        number = f"{len(fresh)} of its {len(candidate)} samples {'is' if len(fresh) == 1 else 'are'}"
+        parts.append(f"{number} none of the baseline's, first {_where(fresh[0])}")
     elif missing:
         lost = [one for one in baseline if one.fingerprint in missing]
         first = _whole_micro_steps(lost, baseline) or f"first {_where(lost[0])}"
-        parts.append(f"{missing.total()} of the baseline's {len(baseline)} samples are missing, {first}")
-    return f"holds other samples: {', and '.join(parts)}.{_only_on(baseline, candidate)}"
+        number = f"{missing.total()} of the baseline's {len(baseline)} samples"
+        parts.append(f"{number} {'is' if missing.total() == 1 else 'are'} missing, {first}")
+    return f"{OTHER_SAMPLES}: {', and '.join(parts)}.{_only_on(baseline, candidate)}"
 
 
 def _whole_micro_steps(lost: Sequence[Sample], baseline: Sequence[Sample]) -> str:

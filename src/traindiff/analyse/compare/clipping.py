@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from traindiff.analyse.align.side import gradient_norms
+from traindiff.analyse.compare.factors import factor_meaning, factor_text
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.recorded_calls import EFFECT, Clip
@@ -14,6 +16,9 @@ from traindiff.core.summary import UNIT_ROUNDOFF, largest, number
 
 KIND = "clipping"
 """Kind of a finding about clipping that differs between the runs."""
+
+_KNOWN = re.compile(r"world size|micro-batches")
+"""Meanings of a factor that no correct run has. Other factors may be those of another, equal loss."""
 
 
 def clip_coefficient(clipped: Iterable[Clip]) -> float:
@@ -59,6 +64,27 @@ def clipping_findings(
         if (expected.effective or actual.effective) and expected.what != actual.what:
             message = f"The baseline clips {expected.what}, the candidate clips {actual.what}."
             yield _finding(expected, step=step, message=message, run="baseline")
+
+
+def hidden_by_clipping(
+    baseline: list[Clip], candidate: list[Clip], *, step: int, micro_steps: int, ranks: int
+) -> Iterator[Finding]:
+    """Findings about norms that differ by a known factor before both runs clip to the same one, which hides it."""
+    for before, after in zip(baseline, candidate, strict=False) if len(baseline) == len(candidate) else ():
+        if not (before.effective and after.effective and before.what == after.what and before.norm and after.norm):
+            continue
+        factor = after.norm / before.norm
+        meaning = factor_meaning(factor, micro_steps, ranks)
+        if not _KNOWN.search(meaning) or abs(factor - 1.0) < 0.1:
+            continue
+        message = (
+            f"Before they are clipped, the norm of gradients is {before.norm:.4g} in the baseline and "
+            f"{after.norm:.4g} in the candidate: {factor_text(factor, 0.01)} x{meaning}. Clipping hides that."
+        )
+        evidence = {"baseline_norm": before.norm, "candidate_norm": after.norm, "factor": factor}
+        yield finding_at(
+            before.entry, step=step, kind=KIND, message=message, evidence=evidence, difference=abs(factor - 1.0)
+        )
 
 
 def clipping_note(baseline: list[Clip], candidate: list[Clip], pairs: Sequence[Pair]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from traindiff.analyse.findings import Finding, more_text
+from traindiff.analyse.findings import Finding, more_text, ranks_text
 from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.site import StepTable
 from traindiff.core.observation import MODE
@@ -69,10 +69,16 @@ class Configurations:
         baseline: Contents of the baseline's `rank.json` files.
         candidate: The same of the candidate.
         rename: Turns the candidate's paths into the baseline's.
+        ranks: The ranks of both runs' contents; numbered from 0 if left out.
     """
 
     def __init__(
-        self, baseline: Sequence[Mapping[str, Any]], candidate: Sequence[Mapping[str, Any]], rename: Rename = str
+        self,
+        baseline: Sequence[Mapping[str, Any]],
+        candidate: Sequence[Mapping[str, Any]],
+        rename: Rename = str,
+        *,
+        ranks: Sequence[Sequence[int]] | None = None,
     ) -> None:
         before, after = _settings(baseline, str), _settings(candidate, rename)
         self._differing: dict[str, dict[str, str]] = {}
@@ -88,6 +94,12 @@ class Configurations:
         self._modes = tuple({path: one.get("training") for path, one in side.items()} for side in (before, after))
         self._is_first = True
         self._evaluates: dict[str, tuple[str, int]] = {}  # by path: which run, and since when
+        of_runs = ranks or (range(len(baseline)), range(len(candidate)))
+        begins = (_modes_by_rank(baseline, of_runs[0], str), _modes_by_rank(candidate, of_runs[1], rename))
+        for run, own, other in (("candidate", *begins[::-1]), ("baseline", *begins)):
+            for path, evaluating in own.items():
+                if path not in other and path in self._modes[0] and path in self._modes[1]:
+                    self._evaluates[path] = (f"{run} on {ranks_text(evaluating, capital=False)}", 0)
 
     def see(self, tables: tuple[StepTable, StepTable], *, step: int) -> None:
         """Note which modules are in evaluation mode in one run only, before a step is judged."""
@@ -210,6 +222,18 @@ def _optimizers(contents: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """The name of the optimizer that holds each parameter."""
     held = (optimizer for content in contents for optimizer in content.get("optimizers", ()))
     return {path: one["name"] for one in held for group in one.get("groups", ()) for path in group}
+
+
+def _modes_by_rank(
+    contents: Iterable[Mapping[str, Any]], numbers: Iterable[int], rename: Rename
+) -> dict[str, list[int]]:
+    """The ranks on which a module begins in evaluation mode, if it begins in training mode on others."""
+    ranks: dict[str, dict[str, list[int]]] = {}
+    for content, rank in zip(contents, numbers, strict=True):
+        for path, settings in content.get("module_settings", {}).items():
+            modes = ranks.setdefault(rename(path), {})
+            modes.setdefault(settings.get("training", ""), []).append(rank)
+    return {path: modes["False"] for path, modes in ranks.items() if modes.keys() >= {"True", "False"}}
 
 
 def _settings(contents: Iterable[Mapping[str, Any]], rename: Rename) -> dict[str, dict[str, str]]:

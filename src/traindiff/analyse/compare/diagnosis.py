@@ -10,7 +10,7 @@ import numpy as np
 
 from traindiff.analyse.compare.case import Case, Diagnosis
 from traindiff.analyse.compare.factors import factor_meaning, factor_text
-from traindiff.analyse.compare.gradient_sums import accumulated, late, lost_contribution
+from traindiff.analyse.compare.gradient_sums import accumulated, late, lost_contribution, lost_state
 from traindiff.analyse.merge.distance import Pair, best_fit, rounded_to
 from traindiff.analyse.merge.site import MergedSite
 from traindiff.core.shards import BUCKETS, OPEN, Shard
@@ -247,6 +247,7 @@ TESTS: tuple[Callable[[Case], Diagnosis | None], ...] = (
     vanished,
     late,
     accumulated,
+    lost_state,
     lost_contribution,
     permuted,
     scaled,

@@ -59,6 +59,22 @@ def factor_meaning(factor: float, micro_steps: int, ranks: int = 1, known: Itera
     return f" (= {whole})" if whole.denominator != 1 else ""
 
 
+def clipping_left_out(baseline: float, candidate: float, *, common: float) -> list[tuple[float, str]]:
+    """Factors between gradients of which one run clips all, and the other all but a few; with what to say about each.
+
+    Args:
+        baseline: Factor that the baseline's clipping applied.
+        candidate: Factor that the candidate's applied.
+        common: Factor between most gradients, which is divided out.
+    """
+    if not 0.0 < baseline < 1.0 or not 0.0 < candidate < 1.0:
+        return []
+    return [
+        (1.0 / baseline / common, f"= 1/{baseline:.4g}, as if the candidate's clipping left it out"),
+        (candidate / common, f"= {candidate:.4g}, as if the baseline's clipping left it out"),
+    ]
+
+
 def odd_terms(sketches: Mapping[Any, Any], sum_of_them: MergedSite) -> tuple[list[tuple[Any, float]], float] | None:
     """Terms that a sum does not hold exactly once, with their factors, and the remainder; or None."""
     if len(sketches) < 2:

@@ -76,6 +76,29 @@ def accumulated(case: Case) -> Diagnosis | None:
     )
 
 
+def lost_state(case: Case) -> Diagnosis | None:
+    """A running average of an optimizer without what the step before had left in it."""
+    before = case.previous
+    if case.baseline.key.phase != "optimizer" or before is None or case.baseline.shape != case.candidate.shape:
+        return None
+    if int(finite_count(before)) < FEW or int(before["count"]) != int(case.candidate.summary["count"]):
+        return None
+    lacking = case.baseline.summary["sketch"] - case.candidate.summary["sketch"]
+    power, size = float(before["sketch"] @ before["sketch"]), math.sqrt(float(lacking @ lacking))
+    if not power or not size:
+        return None
+    share = float(lacking @ before["sketch"]) / power
+    left_over = math.sqrt(float(((lacking - share * before["sketch"]) ** 2).sum())) / size
+    if left_over > LATE or not 0.1 < share <= 1.0 + LATE:
+        return None
+    return Diagnosis(
+        kind="state-lost",
+        message=f"The candidate's lacks what the {case.unit} before had left in it ({share:.4g} x that is missing): "
+        "was the optimizer's state lost, or not loaded?",
+        evidence={"share": share, "residual": left_over},
+    )
+
+
 def with_causes(found: Sequence[Finding]) -> list[Finding]:
     """Findings without those about carried gradients whose effect is a finding, too: that one says what causes it."""
     seen = {one.path for one in found if one.phase == "grad" and one.kind != GradientsAreCleared.name}

@@ -22,7 +22,13 @@ from traindiff.analyse.compare.circumstances import (
     scale_factors,
     scale_note,
 )
-from traindiff.analyse.compare.clipping import clip_coefficient, clip_factor, clipping_findings, clipping_note
+from traindiff.analyse.compare.clipping import (
+    clip_coefficient,
+    clip_factor,
+    clipping_findings,
+    clipping_note,
+    hidden_by_clipping,
+)
 from traindiff.analyse.compare.configuration import Configurations
 from traindiff.analyse.compare.edits import EditsApart
 from traindiff.analyse.compare.evaluations import OtherEvaluations, without_gradients
@@ -39,7 +45,7 @@ from traindiff.analyse.compare.explanations import (
     with_names,
 )
 from traindiff.analyse.compare.judge import BothRuns, Judge, is_uncalled
-from traindiff.analyse.compare.limits import hints, limits, not_followed, returned_note, unjudged_note
+from traindiff.analyse.compare.limits import choices_notes, hints, limits, not_followed, returned_note, unjudged_note
 from traindiff.analyse.compare.operator_search import OperatorSearch
 from traindiff.analyse.compare.step_input import StepInput
 from traindiff.analyse.compare.step_judge import judge_step
@@ -125,7 +131,7 @@ class RunningComparison:
         self._leaky = not _LEAKY.isdisjoint(modules.values())
         self._norms = {path: name for path, name in modules.items() if _OVER_POSITIONS.search(name)}
         contents = [[run.rank_content(rank) for rank in run.ranks] for run in runs.runs]
-        self._configurations = Configurations(contents[0], contents[1], rename)
+        self._configurations = Configurations(contents[0], contents[1], rename, ranks=[run.ranks for run in runs.runs])
         self._forced = bool(candidate.run.get("forced_by"))
         self._history = history
         self._judge = Judge(
@@ -267,13 +273,16 @@ class RunningComparison:
         scales = (loss_scale(tables[0]), loss_scale(tables[1]))
         self._notes.update(dict.fromkeys(filter(None, (clipping_note(*clipped, pairs), scale_note(*scales)))))
         found = [*given.findings, *clipping_findings(*clipped, pairs, step=step), *extra]
+        micro_steps = [num_micro_steps(table) for table in tables]
+        ranks = max(side.data_parallel for side in self.runs.sides)
+        if not self._judge.findings:
+            found += hidden_by_clipping(*clipped, step=step, micro_steps=micro_steps[1], ranks=ranks)
         place = in_baseline_order(given.aligned.pairs)
         found = [replace(one, order=place(one.order)) if _is_of_candidate(one) else one for one in found]
         found += check_random_state(*tables, step=step)
         if not self._forced:  # in a forced run no operation computes it
             pairs = [*pairs, *gradient_norms(pairs)]
         agreed = all(map(is_uncalled, self._judge.findings))
-        micro_steps = [num_micro_steps(table) for table in tables]
         found = judge_step(
             self._judge,
             StepInput(
@@ -287,7 +296,7 @@ class RunningComparison:
                 parameters=given.parameters,
                 micro_steps=micro_steps[1],
                 most_micro_steps=max(micro_steps),
-                ranks=max(side.data_parallel for side in self.runs.sides),
+                ranks=ranks,
                 samples=max((int(e.summary["count"]) for k, e in tables[0].items() if k.phase == "batch"), default=1),
                 batches=(samples_of(tables[0]), samples_of(tables[1])),
                 noise=noise,
@@ -295,6 +304,7 @@ class RunningComparison:
                 every_bit=ASKED if self._identical else "" if noise is None else self._measured.calibration.every_bit,
                 factors=tuple(scale_factors(*scales)),
                 clipped=tuple(clip_factor(*clipped)),
+                coefficients=(clip_coefficient(clipped[0]), clip_coefficient(clipped[1])),
                 clips=any(clipped),
                 evaluation=given.evaluation,
                 whole=whole,
@@ -351,16 +361,7 @@ class RunningComparison:
             *not_followed(self.runs),
             *self.runs.uneven.notes(),
         ]
-        if self._judge.turned:
-            notes.append(
-                f"A choice of rows (of a router, of a mask) that rounding may turn was made otherwise, first at "
-                f"{self._judge.turned[0]}. What follows in such a step was not judged."
-            )
-        if self._judge.choices:
-            notes.append(
-                f"Rounding turned some choices of rows (of a router), first at {self._judge.choices[0]}. The floors of "
-                "what follows allow for it, and rows that were chosen otherwise are not compared one by one."
-            )
+        notes += choices_notes(self._judge.turned, self._judge.choices)
         judge = self._judge
         unjudged = unjudged_note(judge.unjudged, is_represented_otherwise=judge.only_representation_differs)
         notes += filter(None, (returned_note(judge.returned), unjudged, unknown_bits_note(judge.unknown_bits)))

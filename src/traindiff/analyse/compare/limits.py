@@ -213,3 +213,22 @@ def _not_recorded(runs: TwoRuns) -> tuple[list[str], bool]:
         )
         partly = True
     return notes, partly
+
+
+def choices_notes(turned: Sequence[str], choices: Sequence[str]) -> Iterator[str]:
+    """Notes on choices of rows that rounding turned: whole numbers of rows that differ, and parts of them.
+
+    Args:
+        turned: Places where another number of rows was chosen.
+        choices: Places where a part of the choices turned, and how many.
+    """
+    if turned:
+        yield (
+            "A choice of rows (of a router, of a mask) that rounding may turn was made otherwise, first at "
+            f"{turned[0]}. What follows in such a step was not judged."
+        )
+    if choices:
+        yield (
+            f"Rounding turned some choices of rows (of a router), first at {choices[0]}. The floors of what follows "
+            "allow for it, and rows that were chosen otherwise are not compared one by one."
+        )

@@ -36,6 +36,7 @@ class StepInput:
         calibration: The calibration; empty without replicas.
         factors: Known factors, with what to say about each.
         clipped: The same for gradients only.
+        coefficients: Factors that clipping to a norm applied in both runs; 1 without it.
         clips: Whether a run clips gradients in this step.
         carried: Part that a gradient which was not set to zero has in the next one, relative to that one's own part.
         leaky: Whether the model has gates that leave no zeros when they shut.
@@ -64,6 +65,7 @@ class StepInput:
     calibration: Calibration = field(default_factory=Calibration)
     factors: tuple[tuple[float, str], ...] = ()
     clipped: tuple[tuple[float, str], ...] = ()
+    coefficients: tuple[float, float] = (1.0, 1.0)
     clips: bool = False
     carried: float = 1.0
     leaky: bool = False

@@ -9,7 +9,7 @@ from dataclasses import replace
 from traindiff.analyse.align import exact
 from traindiff.analyse.compare.case import Case, Diagnosis
 from traindiff.analyse.compare.diagnosis import diagnose
-from traindiff.analyse.compare.factors import factor_meaning, factor_text
+from traindiff.analyse.compare.factors import clipping_left_out, factor_meaning, factor_text
 from traindiff.analyse.compare.gradient_sums import with_causes
 from traindiff.analyse.compare.judge import Judge, is_uncalled
 from traindiff.analyse.compare.mixtures import Mixture, common_mixture
@@ -105,6 +105,7 @@ class StepJudge:
         self._previous = judge.previous.get(given.optimizer, {})
         self._of_step_before = judge.of_step_before.get(given.optimizer, frozenset())
         self._mixture: Mixture | None = None  # of the gradients that are judged together
+        self._left_out: list[tuple[float, str]] = []  # factors of gradients that one run's clipping leaves out
         self._behind_loss = BehindOtherLoss(given.pairs)
 
     def judge(self) -> list[Finding]:
@@ -224,6 +225,7 @@ class StepJudge:
         self._mixture = common_mixture(pairs, self._previous)
         by_user = self._judge.is_judged_by_user(pairs[0])
         factor, limits = (None, {}) if by_user or self._mixture else self._common_factor(pairs, floors)
+        self._left_out = clipping_left_out(*self._given.coefficients, common=factor or 1.0)
         found: list[Finding] = []
         seen: list[tuple[Pair, float]] = []
         for pair in pairs:
@@ -361,7 +363,8 @@ class StepJudge:
     def _factors(self, pair: Pair) -> tuple[tuple[float, str], ...]:
         """Factors that may explain a difference here: clipping changes nothing before the gradients."""
         clipped = self._given.clipped if pair.baseline.key.phase in ("grad", "optimizer", "update") else ()
-        return (*self._given.factors, *clipped)
+        left_out = self._left_out if pair.baseline.key.phase == "grad" else ()
+        return (*self._given.factors, *clipped, *left_out)
 
     def _shape(self, pair: Pair, size: float, floor: float) -> Diagnosis:
         baseline, candidate = pair.baseline, pair.candidate

@@ -25,8 +25,12 @@ class Updates:
 
     def derive(self, table: dict[SiteKey, MergedSite], *, step: int) -> tuple[list[MergedSite], dict[str, MergedSite]]:
         """Entries of phase `update`, and the parameters as this step found them, by path."""
+        elsewhere: dict[str, MergedSite] = {}  # changed on ranks whose copies do not count after the step
         for key, entry in table.items():
             if key.phase == "param" and key.stage in ("before", EDITED) and key.slot == "value":
+                if key.stage == EDITED and not _of_same_copy(entry, table.get(key._replace(stage=""))):
+                    elsewhere[key.path] = entry.without_parts()
+                    continue
                 self._parameters[key.path] = entry.without_parts()
                 self._ended.pop(key.path, None)
         # An update is unknown if ranks are missing before or after it.
@@ -45,7 +49,14 @@ class Updates:
                 found.append(_update(key, old, entry))
             self._parameters[key.path] = entry.without_parts()
             self._ended[key.path] = step
-        return found, before
+        return found, {**before, **{path: entry for path, entry in elsewhere.items() if not entry.unobserved}}
+
+
+def _of_same_copy(edited: MergedSite, after: MergedSite | None) -> bool:
+    """True if a parameter was changed on a rank whose copy counts after the step; copies may differ from then on."""
+    if after is None or not after.apart:
+        return True
+    return after.apart[0][0] in {part.rank for part in edited.parts}
 
 
 def movement(path: str, before: MergedSite, after: MergedSite) -> MergedSite:

@@ -72,7 +72,9 @@ class Floors:
         """Floor of an output of a module, or of the gradient of an output."""
         self.precision = max(self.precision, *(rounding(dtype) for dtype in dtypes))
         # What it computes from and what it computes with differ independently; its own rounding adds to that.
-        inputs = math.hypot(self.flow, max(self.parameters, self.own.get(path, 0.0)))
+        parameters = max(self.parameters, self.own.get(path, 0.0))
+        product = self.flow * parameters if self.flow and parameters else 0.0  # which counts if both are large
+        inputs = max(math.hypot(self.flow, parameters), product)
         return self.precision + GAIN * inputs
 
     def gated(self, baseline: Any, candidate: Any, turned: int | None = None) -> float:
@@ -121,14 +123,17 @@ class Floors:
         u = UNIT_ROUNDOFF.get(dtype, 0.0)
         precision = max(self.precision, rounding(dtype))  # its own, if activations were not recorded
         own, several = math.sqrt(terms) * u, REPEATED * precision + accumulated * u
-        return max(several, own, GAIN * max(self.flow, self.parameters)) * max(1.0, cancellation)
+        inputs = max(self.flow, self.parameters)
+        return max(several, own, GAIN * inputs * max(1.0, inputs)) * max(1.0, cancellation)
 
     def state(self, path: str, dtypes: Iterable[str]) -> float:
         """Floor of an optimizer's state of a parameter, which is linear (or quadratic) in its gradients."""
         if self.settings_differ:
             return math.inf
         local = max((rounding(dtype) for dtype in dtypes), default=0.0)
-        return max(local, self.precision, self.coefficients, GAIN * self.gradients.get(path, 0.0))
+        gradient = self.gradients.get(path, 0.0)
+        squared = gradient * (2.0 + gradient)  # (1 + e)^2 - 1
+        return max(local, self.precision, self.coefficients, GAIN * gradient, squared)
 
     def update(self, path: str, dtype: str, *, adaptive: bool, storage: float, unseen: float = 0.0) -> float:
         """Floor of a parameter's update.
@@ -177,7 +182,8 @@ class Floors:
     def scalar(self, terms: int) -> float:
         """Floor of a number that was reduced from many: `sqrt(N) * u`, or the gain of the input differences."""
         reduction = math.sqrt(max(1, terms)) * UNIT_ROUNDOFF["float32"]
-        return max(self.precision, reduction, GAIN * max(self.flow, self.parameters))
+        inputs = max(self.flow, self.parameters)
+        return max(self.precision, reduction, GAIN * inputs * max(1.0, inputs))
 
     def saw(self, difference: float) -> None:
         """Note a relative difference on the data's path."""

@@ -13,6 +13,7 @@ from traindiff.analyse.merge.distance import Pair, best_fit, difference, rounded
 from traindiff.analyse.merge.recorded_calls import contributions
 from traindiff.analyse.merge.site import MergedSite, RankPart, SiteKey, StepTable, finding_at, num_micro_steps
 from traindiff.analyse.rules.optimizers import moves_parameters
+from traindiff.analyse.rules.rank_multiples import common_multiples, differing_copies, of_part
 from traindiff.analyse.rules.rule import Rule
 from traindiff.core.observation import BOUNDARY, PLACE
 from traindiff.core.shards import Shard
@@ -69,13 +70,9 @@ def _wrong_parts(sent: MergedSite, received: MergedSite) -> list[tuple[RankPart,
             origin.summary["fingerprint"] == part.summary["fingerprint"] and sent.dtype == received.dtype
         ):
             continue
-        pair = Pair(baseline=_alone(sent, origin), candidate=_alone(received, part))
+        pair = Pair(baseline=of_part(sent, origin), candidate=of_part(received, part))
         found.append((origin, part, difference(pair)))
     return found
-
-
-def _alone(entry: MergedSite, part: RankPart) -> MergedSite:
-    return MergedSite(key=entry.key, order=entry.order, dtype=entry.dtype, shape=part.shard.shape, summary=part.summary)
 
 
 def _first_of_stage(table: StepTable, received: MergedSite) -> tuple[int, SiteKey]:
@@ -107,7 +104,7 @@ def _message(
     other = next((one for one in sent.parts if one.summary["multiset"] == part.summary["multiset"]), None)
     if other is not None and other.micro_step != part.micro_step:
         return f"{message}: what it sent in micro-step {other.micro_step}. Was a buffer read before it was filled?"
-    if dtype := rounded_to(Pair(baseline=_alone(sent, origin), candidate=_alone(sent, part))):
+    if dtype := rounded_to(Pair(baseline=of_part(sent, origin), candidate=of_part(sent, part))):
         return f"{message}: it differs by {size:.2g} of its size, as rounding to {dtype} would make it."
     return f"{message}." if size is None else f"{message}: it differs by {size:.2g} of its size."
 
@@ -143,8 +140,9 @@ class CopiesAgree(Rule):
                 self._before[key] = _bits(entry)
 
     def _disagreements(self, table: StepTable, *, step: int) -> Iterator[Finding]:
+        common = common_multiples(table)
         for key, entry in table.items():
-            if not entry.apart or not _must_agree(table, key):
+            if not entry.apart or not _must_agree(table, key) or (common is not None and key in common.sites):
                 continue
             most, *others = entry.apart
             alone = sorted(rank for group in others for rank in group)
@@ -164,6 +162,8 @@ class CopiesAgree(Rule):
                 message = f"{ranks_text(alone)} {hold} another copy of {where} than {ranks_text(most, capital=False)}."
             if key.path != "rng":
                 message += _how(table, entry, self._before.get(key, {}))
+            if common is not None and key[:2] == ("grad", ""):
+                message += common.aside
             rank = alone[0] if len(alone) == 1 and not tied else None
             evidence = {"ranks": [list(group) for group in entry.apart]}
             yield finding_at(entry, step=step, kind=KIND, message=message, rank=rank, evidence=evidence)
@@ -184,8 +184,8 @@ def _how(table: StepTable, entry: MergedSite, before: Mapping[Shard, int]) -> st
         entry: The site.
         before: Fingerprints of the copies that all ranks held a step before, by shard; empty if they are not known.
     """
-    usual, odd = _differing_copies(entry)
-    pair = Pair(baseline=_alone(entry, usual), candidate=_alone(entry, odd))
+    usual, odd = differing_copies(entry)
+    pair = Pair(baseline=of_part(entry, usual), candidate=of_part(entry, odd))
     if int(usual.summary["count"]) == 1:
         values = (f"{number(one.summary):.6g} on rank {one.rank}" for one in (usual, odd))
         return f" It is {' and '.join(values)}."
@@ -225,17 +225,6 @@ def _was_to_move(table: StepTable, entry: MergedSite) -> bool:
 
 _FITS = 0.01
 """Part of a copy that a multiple of another one, or of a rank's own contribution, may leave."""
-
-
-def _differing_copies(entry: MergedSite) -> tuple[RankPart, RankPart]:
-    """The copy that most ranks hold, and one that differs from it."""
-    most, other = entry.apart[0][0], entry.apart[1][0]
-    of_rank = {(part.micro_step, part.shard): part for part in entry.parts if part.rank == most}
-    for part in entry.parts:
-        same = of_rank.get((part.micro_step, part.shard))
-        if part.rank == other and same and same.summary["fingerprint"] != part.summary["fingerprint"]:
-            return same, part
-    return next(part for part in entry.parts if part.rank == most), next(p for p in entry.parts if p.rank == other)
 
 
 def _is_its_own(table: StepTable, entry: MergedSite, part: RankPart) -> bool:
