@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
 import numpy as np
 
 from traindiff.analyse.merge.idle_passes import without_idle
-from traindiff.analyse.merge.site import MergedSite, Part, RankPart, SiteKey
+from traindiff.analyse.merge.site import NAMES, MergedSite, Part, RankPart, SiteKey, filled
 from traindiff.analyse.merge.step_table import merged_site, site_key
 from traindiff.core.observation import (
     CLEARED,
@@ -23,9 +23,7 @@ from traindiff.core.observation import (
 from traindiff.core.summary import empty, scale
 from traindiff.storage import StepObservations
 
-_NAMES = tuple(one.name for one in fields(MergedSite))
-_SETTERS = tuple(MergedSite.__dict__[name].__set__ for name in _NAMES)
-_SUMMARY, _PARTS = _NAMES.index("summary"), _NAMES.index("parts")
+_SUMMARY, _PARTS = NAMES.index("summary"), NAMES.index("parts")
 _Place = tuple[int, int]
 """Which of the ranks, and which row of its step."""
 
@@ -48,13 +46,11 @@ class _Alone:
 
     def entry(self, summary: Any) -> MergedSite:
         """The entry with the numbers of one step."""
-        entry: MergedSite = object.__new__(MergedSite)
         values = self.values
         values[_SUMMARY] = empty() if self.unobserved else summary
         micro_step, rank, shard, _, term = self.part
         values[_PARTS] = (RankPart(micro_step, rank, shard, summary, term),)
-        for fill, value in zip(_SETTERS, values, strict=True):
-            fill(entry, value)
+        entry = filled(values)
         values[_SUMMARY] = values[_PARTS] = None
         return entry
 
@@ -148,7 +144,7 @@ class TablePlan:
 
 def _alone(key: SiteKey, first: Part, place: _Place) -> _Alone:
     (entry,) = merged_site(key, [first])
-    values = [getattr(entry, name) for name in _NAMES]
+    values = [getattr(entry, name) for name in NAMES]
     values[_SUMMARY] = values[_PARTS] = None
     (part,) = entry.parts
     own = entry.summary is part.summary  # a site without numbers has those of no elements
