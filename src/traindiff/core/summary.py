@@ -181,8 +181,11 @@ def add(parts: Sequence[Any] | Summaries, weights: Sequence[float] | NDArray[np.
 
 def norm(summaries: Any) -> NDArray[np.float64]:
     """Euclidean norm of the finite elements; NaN if the sum of squares is NaN."""
+    squares = summaries["sum_of_squares"]
+    if squares.ndim == 0 and squares >= 0.0:  # of one tensor, as a rule: nothing to be ignored
+        return np.asarray(np.sqrt(squares))
     with np.errstate(invalid="ignore"):
-        return np.asarray(np.sqrt(summaries["sum_of_squares"]))
+        return np.asarray(np.sqrt(squares))
 
 
 def largest(summaries: Any) -> NDArray[np.float64]:

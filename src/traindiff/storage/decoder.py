@@ -43,7 +43,11 @@ def read_columns(message: bytes, names: Collection[str]) -> pa.RecordBatch:
         return stream.read_next_batch()
 
 
-class _Latest(NamedTuple):
+_MOST_KNOWN = 2
+"""Messages whose columns are remembered: some steps of a training have further sites, or another optimizer's."""
+
+
+class _Known(NamedTuple):
     """The columns about the observations of a message, as bytes, and what they say."""
 
     rows: int
@@ -55,25 +59,25 @@ class Decoder:
     """Decodes the messages of one rank, one after the other.
 
     Most steps of a training have the same sites. Then the columns about the observations have the same bytes, and what
-    they say is known from the message before. The numbers are decoded each time, and nothing of them is kept.
+    they say is known from a message before. The numbers are decoded each time, and nothing of them is kept.
     """
 
     def __init__(self) -> None:
-        self._latest: _Latest | None = None
+        self._known: list[_Known] = []  # the latest first
 
-    def decoded(self, message: bytes) -> tuple[list[Observation], Summaries, Stored]:
-        """The observations of a message, their summaries, and the optional parts.
+    def decoded(self, message: bytes) -> tuple[About, list[Observation], Summaries, Stored]:
+        """What a message says about its observations, these, their summaries, and the optional parts.
 
         Raises:
             Malformed: Its rows cannot be observations.
         """
         rows, places = buffers_of(message)
         said = [message[places[number][0] : places[number][1]] for number in _ABOUT_BUFFERS]
-        same = self._latest is not None and (self._latest.rows, self._latest.said) == (rows, said)
+        known = next((one for one in self._known if one.rows == rows and one.said == said), None)
         with decoding():
-            batch = read_columns(message, _NUMBERS if same else SCHEMA.names)
+            batch = read_columns(message, SCHEMA.names if known is None else _NUMBERS)
         check_columns(batch)
-        about = self._latest.about if self._latest is not None and same else about_of(batch)
-        found = observations_of(batch, about), *numbers_of(batch, about)
-        self._latest = _Latest(rows=rows, said=said, about=about)
+        latest = known or _Known(rows=rows, said=said, about=about_of(batch))
+        found = latest.about, observations_of(batch, latest.about), *numbers_of(batch, latest.about)
+        self._known = [latest, *(one for one in self._known if one is not latest)][:_MOST_KNOWN]
         return found

@@ -43,7 +43,8 @@ class StepObservations:
     """All observations of one step of one optimizer on one rank; `summaries[i]` belongs to `observations[i]`.
 
     `stored` holds the optional parts by the same i; `Recording.tensors` reads their files. `after` holds the latest
-    step of each other optimizer before it, as far as the order is known.
+    step of each other optimizer before it, as far as the order is known. Steps of a rank with the same object as
+    `layout` have the same observations but for the number of the step; None if that is not known.
     """
 
     rank: int
@@ -53,6 +54,7 @@ class StepObservations:
     summaries: Summaries
     stored: Stored = NOTHING_STORED
     after: Mapping[str, int] = field(default_factory=dict)
+    layout: object = None
 
     def joined(self, more: StepObservations) -> StepObservations:
         """The step with further observations added."""
@@ -61,6 +63,7 @@ class StepObservations:
             observations=self.observations + more.observations,
             summaries=np.concatenate([self.summaries, more.summaries]),
             stored=self.stored.joined(more.stored, after=len(self.observations)),
+            layout=None,
         )
 
 
@@ -320,11 +323,11 @@ def unpacked(packed: _Packed, rank: int, decoder: Decoder) -> StepObservations:
     """
     steps = []
     for message in packed.messages:
-        observations, summaries, stored = decoder.decoded(message)
+        about, observations, summaries, stored = decoder.decoded(message)
         steps.append(
             StepObservations(
                 rank=rank, optimizer=packed.optimizer, step=packed.step, observations=observations,
-                summaries=summaries, stored=stored, after=packed.after,
+                summaries=summaries, stored=stored, after=packed.after, layout=about,
             )
         )  # fmt: skip
     return reduce(StepObservations.joined, steps)

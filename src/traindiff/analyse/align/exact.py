@@ -314,7 +314,7 @@ class SettingChanges:
 
     def __init__(self) -> None:
         self._told: set[tuple[str, float, float]] = set()
-        self._before: Settings = {}  # the baseline's, in the step before
+        self._before: Mapping[tuple[str, str], float] = {}  # the baseline's, in the step before
 
     def findings(self, sides: tuple[Side, Side], tables: Tables, *, step: int) -> list[Finding]:
         """Settings that differ in a step and did not differ so before."""
@@ -325,7 +325,7 @@ class SettingChanges:
             if change not in self._told:
                 self._told.add(change)
                 fresh.append(_one_step_late(finding, self._before))
-        self._before = {what: (value, entry.without_parts()) for what, (value, entry) in baseline.items()}
+        self._before = {what: value for what, (value, _) in baseline.items()}
         return fresh
 
 
@@ -365,10 +365,10 @@ def settings_of(table: StepTable, groups: Groups) -> Settings:
     return found
 
 
-def _one_step_late(finding: Finding, before: Settings) -> Finding:
+def _one_step_late(finding: Finding, before: Mapping[tuple[str, str], float]) -> Finding:
     """The finding, with a remark if the candidate's setting is the baseline's of the step before."""
     held = before.get((finding.evidence["paths"][0], finding.slot))
-    if held is None or not _same_setting(held[0], finding.evidence["candidate"]):
+    if held is None or not _same_setting(held, finding.evidence["candidate"]):
         return finding
     message = finding.message + " That is what the baseline had in the step before: one step late?"
     return replace(finding, message=message, evidence={**finding.evidence, "late": True})

@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.parameters import Groups, Updates, movement, parameter_groups
 from traindiff.analyse.merge.recorded_calls import clips, is_clip
-from traindiff.analyse.merge.renames import Rename
+from traindiff.analyse.merge.renames import Rename, renames
 from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, gradient_norm, is_loss_scale, loss_scale
 from traindiff.analyse.merge.unobserved import without_missing_samples
@@ -135,6 +135,8 @@ class Side:
         )  # fmt: skip
 
     def _renamed(self, table: StepTable) -> dict[SiteKey, MergedSite]:
+        if not renames(self._rename):
+            return dict(table)
         renamed = {key: key._replace(path=self._rename(key.path)) for key in table}
         return {renamed[key]: replace(entry, key=renamed[key]) for key, entry in table.items()}
 

@@ -26,10 +26,20 @@ class Renaming:
         return path
 
     @property
+    def has_rules(self) -> bool:
+        """True if it may change a path."""
+        return bool(self._rules)
+
+    @property
     def unused(self) -> tuple[str, ...]:
         """Rules that matched nothing so far, as the user wrote them."""
         rules = enumerate(self._rules)
         return tuple(f"{rule.pattern}={text}" for number, (rule, text) in rules if number not in self._used)
+
+
+def renames(rename: Rename) -> bool:
+    """False if no path is another one under the baseline's names."""
+    return not (rename is str or (isinstance(rename, Renaming) and not rename.has_rules))
 
 
 def parse_renames(renames: Mapping[str, str] | Sequence[str] | None) -> Renaming:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from traindiff.analyse.merge.idle_passes import Rest, without_idle
+from traindiff.analyse.merge.idle_passes import NOT_IDLE, Rest, without_idle
 from traindiff.analyse.merge.parameters import NO_COPIES, Copies, group_numbers, group_paths, under_one_name
 from traindiff.analyse.merge.site import MergedSite, Part, SiteKey
 from traindiff.analyse.merge.span import WHOLE_RUN, Span
 from traindiff.analyse.merge.step_table import step_table
+from traindiff.analyse.merge.table_plan import TablePlan, plan_of
 from traindiff.core.observation import (
     BEFORE,
     ITSELF,
@@ -76,6 +77,10 @@ class RunStep:
         self.products.clear()
 
 
+_MOST_PLANS = 2
+"""Some steps of a training have further sites, or another optimizer's."""
+
+
 class StepMerger:
     """Merges the steps of a run over its ranks, one after the other.
 
@@ -88,6 +93,8 @@ class StepMerger:
         own = group_paths(group_numbers(run))
         self._names = {rank: {**own.get(rank, {}), **copies.get(rank, {})} for rank in {**own, **copies}}
         self._ranks = range(run.world_size)
+        self._plans: list[TablePlan] = []  # the latest first
+        self._layouts: tuple[object, ...] = ()  # of the step before that was not planned
         self._missing: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # ranks of a step, and the missing ones
         # A call of the optimizer is visible by its settings; if these are not recorded, by the sites of earlier steps.
         self._called = "optimizer" in run.run["settings"].get("observe", ())
@@ -100,13 +107,18 @@ class StepMerger:
     def merged(self, of_ranks: Sequence[StepObservations]) -> RunStep:
         """One step, from what each rank has recorded of it; at least one has."""
         optimizer, step = of_ranks[0].optimizer, of_ranks[0].step
-        operators: list[Part] = []
-        products: list[Part] = []
-        sites: list[Part] = []
-        for part in _parts(of_ranks, self._names):
-            stage = part[0].stage
-            (operators if stage in OPERATOR_STAGES else products if stage in PRODUCT_STAGES else sites).append(part)
-        earlier, table = _by_evaluation(sites)
+        earlier: list[Evaluation] = []
+        rest: Rest = NOT_IDLE
+        plan = next((one for one in self._plans if one.fits(of_ranks)), None)
+        if plan is not None:
+            planned = plan.planned(of_ranks)
+            table, operators, products = planned.table, planned.operators, planned.products
+            self._plans = [plan, *(one for one in self._plans if one is not plan)]
+        else:
+            operators, products, sites = self._sorted(of_ranks)
+            earlier, table = _by_evaluation(sites)
+            rest = without_idle(sites)
+            self._plan(of_ranks, sites)
         shown = any(key.phase in ("grad", "optimizer", "param") and key.stage == "" for key in table)
         if shown:
             self._shows_calls.add(optimizer)
@@ -116,10 +128,28 @@ class StepMerger:
             finished = shown or not (self._called or optimizer in self._shows_calls)
         return RunStep(
             optimizer=optimizer, step=step, after=of_ranks[0].after, table=table, earlier=earlier, finished=finished,
-            operators=operators, products=products, without_idle=_evaluations(without_idle(sites)),
+            operators=operators, products=products, without_idle=_evaluations(rest),
             missing=self._without(tuple(one.rank for one in of_ranks)),
             last={one.rank: one.observations[-1] for one in of_ranks if one.observations},
         )  # fmt: skip
+
+    def _sorted(self, of_ranks: Sequence[StepObservations]) -> tuple[list[Part], list[Part], list[Part]]:
+        """The observations of operators, the checks of products, and all others."""
+        operators: list[Part] = []
+        products: list[Part] = []
+        sites: list[Part] = []
+        for part in _parts(of_ranks, self._names):
+            stage = part[0].stage
+            (operators if stage in OPERATOR_STAGES else products if stage in PRODUCT_STAGES else sites).append(part)
+        return operators, products, sites
+
+    def _plan(self, of_ranks: Sequence[StepObservations], sites: Sequence[Part]) -> None:
+        """Plan the steps that are like this one, if the step before was."""
+        layouts = tuple(one.layout for one in of_ranks)
+        if not self._names and list(map(id, layouts)) == list(map(id, self._layouts)):
+            plan = plan_of(of_ranks, sites)
+            self._plans = [plan, *self._plans][:_MOST_PLANS] if plan else self._plans
+        self._layouts = layouts
 
     def _without(self, there: tuple[int, ...]) -> tuple[int, ...]:
         """The ranks that are missing; cached, because most steps miss the same ones."""

@@ -23,12 +23,15 @@ def step_table(parts: Iterable[Part]) -> dict[SiteKey, MergedSite]:
     """Sites of one step by key, in execution order."""
     by_site: dict[SiteKey, list[Part]] = {}
     for part in _relative(unscaled(parts)):
-        seen = part[0]
-        key = SiteKey(seen.phase, seen.stage, seen.path, seen.slot, seen.call, 0)
-        by_site.setdefault(key, []).append(part)
-    entries = [entry for key, same in by_site.items() for entry in _merged(key, same)]
+        by_site.setdefault(site_key(part[0]), []).append(part)
+    entries = [entry for key, same in by_site.items() for entry in merged_site(key, same)]
     entries.sort(key=lambda entry: entry.order)
     return {entry.key: entry for entry in entries}
+
+
+def site_key(seen: Observation) -> SiteKey:
+    """Key of the site of an observation, over all micro-steps."""
+    return SiteKey(seen.phase, seen.stage, seen.path, seen.slot, seen.call, 0)
 
 
 UNKNOWN = "it is multiplied by a loss scale that was not observed"
@@ -71,7 +74,13 @@ def _relative(parts: Iterable[Part]) -> list[Part]:
     return found
 
 
-def _merged(key: SiteKey, parts: list[Part]) -> list[MergedSite]:
+def merged_site(key: SiteKey, parts: list[Part]) -> list[MergedSite]:
+    """The entries of a site, from all its parts in a step: one as a rule, or one per micro-step.
+
+    Args:
+        key: See `site_key`.
+        parts: With summaries relative to the global loss.
+    """
     if key.phase in ("forward", "backward"):
         parts = _of_last_stage(key, parts)
     parts.sort(key=lambda part: (part[0].micro_step, part[1], part[0].order))

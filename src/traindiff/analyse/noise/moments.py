@@ -72,6 +72,7 @@ class MomentFloors:
         self._measured = measured
         self._unit = 0.0
         self._u = 0.0
+        self._not_measured: list[Pair] = []  # pairs on the way to here whose own unit was not needed so far
         self._seen = 0.0
 
     def moved(self, pair: Pair, floor: float) -> Moved | None:
@@ -91,7 +92,7 @@ class MomentFloors:
 
     def limit(self, pair: Pair, floor: float) -> float | None:
         """How far the norm or the sum of a pair may move, given the arguments of `moved`; None if that is unknown."""
-        key, (unit, u) = pair.baseline.key, self._units(pair)
+        key, u = pair.baseline.key, max(self._u, *_roundoffs(pair))
         of_a_parameter = (key.phase, key.stage, key.slot) == ("grad", "", "grad")
         if not (of_a_parameter or key.phase in ("forward", "backward", "loss")):
             return None
@@ -99,23 +100,35 @@ class MomentFloors:
             return None
         if int(pair.baseline.summary["count"]) < FEW and key.phase != "loss":
             return None
+        unit, _ = self._units(pair)
         # In one dtype a constant (of dropout, of an attention's scale) is rounded; in the other it is not.
         constants = u if pair.baseline.dtype != pair.candidate.dtype else 0.0
         return max(SCATTER * unit * max(1.0, floor / u) + HANDED_ON * self._seen, self._measured(key), constants)
 
     def saw(self, pair: Pair, *, handed_on: bool = True) -> None:
         """Note a pair on the data's path; not `handed_on` if later sites do not compute with the candidate's."""
-        self._unit, self._u = self._units(pair)
+        self._not_measured.append(pair)
+        self._u = max(self._u, *_roundoffs(pair))
         if handed_on and _are_known(pair):
             self._seen = max(self._seen, *moments_apart(pair).values())
 
     def _units(self, pair: Pair) -> tuple[float, float]:
         """How far rounding moves a norm, and the unit roundoff of the shortest dtype; on the way to here, and here."""
-        units = [UNIT_ROUNDOFF.get(entry.dtype, 0.0) for entry in (pair.baseline, pair.candidate)]
-        shape = pair.baseline.shape
-        scatter = max(1.0 / math.sqrt(max(1.0, alike(pair.baseline.summary))), SHARED / math.sqrt(_groups(shape)))
-        own = max(units) * scatter
-        return max(self._unit, own), max(self._u, *units)
+        for one in self._not_measured:
+            self._unit = max(self._unit, _unit(one))
+        self._not_measured.clear()
+        return max(self._unit, _unit(pair)), max(self._u, *_roundoffs(pair))
+
+
+def _roundoffs(pair: Pair) -> tuple[float, float]:
+    return UNIT_ROUNDOFF.get(pair.baseline.dtype, 0.0), UNIT_ROUNDOFF.get(pair.candidate.dtype, 0.0)
+
+
+def _unit(pair: Pair) -> float:
+    """How far rounding moves the norm of a tensor."""
+    groups = SHARED / math.sqrt(_groups(pair.baseline.shape))
+    scatter = max(1.0 / math.sqrt(max(1.0, alike(pair.baseline.summary))), groups)
+    return max(_roundoffs(pair)) * scatter
 
 
 def _groups(shape: tuple[int, ...]) -> int:
