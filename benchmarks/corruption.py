@@ -12,6 +12,7 @@ of the tensor.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,9 +23,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from benchmarks.gpt import GPT
 from benchmarks.machine import machine
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,8 +40,6 @@ STEPS, BATCH, LENGTH, WIDTH, VOCABULARY = 5, 4, 128, 64, 128
 OBSERVED = ("batch", "loss", "grad", "optimizer", "update", "param", "replay", "witness", "products")
 LEAST = 100.0
 """Roundings of an element below which a flip is not counted."""
-
-_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,23 +71,30 @@ class Outcome:
 
 
 def flipped(tensor: Tensor, generator: torch.Generator, *, step: int, site: str) -> Flip:
-    """Flip a random bit of a random element that is not 0, so that it changes by at least `LEAST` roundings."""
-    flat = tensor.data.view(-1)  # as hardware does: no counter of writes sees it
-    bits = flat.view(_BITS[tensor.dtype])
-    size = float(flat.double().norm())
+    """Flip a random bit of a random element that is not 0, so that it changes by at least `LEAST` roundings.
+
+    It is done as hardware does it: no operator of torch sees it, and no counter of writes.
+    """
+    width = 8 * tensor.element_size()
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    bits = np.frombuffer(memory, dtype=f"u{width // 8}")
+    size = float(np.linalg.norm(_values(bits).astype(np.float64)))
+    unit = UNIT_ROUNDOFF[str(tensor.dtype).removeprefix("torch.")]
     while True:
-        place = int(torch.randint(flat.numel(), (), generator=generator))
-        bit = int(torch.randint(bits.element_size() * 8, (), generator=generator))
-        before = float(flat[place])
+        place, bit = (int(torch.randint(one, (), generator=generator)) for one in (bits.size, width))
+        before = float(_values(bits[place : place + 1])[0])
         if before == 0.0:
             continue
-        mask = torch.tensor(1 << bit if bit < bits.element_size() * 8 - 1 else -(1 << bit), dtype=bits.dtype)
-        bits[place] ^= mask
-        change = abs(float(flat[place]) - before)
-        unit = UNIT_ROUNDOFF[str(tensor.dtype).removeprefix("torch.")]
-        if change == change and change < float("inf") and change >= LEAST * unit * abs(before):
+        bits[place] ^= bits.dtype.type(1 << bit)
+        change = abs(float(_values(bits[place : place + 1])[0]) - before)
+        if LEAST * unit * abs(before) <= change < float("inf"):
             return Flip(step=step, site=site, roundings=change / (unit * abs(before)), share=change / size)
-        bits[place] ^= mask
+        bits[place] ^= bits.dtype.type(1 << bit)
+
+
+def _values(bits: NDArray[Any]) -> NDArray[np.float32]:
+    """The numbers of float32, or of bfloat16, given by their bits."""
+    return (bits if bits.itemsize == 4 else bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 class _InProduct(TorchDispatchMode):

@@ -65,6 +65,9 @@ EDITED = "edited"
 FLIPPED = "flipped"
 """Stage of the number of the one bit that changed in a gradient since a backward pass, though nothing wrote to it."""
 
+REPEATED = "repeated"
+"""Slot, in this stage, of the flag that an operator returned one other number than when it ran again, twice."""
+
 CARRIED = "carried"
 """Stage of the flag that a backward pass has added to a gradient that nothing cleared since the step before read it."""
 

@@ -34,7 +34,7 @@ _OPERATORS: Losses = tuple(
     (phase, stage) for stage in (OPERATOR, RECOMPUTED_OPERATOR) for phase in ("forward", "backward")
 )
 _PRODUCTS: Losses = tuple(
-    (phase, stage) for stage in (PRODUCT, RECOMPUTED_PRODUCT) for phase in ("forward", "backward")
+    (phase, stage) for stage in (PRODUCT, RECOMPUTED_PRODUCT, FLIPPED) for phase in ("forward", "backward")
 )
 _STAGES: Losses = (("grad", "reduced"), ("grad", "unscaled"), ("grad", "clipped"))
 

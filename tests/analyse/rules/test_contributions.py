@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,12 @@ def nothing(_model: nn.Module, _step: int, _micro_step: int) -> None:
 def trained(
     path: Path, *, micro_steps: int = 1, between: Between = nothing, clip: float | None = None,
     dtype: torch.dtype = torch.float32, before_optimizer: Callable[[nn.Module], None] = lambda model: None,
+    observe: Sequence[str] = OBSERVED,
 ) -> Verdict:  # fmt: skip
     """What is said of a training."""
     model = classifier().to(dtype)
     optimizer = SGD(model.parameters(), lr=0.01)
-    with traindiff.record(path, model, optimizer, observe=OBSERVED, strict=True):
+    with traindiff.record(path, model, optimizer, observe=observe, strict=True):
         for step in range(8):
             optimizer.zero_grad()
             for micro_step in range(micro_steps):
@@ -144,3 +145,32 @@ def test_backward_passes_of_two_optimizers_through_one_model_are_legal(tmp_path:
             optimizers["generator"].step()
 
     assert "lost-contribution" not in kinds(traindiff.check(tmp_path / "run"))
+
+
+def subtracts(kept: dict[int, list[Tensor]]) -> Between:
+    """Takes what the first micro-step contributed away from all gradients, as a broken accumulation does."""
+
+    def between(model: nn.Module, step: int, micro_step: int) -> None:
+        gradients = [one.grad for one in model.parameters() if one.grad is not None]
+        if micro_step == 0:
+            kept[step] = [one.clone() for one in gradients]
+        elif micro_step == 2:
+            for one, first in zip(gradients, kept[step], strict=True):
+                one.sub_(first)
+
+    return between
+
+
+@pytest.mark.parametrize("between", [forget, subtracts({})], ids=["cleared", "subtracted"])
+def test_the_witness_and_the_contributions_name_a_fault_once(between: Between, tmp_path: Path) -> None:
+    verdict = trained(tmp_path / "run", micro_steps=3, between=between, observe=[*OBSERVED, "witness"])
+
+    lost = [
+        one
+        for one in (*verdict.findings, *verdict.warnings)
+        if "lacks what" in one.message or "lack what" in one.message
+    ]
+    paths = [one.path for one in lost]
+    assert lost
+    assert len(paths) == len(set(paths))
+    assert len({one.kind for one in lost}) == 1

@@ -172,6 +172,19 @@ def test_weights_that_change_through_data_between_calls_and_before_the_backward_
     assert (verdict.findings, verdict.warnings) == ((), ())
 
 
+def test_calls_inside_a_transform_are_not_checked(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer, observe=OBSERVED, strict=True):
+        for _ in range(2):
+            torch.func.vmap(model)(torch.randn(5, 4)).square().mean().backward()
+            torch.func.grad(lambda x: model(x).square().mean())(torch.randn(5, 4))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert found(tmp_path / "run") == []
+
+
 def test_a_spectral_norm_iterates_as_often_as_without_a_recording(tmp_path: Path) -> None:
     models = []
     for recorded in (True, False):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
 import traindiff
+from tests.observe.hooks.broken_products import Breaks
 from tests.observe.hooks.models import WIDTH, Checkpointed
 from tests.observe.hooks.reading import rows, unobserved
 from traindiff.analyse.products import ProductRow
@@ -311,3 +314,45 @@ def test_a_comparison_of_products_alone_says_that_nothing_was_compared(tmp_path:
 
     assert comparison.verdict == "incomplete"
     assert any("alone, which have no verdict" in note for note in comparison.notes)
+
+
+def test_a_bit_that_flips_between_two_operators_is_found_with_the_operator_that_returned_it(tmp_path: Path) -> None:
+    model = net(lambda x: torch.tanh(x) * 2.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def flip(*call: Any) -> None:
+        bits = call[2].detach().numpy().reshape(-1).view(np.uint32)
+        bits[4] ^= np.uint32(1 << 9)
+
+    with traindiff.record(tmp_path / "run", model, optimizer, observe="products", strict=True):
+        for step in range(3):
+            hook = model[1].register_forward_hook(flip) if step == 1 else None
+            model(torch.randn(5, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if hook is not None:
+                hook.remove()
+
+    (found,) = traindiff.check(tmp_path / "run", rules="bit-flip,product-wrong").findings
+    assert (found.kind, found.step, found.phase, found.path) == ("bit-flip", 1, "forward", "1/aten.mul[0]")
+    assert found.message.startswith("Bit 9 of one element of what 1/aten.mul[0] returned changed in memory, before")
+
+
+def test_one_number_that_comes_out_otherwise_once_is_found_though_rounding_would_hide_it(tmp_path: Path) -> None:
+    def change(_: tuple[Any, ...], output: Tensor) -> Tensor:
+        output = output.clone()
+        output[2, 1] *= 1.0 + 1.5e-6  # 25 roundings of this element, and little beside those of its row
+        return output
+
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer, observe="products", strict=True):
+        for step in range(3):
+            with Breaks("aten.addmm", change, {0}) if step == 1 else nullcontext():
+                model(torch.randn(5, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    (found,) = traindiff.check(tmp_path / "run", rules="bit-flip,product-wrong").findings
+    assert (found.kind, found.step, found.path) == ("bit-flip", 1, "0/aten.addmm[0]")
+    assert found.message.startswith("One element of what 0/aten.addmm[0] returned is another number than when")

@@ -14,7 +14,9 @@ from traindiff.analyse.merge.recorded_calls import contributions
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.rules.optimizers import may_be_left_out
 from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule
+from traindiff.core.observation import WITNESS
 from traindiff.core.summary import UNIT_ROUNDOFF
+from traindiff.core.witness import EXPECTED
 
 FEW = 16
 """Elements below which a fit of several terms says little."""
@@ -93,7 +95,7 @@ class ContributionsCount(RepeatedRule):
     the contributions of the micro-steps: some must have a factor of 0, and all others the same one. A training may
     compute gradients that it throws away (to look at their norms), so the rule only warns. Trainings with several
     optimizers are not judged, because backward passes of one also reach parameters of others. It needs
-    `record(observe=[..., "grad.micro"])`.
+    `record(observe=[..., "grad.micro"])`. What the witness names, too (`wrong-gradient`), is not named again.
     """
 
     name = "lost-contribution"
@@ -108,7 +110,7 @@ class ContributionsCount(RepeatedRule):
         if not sums or len(self.facts.optimizers) > 1:
             return None
         lost = [_lost(one) for one in sums]
-        if not lost[0] or any(one != lost[0] for one in lost):
+        if not lost[0] or any(one != lost[0] for one in lost) or _is_witnessed(table, sums[0].entry.key, lost[0]):
             return {}
         return {lost[0]: (sums[0].entry, {"lost": list(lost[0]), "micro_steps": len(sums[0].terms)})}
 
@@ -118,6 +120,14 @@ class ContributionsCount(RepeatedRule):
             f"The gradients lack what {micro_steps_text(lost)} of {count} contributed, in {row.num_steps} steps in a "
             "row. Is zero_grad() called inside the loop over micro-steps?"
         )
+
+
+def _is_witnessed(table: StepTable, gradient: SiteKey, lost: tuple[int, ...]) -> bool:
+    """True if the witness expects what is lost, too: then `wrong-gradient` says so, of each gradient and step."""
+    expected = table.get(gradient._replace(stage=WITNESS, slot=EXPECTED))
+    return expected is not None and not expected.unobserved and set(lost) <= {
+        part.micro_step for part in expected.parts
+    }  # fmt: skip
 
 
 def _lost(one: _Sum) -> tuple[int, ...]:

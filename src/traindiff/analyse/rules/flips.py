@@ -1,42 +1,63 @@
-"""A gradient keeps its bits from the backward pass until something reads it."""
+"""Tensors keep their bits in memory until something writes to them, and products repeat themselves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from traindiff.analyse.findings import Finding, ranks_text
-from traindiff.analyse.merge.site import StepTable, finding_at, only_rank
+from traindiff.analyse.merge.site import MergedSite, StepTable, finding_at, only_rank
 from traindiff.analyse.rules.rule import Rule
-from traindiff.core.observation import FLIPPED
+from traindiff.core.observation import FLIPPED, REPEATED
 from traindiff.core.summary import number
 
 
-class GradientsKeepTheirBits(Rule):
-    """One bit of one element of a gradient changed in memory, after a backward pass, and nothing wrote to it.
+class TensorsKeepTheirBits(Rule):
+    """One element of a tensor is not what was computed: a bit changed in memory, or a product came out otherwise once.
 
-    Needs `observe="witness"`, and a gradient on the CPU with at least 16 elements that are not 0. Each gradient is
-    marked after each backward pass, and looked at before something else adds to it, reads or changes it. torch counts
-    writes, except those through `.data`; these change more than one bit, and a training that makes them is no longer
-    looked at.
+    With `observe="witness"`, gradients of parameters are marked after each backward pass, and looked at before
+    something else adds to them, reads or changes them. With `observe="products"`, so is what operators return and
+    read, forward and backward. This needs a tensor on the CPU with at least 16 elements that are not 0. torch counts
+    writes, except those through `.data`; these change more than one bit. If a training writes to gradients so, they
+    are no longer looked at.
+
+    With `observe="products"`, each product on the CPU also runs a second time. If one element differs, and no other,
+    by at least 16 roundings, it runs a third time, which must repeat the second one to the bit.
     """
 
     name = "bit-flip"
-    finds = "One bit of a gradient changed in memory between the backward pass and the optimizer's step."
+    finds = "A bit of a tensor changed in memory, or one element of a product came out otherwise once."
     tells_runs_apart = True
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
-        """Findings of a step: one for each gradient."""
+        """Findings of a step: one for each tensor."""
         ranks = {part.rank for entry in table.values() for part in entry.parts}
         for key, entry in table.items():
-            if key[:2] != ("grad", FLIPPED) or entry.unobserved or not entry.parts:
+            if key.stage != FLIPPED or entry.unobserved or not entry.parts:
                 continue
             mine = {part.rank for part in entry.parts}
             where = f" on {ranks_text(sorted(mine), capital=False)}" if mine != ranks else ""
-            bit = int(number(entry.parts[0].summary))
+            bit = None if key.slot == REPEATED else int(number(entry.parts[0].summary))
+            what = (
+                f"One element of what {key.path} returned{where} is another number than when the operator runs again"
+                ", which gives the same bits twice."
+                if bit is None
+                else f"Bit {bit} of one element of {_tensor(entry)} changed in memory{where}, {_when(entry)}. Nothing "
+                "wrote to it."
+            )
             yield finding_at(
                 entry, step=step, kind=self.name, rank=only_rank(entry) if where else None,
-                micro_step=entry.parts[0].micro_step,
-                message=f"Bit {bit} of one element of the gradient changed in memory{where}, after the backward pass "
-                "and before anything read the gradient. Nothing wrote to it: is the hardware sound?",
-                evidence={"bit": bit},
+                micro_step=entry.parts[0].micro_step, evidence={"bit": bit},
+                message=f"{what} Is the hardware sound?",
             )  # fmt: skip
+
+
+def _tensor(entry: MergedSite) -> str:
+    if entry.key.phase == "grad":
+        return "the gradient"
+    return f"what {entry.key.path} {'returned' if entry.key.slot == 'output' else 'was given'}"
+
+
+def _when(entry: MergedSite) -> str:
+    if entry.key.phase == "grad":
+        return "after the backward pass and before anything read the gradient"
+    return "before the next operator read it"

@@ -47,6 +47,20 @@ def is_abstract(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "meta" or type(tensor).__name__ in _ABSTRACT
 
 
+def is_freed(tensor: torch.Tensor) -> bool:
+    """True if a strided tensor has no memory: an engine has freed it, as FSDP does between uses, so to read it crashes.
+
+    Also true inside a transform of `torch.func`, where there is no single memory.
+    """
+    if not tensor.numel():
+        return False
+    try:
+        held = tensor.untyped_storage().nbytes()
+    except RuntimeError:
+        return True
+    return held < (tensor.storage_offset() + 1) * tensor.element_size()
+
+
 _COMPRESSED: Mapping[torch.layout, tuple[str, str]] = {
     torch.sparse_csr: ("crow_indices", "col_indices"), torch.sparse_bsr: ("crow_indices", "col_indices"),
     torch.sparse_csc: ("ccol_indices", "row_indices"), torch.sparse_bsc: ("ccol_indices", "row_indices"),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from traindiff.core.kernels.torch_arrays import is_abstract
+from traindiff.core.kernels.torch_arrays import is_abstract, is_freed
 from traindiff.core.observation import WITNESSED_PRODUCT
 from traindiff.core.shards import Shard
 from traindiff.core.site import path_in_whole
@@ -134,7 +134,7 @@ class _LayerProducts:
         ):  # fmt: skip
             return
         vector = check_gradient(call.factor, gradient, found, call.rows)
-        if (found.device.type != "cpu" or vector[0] > _SUSPECT) and call.weight.untyped_storage().nbytes():
+        if (found.device.type != "cpu" or vector[0] > _SUSPECT) and not is_freed(call.weight):
             now = check_gradient(factor_of(call.weight, call.factor.dtype), gradient, found, call.rows)
             vector = torch.where(now[0] < vector[0], now, vector)
         self._emit(vector, "backward", call.path, OF_INPUT, call.call)

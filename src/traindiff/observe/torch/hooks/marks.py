@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from traindiff.core.kernels.registry import WORDS
+from traindiff.core.kernels.torch_arrays import is_freed
 from traindiff.core.shards import Piece
 from traindiff.core.torch_compat.alike import looks_like
 
@@ -30,11 +31,13 @@ def mark_of(tensor: Tensor) -> bytes | None:
 
     Args:
         tensor: Any shape and dtype. Only its part on this rank counts. Tensors on other devices than the CPU, which
-            reading would have to wait for, and tensors of other classes, such as fake ones, have no mark.
+            reading would have to wait for, tensors of other classes, such as fake ones, and freed ones have no mark.
     """
     local: Tensor = tensor.detach()
     local = local.to_local() if hasattr(local, "to_local") else local
     if type(local) is not Tensor or local.device.type != "cpu" or local.layout != torch.strided or local.is_nested:
+        return None
+    if is_freed(local):
         return None
     local = local.contiguous()  # held until its memory has been read
     size, address = local.nbytes, local.data_ptr()

@@ -46,6 +46,7 @@ class OperatorCall(NamedTuple):
     """One operator that is about to run.
 
     Attributes:
+        operator: The operator, which can be called.
         schema: Its properties.
         phase: `forward` or `backward`.
         path: `MODULE/OPERATOR[N]`.
@@ -53,6 +54,7 @@ class OperatorCall(NamedTuple):
         about: Its description in `rank.json`; the tap may add to it until the step ends.
     """
 
+    operator: Any
     schema: Schema
     phase: str
     path: str
@@ -261,7 +263,9 @@ class ShownOperators:
             described[path] = about if source is None else {**about, "source": source}
             self._described_bytes += len(str(described[path])) + len(path) + _FRAME_BYTES
             self._is_written = False
-        return self._tap.begin(OperatorCall(schema, phase, path, inside, described.get(path, {})), args, kwargs)
+        return self._tap.begin(
+            OperatorCall(operator, schema, phase, path, inside, described.get(path, {})), args, kwargs
+        )
 
 
 class _Mode(TorchDispatchMode):

@@ -2,39 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from traindiff.core.observation import (
     ALLOWED,
     ERROR,
+    FLIPPED,
     MEDIAN,
     PRODUCT,
     RECOMPUTED_PRODUCT,
+    REPEATED,
     RESIDUAL,
     WORST_ROW,
 )
 from traindiff.core.torch_compat.execution import is_capturing, is_compiled
 from traindiff.observe.torch.hooks.context import TapContext
-from traindiff.observe.torch.hooks.operator_calls import ModuleCall, Schema
+from traindiff.observe.torch.hooks.nested import tensors
+from traindiff.observe.torch.hooks.operator_calls import ModuleCall, Schema, inputs_of, outputs_of
 from traindiff.observe.torch.hooks.operator_mode import OperatorCall, ShownOperators
+from traindiff.observe.torch.products.memory import Flip, Memory
 from traindiff.observe.torch.products.operators import Checked, Kind, NotJudgedError, kind_of
+from traindiff.observe.torch.products.repetition import has_odd_element
 
 COMPILED = "not checked: it is compiled, and compiled code runs no operators one by one"
 
 COMPILED_INSIDE = "not checked: it is compiled, but for products that its code hands to a library"
 
 
+_WRONG = 4.0
+"""Error of a row from which on a product is found without being run again; see `product-wrong`."""
+
+
 def attach(context: TapContext) -> None:
     """Check the products of all selected modules (phases `forward` and `backward`, stage `product`).
 
     For random signs v, `Y v` is compared with `A (B v)` in float64: that is as much work as a product with a few
-    vectors, and its result is the error of each row of Y. The signs come from a generator of the tap's own.
+    vectors, and its result is the error of each row of Y. The signs come from a generator of the tap's own. Bits that
+    flip in a tensor between two operators are recorded, too (stage `flipped`).
     """
     compiled = {id(one) for module in context.targets.root.modules() if is_compiled(module) for one in module.modules()}
-    shown = ShownOperators(context, _Products(context))
+    tap = _Products(context)
+    shown = ShownOperators(context, tap)
+    context.events.before_backward.append(context.sink.guarded("products", tap.look_again))
     shown.attach(_looked_into(context.targets.modules.items(), compiled, context))
 
 
@@ -59,10 +72,10 @@ def _holds(outer: str, path: str) -> bool:
 
 
 class _Running(NamedTuple):
-    """A product that is running, with what was read before it."""
+    """An operator that is running, with what was read before it if it is a product that can be checked."""
 
     call: OperatorCall
-    kind: Kind
+    kind: Kind | None
     given: Mapping[str, Any]
     read_before: Any
 
@@ -77,40 +90,86 @@ class _Products:
 
     def __init__(self, context: TapContext) -> None:
         self._sink = context.sink
+        self._memory = Memory()
 
-    def wants(self, schema: Schema) -> bool:
-        """Operators that are products, or have some inside."""
-        return kind_of(schema.name) is not None
+    def wants(self, schema: Schema) -> bool:  # noqa: ARG002
+        """All operators: each may read what changed in memory."""
+        return True
 
     def hidden(self, path: str, inside: ModuleCall) -> None:
         """Nothing: the nodes that are not shown make no products."""
 
-    def begin(self, call: OperatorCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Running | None:
-        """Read what the operator may overwrite; None if it cannot be checked."""
-        kind = kind_of(call.schema.name)
-        if not isinstance(kind, Kind):
-            self._unobserved(call, kind or "")
-            return None
+    def begin(self, call: OperatorCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Running:
+        """Look at what the operator reads, and keep what it may overwrite."""
         if is_capturing():
             self._unobserved(call, "a CUDA graph is being captured")
-            return None
+            return _Running(call, None, {}, None)
+        self._look(call, args, kwargs)
+        kind = kind_of(call.schema.name)
+        if kind is None:
+            return _Running(call, None, {}, None)
+        if not isinstance(kind, Kind):
+            self._unobserved(call, kind)
+            return _Running(call, None, {}, None)
         given = {**dict(zip(call.schema.arguments, args, strict=False)), **kwargs}
         try:
             return _Running(call, kind, given, kind.before(given))
         except NotJudgedError as error:
             self._unobserved(call, str(error))
-            return None
+            return _Running(call, None, {}, None)
 
-    def end(self, running: _Running, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:  # noqa: ARG002
+    def end(self, running: _Running, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         """Check what the operator returned."""
+        schema = running.call.schema
+        if not schema.undefined and not is_capturing():
+            self._memory.take((one for _, one in outputs_of(schema, args, kwargs, output)), running.call)
+        if running.kind is None:
+            return
+        looks_right = True
         try:
             for checked in running.kind.check(running.given, running.read_before, output):
                 self._record(running.call, checked)
+                rows = checked.residual.rows
+                looks_right = looks_right and rows.device.type == "cpu" and not bool((rows > _WRONG).any())
         except NotJudgedError as error:
             self._unobserved(running.call, str(error))
+        if looks_right:
+            self._repeat(running.call, args, kwargs, output)
 
     def end_step(self) -> None:
-        """Nothing is kept from one operator to the next."""
+        """What is known of memory is void."""
+        self._memory.clear()
+
+    def _repeat(self, call: OperatorCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        """Run a product again, if that changes nothing, and record whether one element differs."""
+        if call.schema.written:
+            return
+
+        def again() -> Iterator[Tensor]:
+            return (one for _, one in tensors(call.operator(*args, **kwargs), ""))
+
+        if has_odd_element((one for _, one in tensors(output, "")), again):
+            self._sink.emit(
+                torch.ones((), dtype=torch.float64, device="cpu"), phase=call.phase, path=call.path, slot=REPEATED,
+                stage=FLIPPED, call=call.inside.call, scaled=False,
+            )  # fmt: skip
+
+    def look_again(self, *_: Any) -> None:
+        """Look at what the training still holds of the forward pass: the loss has read what the model returned."""
+        if self._sink.progress.observing:
+            self._note(self._memory.read_living())
+
+    def _look(self, call: OperatorCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._note(self._memory.read((one for _, one in inputs_of(call.schema, args, kwargs)), call))
+
+    def _note(self, flips: Iterable[Flip]) -> None:
+        for flip in flips:
+            maker = flip.maker
+            assert isinstance(maker, OperatorCall)
+            self._sink.emit(
+                torch.tensor(float(flip.bit), dtype=torch.float64, device="cpu"), phase=maker.phase, path=maker.path,
+                slot="output" if flip.is_output else "input", stage=FLIPPED, call=maker.inside.call, scaled=False,
+            )  # fmt: skip
 
     def _record(self, call: OperatorCall, checked: Checked) -> None:
         call.about.setdefault("products", {})[checked.slot] = {"format": str(checked.form), "terms": checked.num_terms}

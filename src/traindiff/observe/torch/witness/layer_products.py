@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.utils.parametrize import is_parametrized
 
 from traindiff.core.kernels.row_sums import row_sums, table_sums
+from traindiff.core.kernels.torch_arrays import is_freed
 from traindiff.observe.torch.products.rounding import Format, Rows, RowSizes, allowed
 from traindiff.observe.torch.witness.graph import RESHAPES, kind_of
 
@@ -174,9 +175,9 @@ def plain_weight(module: Any) -> Tensor | None:
 
 
 def is_plain(tensor: Any) -> bool:
-    """True for ordinary dense tensors of floating-point numbers, none of a subclass."""
+    """True for ordinary dense tensors of floating-point numbers, none of a subclass, whose memory is not freed."""
     return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.is_floating_point() and (
-        tensor.layout == torch.strided and not tensor.is_nested
+        tensor.layout == torch.strided and not tensor.is_nested and not is_freed(tensor)
     )  # fmt: skip
 
 
