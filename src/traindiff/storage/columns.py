@@ -10,10 +10,9 @@ import numpy as np
 import pyarrow as pa
 
 from traindiff.core.observation import Observation
+from traindiff.core.observation_table import columns_of
 from traindiff.core.summary import SUMMARY, Summaries
 from traindiff.storage.schema import ABOUT, NOTHING_STORED, SCHEMA, SHARD, Stored
-
-_NAMES = Observation._fields
 
 
 class Columns:
@@ -26,8 +25,7 @@ class Columns:
         self, observations: Sequence[Observation], summaries: Summaries, stored: Stored = NOTHING_STORED
     ) -> pa.RecordBatch:
         """One record batch of a step's observations; row i of it is observation i with summary i."""
-        rows_of = zip(*observations, strict=True) if observations else ((),) * len(_NAMES)
-        about = dict(zip(_NAMES, rows_of, strict=True))
+        about = dict(zip(Observation._fields, columns_of(observations), strict=True))
         columns: list[Any] = []
         for one in ABOUT:
             columns += self._same(one.name, about[one.name], partial(_of_values, one.type))

@@ -28,6 +28,7 @@ class HeldParameters:
         all: Each parameter.
         selected: Each parameter with the pieces in it that are observed; none without such pieces.
         tensors: The parameters in `selected`.
+        paths: Of the pieces in `selected`.
         are_whole: Every one of these is one parameter of the model.
         number: Counts the changes.
     """
@@ -42,6 +43,7 @@ class HeldParameters:
         self.all: Sequence[Held] = ()
         self.selected: Sequence[tuple[Tensor, Sequence[Piece]]] = ()
         self.tensors: Sequence[Tensor] = ()
+        self.paths: frozenset[str] = frozenset()
         self.are_whole = False
         self.number = 0
 
@@ -84,5 +86,6 @@ class HeldParameters:
             if (chosen := [piece for piece in pieces if targets.selects(piece.path)])
         ]
         self.tensors = [parameter for parameter, _ in self.selected]
+        self.paths = frozenset(piece.path for _, pieces in self.selected for piece in pieces)
         self.are_whole = all(len(pieces) == 1 and pieces[0].shard is None for _, pieces in self.selected)
         self.number += 1
