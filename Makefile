@@ -150,6 +150,7 @@ campaigns: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/host.py
 
 faults: $(VENV)/ready
 	$(BIN)/python -m benchmarks.faults

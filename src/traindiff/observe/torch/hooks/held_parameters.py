@@ -37,9 +37,7 @@ class HeldParameters:
         self._targets = context.targets
         self._name = name
         self._groups: list[list[Tensor]] = []
-        self._paths: list[str | None] = []
-        self._ids: list[int] = []
-        self._num_parameters = -1
+        self._changes = -1  # of the names of parameters
         self.all: Sequence[Held] = ()
         self.selected: Sequence[tuple[Tensor, Sequence[Piece]]] = ()
         self.tensors: Sequence[Tensor] = ()
@@ -65,7 +63,7 @@ class HeldParameters:
             now = entry["params"]
             if len(now) != len(before) or not all(map(is_, now, before)):
                 return False
-        return len(targets.parameters) == self._num_parameters and self._paths == [*map(targets.names.get, self._ids)]
+        return targets.changes.number == self._changes
 
     def _look_up(self, groups: Sequence[dict[str, Any]]) -> None:
         targets, found = self._targets, []
@@ -76,9 +74,7 @@ class HeldParameters:
                 if pieces is None:
                     pieces = (Piece(path=f"{self._name}.groups[{number}].params[{position}]"),)
                 found.append((number, parameter, pieces))
-        self._ids = [id(parameter) for _, parameter, _ in found]
-        self._paths = [*map(targets.names.get, self._ids)]
-        self._num_parameters = len(targets.parameters)
+        self._changes = targets.changes.number
         self.all = found
         self.selected = [
             (parameter, chosen)

@@ -46,6 +46,8 @@ _REPLICA_FAILED = (
 class _Guard(InertOnCopy):
     """A hook made harmless."""
 
+    __slots__ = ("_alters", "_always", "_containment", "_hook", "_tap")
+
     def __init__(
         self, containment: Containment, tap: str, hook: Callable[..., Any], *, always: bool, alters: bool
     ) -> None:
