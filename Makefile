@@ -157,6 +157,7 @@ campaigns: $(VENV)/ready
 
 bench: $(VENV)/ready
 	PYTHONPATH=. $(BIN)/python benchmarks/overhead.py
+	PYTHONPATH=. $(BIN)/python benchmarks/host.py
 
 bench-gpu: $(VENV)/ready
 	PYTHONPATH=. $(BIN)/python benchmarks/gpu.py

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,10 +10,9 @@ import numpy as np
 import pyarrow as pa
 
 from traindiff.core.observation import Observation
+from traindiff.core.observation_table import columns_of
 from traindiff.core.summary import SUMMARY, Summaries
-from traindiff.storage.schema import ABOUT, NOTHING_STORED, SCHEMA, SHARD, Stored
-
-_NAMES = Observation._fields
+from traindiff.storage.schema import ABOUT, ARROW_TYPES, NOTHING_STORED, SCHEMA, SHARD, Stored
 
 
 class Columns:
@@ -26,17 +25,12 @@ class Columns:
         self, observations: Sequence[Observation], summaries: Summaries, stored: Stored = NOTHING_STORED
     ) -> pa.RecordBatch:
         """One record batch of a step's observations; row i of it is observation i with summary i."""
-        rows_of = zip(*observations, strict=True) if observations else ((),) * len(_NAMES)
-        about = dict(zip(_NAMES, rows_of, strict=True))
+        about = dict(zip(Observation._fields, columns_of(observations), strict=True))
         columns: list[Any] = []
         for one in ABOUT:
             columns += self._same(one.name, about[one.name], partial(_of_values, one.type))
         columns += self._same("shard", about["shard"], _of_shards)
-        for name in SUMMARY.names or ():
-            values = np.ascontiguousarray(summaries[name])
-            flat = pa.array(values.reshape(-1))
-            width = SUMMARY[name].shape
-            columns.append(pa.FixedSizeListArray.from_arrays(flat, width[0]) if width else flat)
+        columns += _of_summaries(summaries)
         rows = range(len(observations))
         exponents = tuple((row, one.tobytes()) for row, one in stored.exponents.items())
         columns += self._same(
@@ -67,6 +61,27 @@ def to_batch(
 ) -> pa.RecordBatch:
     """One record batch by itself; see `Columns.batch`."""
     return Columns().batch(observations, summaries, stored)
+
+
+def _of_summaries(summaries: Summaries) -> Iterator[pa.Array]:
+    """A column for each field: its numbers row by row, without a copy by Arrow."""
+    count = len(summaries)
+    words = np.ascontiguousarray(summaries).view(np.int64).reshape(count, -1)
+    for first, end, kind, listed in _FIELDS:
+        held = np.ascontiguousarray(words[:, first:end])
+        flat = pa.Array.from_buffers(kind, held.size, [None, pa.py_buffer(held)])
+        yield flat if listed is None else pa.Array.from_buffers(listed, count, [None], children=[flat])
+
+
+def _fields() -> Iterator[tuple[int, int, pa.DataType, pa.DataType | None]]:
+    """The words of a summary that each field takes, the type of its numbers, and that of a list of them."""
+    for dtype, place, *_ in (SUMMARY.fields or {}).values():
+        width = dtype.shape[0] if dtype.shape else 1
+        kind = ARROW_TYPES[dtype.base.kind]
+        yield place // 8, place // 8 + width, kind, pa.list_(kind, width) if dtype.shape else None
+
+
+_FIELDS = tuple(_fields())
 
 
 def _of_values(kind: pa.DataType, values: Sequence[Any]) -> list[pa.Array]:

@@ -33,12 +33,12 @@ ABOUT: tuple[pa.Field, ...] = tuple(
 SHARD: tuple[pa.Field, ...] = tuple(
     pa.field(name, pa.list_(pa.int64()), nullable=False) for name in ("shape", "global_shape", "offset", "spacing")
 )
-_ARROW_TYPES = {"i": pa.int64(), "u": pa.uint64(), "f": pa.float64()}
+ARROW_TYPES = {"i": pa.int64(), "u": pa.uint64(), "f": pa.float64()}
 
 
 def _summary_field(name: str) -> pa.Field:
     dtype = SUMMARY[name]
-    arrow = _ARROW_TYPES[dtype.base.kind]
+    arrow = ARROW_TYPES[dtype.base.kind]
     return pa.field(name, pa.list_(arrow, dtype.shape[0]) if dtype.shape else arrow, nullable=False)
 
 

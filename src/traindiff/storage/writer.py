@@ -32,6 +32,9 @@ _WITHOUT = {
 }
 _logger = logging.getLogger("traindiff")
 
+_THREADED_BYTES = 1 << 20
+"""From this size on, Arrow compresses the columns of a message on several threads. Below, waking them costs more."""
+
 NO_DETAILS: Mapping[int, Detail] = {}
 """Details of a step without details."""
 
@@ -88,7 +91,8 @@ class RecordingWriter:
         self._says_of_rank = False
         self._buffer = io.BytesIO()
         self._columns = Columns()
-        self._stream = pa.ipc.new_stream(self._buffer, SCHEMA, options=pa.ipc.IpcWriteOptions(compression="zstd"))
+        options = (pa.ipc.IpcWriteOptions(compression="zstd", use_threads=threads) for threads in (False, True))
+        self._stream, self._threaded = (pa.ipc.new_stream(self._buffer, SCHEMA, options=one) for one in options)
         # Arrow writes the schema together with the first batch; a run killed before its first step
         # should leave a readable stream too.
         self._header = SCHEMA.serialize().to_pybytes()
@@ -274,7 +278,8 @@ class RecordingWriter:
                 self._files.put_in_folder(posixpath.join(self._directory, files[row]), content)
         exponents = {row: one.exponents for row, one in details.items() if one.exponents is not None}
         batch = self._columns.batch(observations, summaries, Stored(exponents=exponents, files=files))
-        self._stream.write_batch(batch)
+        stream = self._stream if batch.nbytes < _THREADED_BYTES else self._threaded
+        stream.write_batch(batch)
         self._rows += len(observations)
         message = self._message()
         # Readers refuse a message that expands to more, as an attack.

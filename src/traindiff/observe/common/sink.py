@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from traindiff.core.kernels.rows import Rows
 from traindiff.core.observation import Merge, Observation, is_of_evaluation
+from traindiff.core.observation_table import ObservationTable
 from traindiff.core.shards import Region, Shard
 from traindiff.core.summary import SUMMARY, Detail, empty
 from traindiff.observe.common.progress import Progress
@@ -82,7 +83,7 @@ class Sink(Protocol):
         """The same for a hook that changes the training: its result is used, unless that is None."""
 
 
-Step = tuple[list[Observation], Rows, dict[int, Detail]]
+Step = tuple[ObservationTable, Rows, dict[int, Detail]]
 """Observations of one step of one optimizer, their summaries, and details by position."""
 
 _NOTHING = empty()
@@ -175,7 +176,7 @@ class ObservationBuffer(ABC):
         key = (optimizer, number)
         step = self._steps.get(key)
         if step is None:
-            step = self._steps[key] = ([], Rows(self._latest.get(optimizer, 0)), {})
+            step = self._steps[key] = (ObservationTable(), Rows(self._latest.get(optimizer, 0)), {})
         return step
 
     def _keep_now(self, summary: Any, detail: Detail | None, **about: Any) -> None:

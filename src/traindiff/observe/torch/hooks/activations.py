@@ -55,7 +55,7 @@ class Activations:
         if stage is None:
             return False
         call = self._sink.progress.next_call(path, stage)
-        alone = sum(tensor.requires_grad for _, tensor in found) == 1
+        alone = len(found) == 1 or sum(tensor.requires_grad for _, tensor in found) == 1
         for slot, tensor in found:
             gradient = self._tensor(tensor, path=path, slot=slot, stage=stage, call=call)
             if not (self._backward and tensor.requires_grad):

@@ -120,6 +120,8 @@ def _version_of(gradient: Tensor) -> int:
 
 def local_part(gradient: Tensor) -> Tensor:
     """The part of a gradient on this rank."""
+    if type(gradient) is Tensor:
+        return gradient
     with torch.no_grad():
         found: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
     return found

@@ -83,8 +83,9 @@ class _Tap:
         if not progress.observing or progress.chunk is not None or is_flat or is_capturing():
             return
         self._tell()
+        leaves = self._context.targets.leaf_ids
         for name, tap in self._context.optimizers.items():
-            held = _spread([one for one, _ in tap.selected() if id(one) in self._context.targets.leaf_ids])
+            held = _spread([one for one, _ in tap.selected() if id(one) in leaves])
             self._before[name] = [(one, one.grad, _version(one.grad)) for one in held if main_gradient(one) is None]
 
     def after_backward(self) -> None:

@@ -27,17 +27,21 @@ class HeldBefore:
         self._optimizer = optimizer
         self._observe = observe
         self.paths: set[str] = set()
+        self._settled: Collection[str] | None = None  # the latest paths, if none are gone
         self._replaced: set[str] = set()  # of these, those whose place in the model another tensor has taken
 
     def add(self, other: HeldBefore) -> None:
         """Note that the optimizer steps in place of another one, whose parameters may still be stepped elsewhere."""
         self.paths |= other.paths
+        self._settled = None
 
     def note(self, held: Collection[str]) -> None:
         """Note the paths that the optimizer holds in a step.
 
         If it holds as many new tensors that are none of the model's, these are the old ones: they lost their names.
         """
+        if held is self._settled:
+            return
         gone = self.paths.difference(held)
         nameless = {path for path in held if path.startswith(f"{self._optimizer}.groups[")}
         if len(nameless - self.paths) >= len(gone) > 0:
@@ -48,3 +52,4 @@ class HeldBefore:
                 if phase in self._observe:
                     self._sink.unobserved(why, phase=phase, path=path, slot=slot, optimizer=self._optimizer)
         self.paths.update(held)
+        self._settled = None if gone else held

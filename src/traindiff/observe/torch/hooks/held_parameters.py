@@ -28,6 +28,7 @@ class HeldParameters:
         all: Each parameter.
         selected: Each parameter with the pieces in it that are observed; none without such pieces.
         tensors: The parameters in `selected`.
+        paths: Of the pieces in `selected`.
         are_whole: Every one of these is one parameter of the model.
         number: Counts the changes.
     """
@@ -36,12 +37,11 @@ class HeldParameters:
         self._targets = context.targets
         self._name = name
         self._groups: list[list[Tensor]] = []
-        self._paths: list[str | None] = []
-        self._ids: list[int] = []
-        self._num_parameters = -1
+        self._changes = -1  # of the names of parameters
         self.all: Sequence[Held] = ()
         self.selected: Sequence[tuple[Tensor, Sequence[Piece]]] = ()
         self.tensors: Sequence[Tensor] = ()
+        self.paths: frozenset[str] = frozenset()
         self.are_whole = False
         self.number = 0
 
@@ -63,7 +63,7 @@ class HeldParameters:
             now = entry["params"]
             if len(now) != len(before) or not all(map(is_, now, before)):
                 return False
-        return len(targets.parameters) == self._num_parameters and self._paths == [*map(targets.names.get, self._ids)]
+        return targets.changes.number == self._changes
 
     def _look_up(self, groups: Sequence[dict[str, Any]]) -> None:
         targets, found = self._targets, []
@@ -74,9 +74,7 @@ class HeldParameters:
                 if pieces is None:
                     pieces = (Piece(path=f"{self._name}.groups[{number}].params[{position}]"),)
                 found.append((number, parameter, pieces))
-        self._ids = [id(parameter) for _, parameter, _ in found]
-        self._paths = [*map(targets.names.get, self._ids)]
-        self._num_parameters = len(targets.parameters)
+        self._changes = targets.changes.number
         self.all = found
         self.selected = [
             (parameter, chosen)
@@ -84,5 +82,6 @@ class HeldParameters:
             if (chosen := [piece for piece in pieces if targets.selects(piece.path)])
         ]
         self.tensors = [parameter for parameter, _ in self.selected]
+        self.paths = frozenset(piece.path for _, pieces in self.selected for piece in pieces)
         self.are_whole = all(len(pieces) == 1 and pieces[0].shard is None for _, pieces in self.selected)
         self.number += 1

@@ -39,6 +39,7 @@ class InertOnCopy:
     the file can be loaded without traindiff.
     """
 
+    __slots__ = ()
     __torch_unserializable__ = True  # torch need not warn when it saves a tensor without it
 
     def __deepcopy__(self, _: dict[int, Any]) -> _NoHook:
@@ -55,6 +56,8 @@ class Unless(InertOnCopy):
         idle: Tells whether it has nothing to do. It asks torch nothing.
         hook: The guarded hook.
     """
+
+    __slots__ = ("_hook", "_idle")
 
     def __init__(self, idle: Callable[[], bool], hook: Callable[..., Any]) -> None:
         self._idle = idle

@@ -25,6 +25,7 @@ from traindiff.observe.torch.hooks.followed_modules import (
     takes_hooks,
 )
 from traindiff.observe.torch.hooks.gradient_paths import GradientPaths
+from traindiff.observe.torch.hooks.inert_on_copy import Unless
 from traindiff.observe.torch.hooks.nested import tensors
 
 COMPILED = (
@@ -71,7 +72,7 @@ class _ModuleOutputs:
         if not site:
             hook = guarded(self._root_output)
             hooks.before_forward(module, guarded(self._root_input))
-        hooks.after_forward(module, hook)
+        hooks.after_forward(module, Unless(self._is_idle, hook))
         observer = ModuleObserver(
             output=guarded(partial(self._compiled_output, path)),
             gradient=guarded(partial(self._activations.compiled_gradient, path)),
@@ -79,13 +80,18 @@ class _ModuleOutputs:
         )
         hooks.undo.enter_context(tap_compiled_module(module, observer))
 
+    def _is_idle(self) -> bool:
+        """True in a step that is not recorded."""
+        return not self._progress.observing
+
     def _lost(self, path: str, why: str) -> None:
         if why or self._silent.is_called_beside_roots(path):
             self._silent.unseen(path, why or REMOVED)
 
     def _output(self, path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
         # Returning None tells torch to keep `output` as it is.
-        if self._activations.observe(path, list(tensors(output, "output"))):
+        found = [("output[0]", output)] if type(output) is Tensor else list(tensors(output, "output"))
+        if self._activations.observe(path, found):
             self._paths.see(path, args, output)
             self._silent.heard(path, compiled=False, beside_roots=not self._progress.in_forward)
 

@@ -281,7 +281,8 @@ class OptimizerTap:
             self._sink.repeated(self._repeated["after"], found, emit, about=about)
         if "update" in self._observe:  # after another run's values were put in, if they are
             self._mark_updated()
-        self.was_held.note({piece.path for _, pieces in self.selected() for piece in pieces})
+        held = self._held.paths if self.HOLDS_GROUPS else {one.path for _, pieces in self.selected() for one in pieces}
+        self.was_held.note(held)
 
     def _mark_updated(self) -> None:
         updated = {id(parameter) for _, parameter, _ in self.updated()}

@@ -11,8 +11,6 @@ import ctypes
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import repeat
 from typing import Any
 
 from torch import Tensor, nn, strided
@@ -33,7 +31,6 @@ _NOTHING = empty().tobytes()
 _STEP, _MICRO_STEP, _ORDER, _EVALUATION = (
     Observation._fields.index(name) for name in ("step", "micro_step", "order", "evaluation")
 )
-_observation = partial(tuple.__new__, Observation)
 PLAIN = (Tensor, nn.Parameter)
 """Classes of tensors that are what they seem."""
 
@@ -66,15 +63,13 @@ class _Part:
     columns: tuple[Any, ...]
     of_evaluation: tuple[bool, ...]
 
-    def observations(self, *, step: int, micro_step: int, evaluation: int, order: int) -> list[Observation]:
-        """The rows in a step, whose first one has the given place in the order."""
+    def columns_in(self, *, step: int, micro_step: int, evaluation: int, order: int) -> Sequence[Sequence[Any]]:
+        """The rows in a step by column; the first one has the given place in the order."""
         columns = [*self.columns]
-        columns[_STEP], columns[_MICRO_STEP] = repeat(step), repeat(micro_step)
+        columns[_STEP], columns[_MICRO_STEP] = (step,) * self.count, (micro_step,) * self.count
         columns[_ORDER] = range(order, order + self.count)
-        columns[_EVALUATION] = (
-            [evaluation * belongs for belongs in self.of_evaluation] if evaluation else repeat(0)
-        )  # fmt: skip
-        return [_observation(row) for row in zip(*columns, strict=False)]
+        columns[_EVALUATION] = [evaluation * belongs for belongs in self.of_evaluation]
+        return columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

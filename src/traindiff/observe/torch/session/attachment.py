@@ -287,6 +287,7 @@ class Upkeep:
             by_path[path] = id(parameter)
             if path in parameters or is_selected(self._targets.select, path):
                 parameters[path] = parameter
+            self._targets.changes.number += 1
             changed = True
         return changed
 

@@ -52,6 +52,8 @@ _CAPTURED = (
 class _Guard(InertOnCopy):
     """A hook made harmless."""
 
+    __slots__ = ("_alters", "_always", "_containment", "_hook", "_tap")
+
     def __init__(
         self, containment: Containment, tap: str, hook: Callable[..., Any], *, always: bool, alters: bool
     ) -> None:
@@ -303,8 +305,8 @@ class Observations(ObservationBuffer):
             observations, summaries, _ = self._of_step(plan.optimizer, step)
             plan.write(part, tensors, summaries, self._summaries.add)
             order = progress.next_orders(part.count)
-            observations += part.observations(
-                step=step, micro_step=progress.micro_step, evaluation=progress.evaluation, order=order
+            observations.extend(
+                part.columns_in(step=step, micro_step=progress.micro_step, evaluation=progress.evaluation, order=order)
             )
             self._bytes += ROW_BYTES * part.count
             if self._is_full:

@@ -53,6 +53,13 @@ def _all_of(path: str) -> tuple[Piece, ...]:
     return (Piece(path=path),)
 
 
+@dataclass(slots=True)
+class Changes:
+    """Counts changes."""
+
+    number: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Targets:
     """The modules, parameters, buffers and optimizers that a session observes.
@@ -88,6 +95,11 @@ class Targets:
     tied: Mapping[str, str]
     optimizers: Mapping[str, Optimizer | EngineOptimizer]
     zoomed: Mapping[str, nn.Module]
+
+    @cached_property
+    def changes(self) -> Changes:
+        """Changes of `names` and `parameters` while the training runs."""
+        return Changes()
 
     @cached_property
     def root_paths(self) -> dict[int, str]:
