@@ -360,3 +360,38 @@ def test_a_checkpoint_of_the_users_own_is_not_replaced(tmp_path: Path) -> None:
 def test_numbers_of_steps_that_cannot_be_are_refused(wrong: Mapping[str, int], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         traindiff.resume("train.py:recipe", tmp_path, **wrong)  # type: ignore[arg-type]
+
+
+def test_optimizers_that_the_recipe_does_not_name_are_found(tmp_path: Path) -> None:
+    def recipe() -> traindiff.Training:
+        given = training(lambda saved: saved["optimizer"]["state"].pop(0))
+        return traindiff.Training(
+            model=given.model, optimizer=None, batches=given.batches, step=given.step, save=given.save, load=given.load
+        )  # fmt: skip
+
+    found = resumed(recipe, begun(recipe, tmp_path / "saved"), tmp_path)
+
+    assert says(found) == [
+        f"{slot} is not there for 0.weight: the optimizer's state was not loaded."
+        for slot in ("step", "exp_avg", "exp_avg_sq")
+    ]
+
+
+def test_two_optimizers_go_on_where_each_of_them_was(tmp_path: Path) -> None:
+    def recipe() -> traindiff.Training:
+        model = nn.ModuleDict({"one": nn.Linear(4, 4), "other": nn.Linear(4, 2)})
+        optimizers = {name: torch.optim.Adam(part.parameters(), lr=0.01) for name, part in model.items()}
+
+        def step(batch: Tensor) -> Tensor:
+            for name in ("other", "one"):
+                loss: Tensor = model["other"](model["one"](batch)).square().mean()
+                loss.backward()
+                optimizers[name].step()
+                model.zero_grad()
+            return loss
+
+        return traindiff.Training(model=model, optimizer=optimizers, batches=torch.randn(8, 8, 4), step=step)  # type: ignore[arg-type]
+
+    found = resumed(recipe, begun(recipe, tmp_path / "saved"), tmp_path)
+
+    assert (found.verdict, says(found)) == ("identical", [])

@@ -27,6 +27,8 @@ class Updates:
         """Entries of phase `update`, and the parameters as this step found them, by path."""
         for key, entry in table.items():
             if key.phase == "param" and key.stage in ("before", EDITED) and key.slot == "value":
+                if key.stage == "before" and self._ended.get(key.path, -1) >= step:
+                    continue  # of another optimizer, which has taken this step before: what it found is past
                 self._parameters[key.path] = entry.without_parts()
                 self._ended.pop(key.path, None)
         # An update is unknown if ranks are missing before or after it.

@@ -70,6 +70,18 @@ def find_held(training: Training) -> dict[str, Any]:
     return looked.found
 
 
+def optimizers_of(training: Training) -> list[Optimizer] | None:
+    """The optimizers of the model's parameters that the training's functions use; None if none is found."""
+    parameters = {id(one) for one in training.model.parameters()}
+    found = [
+        one
+        for one in find_held(training).values()
+        if isinstance(one, Optimizer)
+        and any(id(parameter) in parameters for group in one.param_groups for parameter in group["params"])
+    ]
+    return found or None
+
+
 class _Search:
     def __init__(self, training: Training) -> None:
         self.found: dict[str, Any] = {}

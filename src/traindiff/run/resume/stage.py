@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from traindiff.observe.torch.session.targets import Targets, find_targets
 from traindiff.run.config.setup import Setup
 from traindiff.run.config.training import Training, logged
 from traindiff.run.processes.rank_process import Here
+from traindiff.run.resume.held import optimizers_of
 from traindiff.run.resume.leaves import leaves_of
 from traindiff.run.resume.saving import load_training, refuse_half, save_training
 from traindiff.run.verify.recipe import (
@@ -111,6 +112,7 @@ def run_stage(
     with undisturbed_random_state():
         training = prepared(recipe, seed=stage.seed, asked_by=stage.asked_by, setup=stage.setup)
         refuse_half(training, where=where, asked_by=stage.asked_by)
+        training = replace(training, optimizer=training.optimizer or optimizers_of(training))
         _Running(training, stage, where=where, recipe=name_of(recipe), rank=rank).run(on_step, last_seen)
 
 
