@@ -30,6 +30,7 @@ Running trainings and judging them, which needs torch:
 
     verify          Run two trainings, compare them, and find the wrong operation: a `Verification`.
     investigate     Find out why two trainings differ, stage by stage, down to the operator: an `Investigation`.
+    resume          Save a training, load it in fresh processes, train on: a `Resumption`.
     calibrate       Run one training, and the perturbed runs that measure its noise.
     Lockstep        Train two engines side by side and compare them step by step: a `Comparison`.
     Setup           How a training is run: engine, dtype, ranks and so on.
@@ -88,6 +89,7 @@ if TYPE_CHECKING:
     from traindiff.analyse.check import Verdict, check
     from traindiff.analyse.compare import Comparison, Verification, compare
     from traindiff.analyse.compare.investigation import Investigation
+    from traindiff.analyse.compare.resumption import Resumption
     from traindiff.analyse.findings import Finding
     from traindiff.observe.torch.hooks.inspect import inspect
     from traindiff.observe.torch.nonfinite.origin import Origin
@@ -98,6 +100,7 @@ if TYPE_CHECKING:
     from traindiff.run.config.setup import Setup
     from traindiff.run.config.training import Training
     from traindiff.run.lockstep.lockstep import Lockstep
+    from traindiff.run.resume.resume import resume
     from traindiff.run.verify.investigate import investigate
     from traindiff.run.verify.recipe import Recipe
     from traindiff.run.verify.verify import calibrate, verify
@@ -114,6 +117,7 @@ _LAZY = {
     "Recipe": "traindiff.run.verify.recipe",
     "Recorder": "traindiff.observe.torch.session.recorder",
     "Recording": "traindiff.storage",
+    "Resumption": "traindiff.analyse.compare.resumption",
     "Setup": "traindiff.run.config.setup",
     "Training": "traindiff.run.config.training",
     "Verdict": "traindiff.analyse.check",
@@ -127,6 +131,7 @@ _LAZY = {
     "investigate": "traindiff.run.verify.investigate",
     "open_recording": "traindiff.storage",
     "record": "traindiff.observe.torch.session.record",
+    "resume": "traindiff.run.resume.resume",
     "verify": "traindiff.run.verify.verify",
     "watch": "traindiff.observe.torch.nonfinite.watch",
     "weights": "traindiff.state.comparing",
@@ -154,6 +159,7 @@ __all__ = [
     "Recorder",
     "Recording",
     "RecordingError",
+    "Resumption",
     "Setup",
     "StoppedError",
     "TraindiffError",
@@ -172,6 +178,7 @@ __all__ = [
     "investigate",
     "open_recording",
     "record",
+    "resume",
     "shard",
     "verify",
     "watch",

@@ -209,6 +209,31 @@ def test_a_comparison_of_weights_fits_its_schema(tmp_path: Path) -> None:
     assert {one["kind"] for one in found["relations"]} == {"cast", "scaled", "rearranged"}
 
 
+def test_a_resume_fits_its_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+
+    found = printed(
+        "resume",
+        "tests.run.resume.recipes:without_scheduler",
+        "--at",
+        "1",
+        "--steps",
+        "1",
+        "-o",
+        str(tmp_path / "runs"),
+    )
+
+    assert_fits(found, "resumption")
+    assert [one["what"] for one in found["differences"]] == ["scheduler"]
+
+
+def test_what_a_resume_can_leave_out_is_that_of_the_documentation() -> None:
+    table = (DOCS / "resume.md").read_text().partition("| what | sentence |")[2].partition("\n\n")[0]
+    documented = re.findall(r"^\| `([a-z-]+)` \|", table, re.MULTILINE)
+
+    assert documented == SCHEMAS["resumption"]["$defs"]["difference"]["properties"]["what"]["enum"]
+
+
 def test_the_kinds_of_relation_are_those_of_the_code_and_of_the_documentation() -> None:
     table = (DOCS / "weights.md").read_text().partition("| kind | what it means |")[2].partition("\n\n")[0]
     documented = re.findall(r"^\| `([a-z-]+)` \|", table, re.MULTILINE)
@@ -266,6 +291,8 @@ DOCUMENTED = {
     "`traindiff check --json`": ("check", ""),
     "`traindiff weights --json`": ("weights", ""),
     "A relation": ("weights", "relation"),
+    "`traindiff resume --json`": ("resumption", ""),
+    "A thing that was not restored": ("resumption", "difference"),
     "`traindiff rerun --json`": ("rerun", ""),
     "A tensor that an operator made": ("rerun", "made"),
     "`traindiff show --json`": ("observations", ""),

@@ -16,6 +16,7 @@ NOT_PROVOKED = {
     "ZeRO has moved the parameter to NVMe": "needs DeepSpeed and a disk for its parameters",
     "its elements cannot be read: {}": "of the two kernels for the CPU one is in use; that for the GPU needs one",
     "_config_error(error, self._asked_by(name))": "what a rank in a process of its own raised, raised again",
+    "{}, run {}": "what a rank in a process of its own raised, raised again",
     "TraindiffError(told)": "other ranks, of what rank 0 has raised; tests/run/processes/test_present_ranks.py",
     "rank 0 can no longer be reached: {}": "needs ranks of a launcher that die",
     **dict.fromkeys(

@@ -12,6 +12,7 @@ from traindiff.cli import (  # noqa: F401
     recordings,
     report,
     rerun,
+    resume,
     run,
     verify,
     weights,

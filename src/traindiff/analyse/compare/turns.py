@@ -23,14 +23,17 @@ class Turns:
         self._comparable = chosen[0] == chosen[1]
         self._apart: dict[tuple[str, str], int] = {}  # by optimizer and the other one: further steps of the candidate's
         self._told: set[str] = set()
+        self._begun: tuple[int, int] | None = None  # first step of each run: one that continues may begin late
 
     def findings(self, baseline: RunStep, candidate: RunStep) -> list[Finding]:
         """At most one finding for each optimizer; steps must be given in order."""
         if not (self._comparable and baseline.table and candidate.table):
             return []
+        self._begun = self._begun or (baseline.step, candidate.step)
         found = []
         for name in sorted({*baseline.after, *candidate.after} - {baseline.optimizer}):
-            counts = [one.after.get(name, -1) + 1 for one in (baseline, candidate)]
+            runs = zip((baseline, candidate), self._begun, strict=True)
+            counts = [one.after.get(name, begun - 1) + 1 for one, begun in runs]
             apart, pair = counts[1] - counts[0], (baseline.optimizer, name)
             before, self._apart[pair] = self._apart.get(pair), apart
             if (abs(apart) <= 1 if before is None else apart == before) or {name, baseline.optimizer} & self._told:

@@ -31,6 +31,8 @@ class Updates:
                 if key.stage == EDITED and not _of_same_copy(entry, table.get(key._replace(stage=""))):
                     elsewhere[key.path] = entry.without_parts()
                     continue
+                if key.stage == "before" and self._ended.get(key.path, -1) >= step:
+                    continue  # of another optimizer, which has taken this step before: what it found is past
                 self._parameters[key.path] = entry.without_parts()
                 self._ended.pop(key.path, None)
         # An update is unknown if ranks are missing before or after it.

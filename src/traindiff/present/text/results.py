@@ -33,7 +33,7 @@ from traindiff.analyse.story import (
 from traindiff.core.site import label
 
 _STYLES: Mapping[Emphasis, str] = {"title": "bold", "place": "bold cyan", "faint": "dim"}
-_WORD_STYLES = {
+WORD_STYLES = {
     "identical": "bold green", "equivalent": "bold green", "healthy": "bold green",
     "diverged": "bold red", "unhealthy": "bold red",
 }  # fmt: skip
@@ -64,7 +64,7 @@ def print_section(
         word: The word of the verdict, which decides how a verdict is styled.
         table: Prints the table of the section: in place of these lines, or else at its end.
     """
-    styles = {**_STYLES, "verdict": _WORD_STYLES.get(word, "bold yellow")}
+    styles = {**_STYLES, "verdict": WORD_STYLES.get(word, "bold yellow")}
     missing = True
     for line in section.lines:
         if line[0][1] != "brief":

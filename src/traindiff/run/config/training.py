@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -124,6 +125,13 @@ class Training:
             module of that stage, in which everything keeps its path; or the paths of modules before which torch's
             tracing frontend may cut the model, in order. `loss` must then call the model once per batch.
         record: Further settings of `traindiff.record`, e.g. `{"batch_axis": {"lstm": 1}}`.
+        save: Saves the training as it does itself, into a directory: `save(directory)`, called on every rank between
+            two steps. Only `traindiff.resume` calls it; without it, traindiff saves everything that it finds.
+        load: Loads in a fresh process what `save` has written: `load(directory)`, before the first step. It may return
+            the number of batches that are to be skipped, or the batches that follow; without a result, `batches` is
+            iterated over from its beginning.
+        state: Further objects whose state goes on from step to step, by name: schedulers, scalers, copies of weights.
+            `traindiff.resume` finds those that `step`, `save` and `load` use by itself.
     """
 
     model: nn.Module
@@ -135,6 +143,9 @@ class Training:
     tensor_parallel: TensorParallel | None = None
     pipeline: Pipeline | None = None
     record: Mapping[str, Any] = field(default_factory=dict)
+    save: Callable[[Path], object] | None = None
+    load: Callable[[Path], object] | None = None
+    state: Mapping[str, Any] = field(default_factory=dict)
 
     def train_on(self, batch: Any) -> Any:
         """Call `step`, which every prepared training has.

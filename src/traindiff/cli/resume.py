@@ -1,0 +1,90 @@
+"""`traindiff resume`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from traindiff.cli.app import app, messages, results, says_what_is_wrong
+from traindiff.cli.setup_options import (
+    OTHER_SPELLINGS,
+    BatchesOption,
+    SeedOption,
+    SetupOptions,
+    run_progress,
+    with_setup_options,
+)
+
+if TYPE_CHECKING:
+    from traindiff.run.config.setup import Setup
+
+
+def _ranks(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([1-9]\d{0,5})(?::([1-9]\d{0,5}))?", text)
+    if not match:
+        raise typer.BadParameter(f"{text!r} is not a number of ranks. Write 2, or 2:4 for 2 before saving and 4 after.")
+    return int(match[1]), int(match[2] or match[1])
+
+
+@app.command(context_settings=OTHER_SPELLINGS, short_help="Save, load in a fresh process, train on: is it the same?")
+@says_what_is_wrong
+@with_setup_options
+def resume(
+    recipe: Annotated[
+        str,
+        typer.Argument(metavar="RECIPE", help="FILE.py:FUNCTION or MODULE:FUNCTION that returns a traindiff.Training."),
+    ],
+    at: Annotated[int, typer.Option("--at", min=1, metavar="N", help="Steps to train before saving.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory of recordings and checkpoint.")] = Path(
+        "traindiff-resume"
+    ),
+    steps: BatchesOption = None,
+    ranks: Annotated[
+        str,
+        typer.Option(
+            metavar="N[:M]", help="Ranks that train and save, and ranks that load and train on. As --nproc if left out."
+        ),
+    ] = "",
+    seed: SeedOption = 0,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds that a run may go without ending a step; as in traindiff verify.")
+    ] = None,
+    *,
+    options: SetupOptions,
+    top: Annotated[int, typer.Option(min=0, help="Rows of each table.")] = 12,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON (docs/json.md).")] = False,
+) -> None:
+    """Train, save, load in fresh processes and train on; compare with a training that never stopped.
+
+    Everything must be as it was saved before the first step after loading. Exits with 0 if the training goes on as
+    if it had never stopped, 1 if it does not, 2 if the input cannot be used, and 3 if not all could be compared.
+    """
+    from traindiff.present.data import write_json
+    from traindiff.present.text.resumption import print_resumption
+    from traindiff.run.config.options import setups
+    from traindiff.run.resume.resume import resume as run_resume
+
+    _, setup = setups(options.requested(), world_size=None)
+    before, after = _ranks(ranks) if ranks else (setup.nproc, setup.nproc)
+    setup = _on(setup, before)
+    num_steps = options.steps(steps)
+    with run_progress(messages, steps=2 * (at + num_steps)) as on_step:
+        result: Any = run_resume(
+            recipe, output, at=at, steps=num_steps, setup=setup, resumed_ranks=after, seed=seed, timeout=timeout,
+            progress=on_step,
+        )  # fmt: skip
+    if as_json:
+        import sys
+
+        write_json(result, sys.stdout)
+    else:
+        print_resumption(results, result, top=top)
+    raise typer.Exit(result.exit_code)
+
+
+def _on(setup: Setup, ranks: int) -> Setup:
+    return replace(setup, nproc=ranks)
