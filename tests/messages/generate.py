@@ -18,6 +18,7 @@ from tests.messages import (
     rerunning,
     setups,
     showing,
+    stores,
     training,
     watching,
     weights,
@@ -28,6 +29,7 @@ GOLDEN = Path(__file__).parent / "messages.txt"
 
 CHAPTERS: Sequence[Chapter] = (
     recording.chapter,
+    stores.chapter,
     training.chapter,
     watching.chapter,
     rerunning.chapter,

@@ -15,9 +15,10 @@ from traindiff.core.shards import Shard
 from traindiff.core.untrusted.demands import MOST_JSON_BYTES
 from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import MixedRecordingError, NotARecordingError
-from traindiff.storage import manifest, tensor_files
+from traindiff.storage import manifest, segments, tensor_files
 from traindiff.storage.location import file_system, rank_directory
 from traindiff.storage.manifest import ended
+from traindiff.storage.stores import Store
 from traindiff.storage.stream import RankStatus, RankStream, StepObservations
 
 
@@ -220,6 +221,8 @@ class Recording:
 
     def _read_run(self) -> dict[str, Any]:
         if not self._fs.exists(self._root):
+            if isinstance(self._fs, Store) and (missing := self._fs.lacks_container(self._root)) is not None:
+                raise NotARecordingError(str(missing))
             raise NotARecordingError(
                 f"{self.path} does not exist. Give the directory that traindiff.record(...) wrote."
             )
@@ -237,7 +240,7 @@ class Recording:
         return run
 
     def _stream(self, rank: int) -> RankStream:
-        return RankStream(self._folder.within(rank_directory(rank)), rank)
+        return RankStream(segments.of_rank(self._folder.within(rank_directory(rank))), rank)
 
 
 def open_recording(path: str) -> Recording:
