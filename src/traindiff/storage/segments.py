@@ -183,7 +183,10 @@ class SegmentedFolder(Folder):
                 return read()
             except _MissingFileError:  # joined with others since
                 self._look()
-        return read()
+        try:
+            return read()
+        except _MissingFileError as error:
+            raise CorruptRecordingError(str(error)) from None
 
     def _about(self, path: str) -> int:
         """As for every file, but without a request for a segment that the list has."""
