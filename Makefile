@@ -9,7 +9,7 @@ MINDSPORE := .venv-mindspore
 ORTMODULE := .venv-ortmodule
 SEEDS := .venv-seeds
 
-.PHONY: corruption help demo test test-all lint format unit no-torch package mindspore-if-installed \
+.PHONY: corruption bench-gpu test-gpu help demo test test-all lint format unit no-torch package mindspore-if-installed \
 	test-release test-deepspeed test-browser test-integrations test-mindspore test-ortmodule test-campaigns \
 	campaigns bench faults zoo mutation seeds clean
 
@@ -32,11 +32,13 @@ help:
 	@echo "make test-integrations   the trainers of transformers and Lightning, and Accelerate, on the CPU"
 	@echo "make test-mindspore      trainings under MindSpore, in an environment of its own (3.2 GB)"
 	@echo "make test-ortmodule      a training under ORTModule beside one of PyTorch; compiles its extensions (1.5 GB)"
+	@echo "make test-gpu            everything that needs a GPU: the kernel, trainings, CUDA graphs, ranks over NCCL, faults, doctor"
 	@echo "make test-campaigns      a short run of each campaign (minutes)"
 	@echo
 	@echo "To measure:"
 	@echo "make campaigns           kill, starve and overload trainings, and mutate recordings (hours; see RELIABILITY.md)"
 	@echo "make bench               what recording costs (minutes)"
+	@echo "make bench-gpu           what recording costs on a GPU (8 minutes)"
 	@echo "make faults              which faults are found, and which legal changes are flagged (minutes)"
 	@echo "make zoo                 the same for trainings of other people's design (an hour)"
 	@echo "make mutation            how many changes of the judging code the tests notice (half an hour)"
@@ -132,6 +134,11 @@ test-ortmodule: $(VENV)/ready
 	@reason=$$(tests/ortmodule/make_environment.sh $(ORTMODULE) 2>&1 | tail -n 1); \
 	if [ -e $(ORTMODULE)/ready ]; then $(BIN)/pytest tests/ortmodule; else echo "skipped: tests/ortmodule: $$reason"; fi
 
+test-gpu: $(VENV)/ready
+	@$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'There is no GPU here.'"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m gpu
+	PYTHONPATH=. $(BIN)/traindiff doctor tests/gpu/recipe.py:training --backend inductor
+
 test-campaigns: $(VENV)/ready
 	$(BIN)/python -m tests.campaigns.kills --count 8
 	$(BIN)/python -m tests.campaigns.signals --count 8
@@ -149,7 +156,10 @@ campaigns: $(VENV)/ready
 	$(BIN)/python -m tests.campaigns.load
 
 bench: $(VENV)/ready
-	$(BIN)/python benchmarks/overhead.py
+	PYTHONPATH=. $(BIN)/python benchmarks/overhead.py
+
+bench-gpu: $(VENV)/ready
+	PYTHONPATH=. $(BIN)/python benchmarks/gpu.py
 
 faults: $(VENV)/ready
 	$(BIN)/python -m benchmarks.faults

@@ -14,15 +14,16 @@ WIDTH, HEADS, VOCABULARY, BATCH, CONTEXT = 512, 8, 8_000, 4, 128
 class Block(nn.Module):
     """Attention and MLP, each behind a LayerNorm."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, heads: int = HEADS) -> None:
         super().__init__()
+        self.heads = heads
         self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.fc, self.act, self.out = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, context, width] -> the same."""
-        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.ln_1(x)).chunk(3, -1))
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.ln_1(x)).chunk(3, -1))
         found = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(found.transpose(1, 2).flatten(-2))
         return x + self.out(self.act(self.fc(self.ln_2(x))))
@@ -31,10 +32,18 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens -> logits; head and embedding share one matrix."""
 
-    def __init__(self, layers: int, *, width: int = WIDTH, vocabulary: int = VOCABULARY) -> None:
+    def __init__(
+        self,
+        layers: int,
+        *,
+        width: int = WIDTH,
+        vocabulary: int = VOCABULARY,
+        heads: int = HEADS,
+        context: int = CONTEXT,
+    ) -> None:
         super().__init__()
-        self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(CONTEXT, width)
-        self.h = nn.ModuleList(Block(width) for _ in range(layers))
+        self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.h = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.ln_f, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.wte.weight
 

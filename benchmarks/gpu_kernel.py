@@ -1,6 +1,4 @@
-"""What the GPU kernel costs: GB/s by dtype and shape, and the host's time per launch.
-
-    python benchmarks/gpu_kernel.py
+"""What the GPU kernel costs: GB/s by dtype and shape, and the host's time per launch. A part of benchmarks/gpu.py.
 
 Each figure is the best of several repetitions, measured with CUDA events over enough calls to fill a
 step: what is enqueued is what a step enqueues, merging and copy to the host included.
@@ -8,7 +6,6 @@ step: what is enqueued is what a step enqueues, merging and copy to the host inc
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -26,17 +23,12 @@ REPETITIONS = 5
 GIGABYTE = 1e9
 
 
-def main() -> int:
-    """Measure and print; where there is no GPU, say so."""
-    if not torch.cuda.is_available():
-        print("There is no GPU here, and Triton's interpreter says nothing about speed: nothing was measured.")
-        return 0
+def table(device: torch.device) -> list[str]:
+    """Lines of the table of kernels, printed as they are measured."""
     from traindiff.core.kernels.gpu.rows import DeviceRows
 
-    device = torch.device("cuda", torch.cuda.current_device())
-    print(torch.cuda.get_device_name(device))
     rows = DeviceRows(device)
-    print(f"\n{'dtype':<10}{'shape':<20}{'GB/s':>8}{'microseconds':>14}")
+    lines = ["| kernel | shape | GB/s | microseconds |", "| --- | --- | --- | --- |"]
     for dtype in DTYPES:
         for shape in SHAPES:
             tensor = torch.randn(shape, device=device).to(dtype)
@@ -44,15 +36,19 @@ def main() -> int:
             calls = max(1, min(200, (1 << 28) // tensor.numel()))
             seconds = device_seconds(lambda: repeat(rows, tensor, shard, calls)) / calls  # noqa: B023
             speed = tensor.numel() * tensor.element_size() / seconds / GIGABYTE
-            print(f"{str(dtype).removeprefix('torch.'):<10}{shape!s:<20}{speed:>8.0f}{seconds * 1e6:>14.1f}")
-
+            lines.append(f"| {str(dtype).removeprefix('torch.')} | {shape} | {speed:.0f} | {seconds * 1e6:.1f} |")
+            print(lines[-1], flush=True)
     small = [torch.randn(100, device=device) for _ in range(500)]
     shards = [Shard.whole((100,))] * len(small)
     alone = host_seconds(lambda: [rows.add(tensor, shard) for tensor, shard in zip(small, shards, strict=True)], rows)
     together = host_seconds(lambda: rows.add_many(small, shards), rows)
-    print(f"\nhost, one launch per tensor:      {alone / len(small) * 1e6:8.1f} microseconds per tensor")
-    print(f"host, one launch for 500 tensors: {together / len(small) * 1e6:8.1f} microseconds per tensor")
-    return 0
+    lines += [
+        "",
+        f"Host, one launch per tensor: {alone / len(small) * 1e6:.1f} us per tensor; one launch for 500 tensors: "
+        f"{together / len(small) * 1e6:.1f} us per tensor.",
+    ]
+    print(lines[-1])
+    return lines
 
 
 def repeat(rows: DeviceRows, tensor: torch.Tensor, shard: Shard, calls: int) -> None:
@@ -87,7 +83,3 @@ def host_seconds(work: Callable[[], object], rows: DeviceRows) -> float:
         least = min(least, time.perf_counter() - begin)
         rows.end_step()
     return least
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import traindiff
 from tests.cli.conftest import GOLDEN
+from traindiff.cli.app import MODULES
 from traindiff.cli.commands import app
 from traindiff.core.settings import SETTINGS
 
@@ -82,3 +83,24 @@ def test_run_has_an_option_for_every_setting_of_record_but_shards() -> None:
     options = set(re.findall(r"^  (?:-\w, )?--([\w-]+)", said, re.MULTILINE))
 
     assert options - {"help", "output", "overwrite"} == {name.replace("_", "-") for name in SETTINGS} - {"shards"}
+
+
+def test_each_command_is_declared_by_the_module_that_is_imported_for_it() -> None:
+    commands = {one.name or one.callback.__name__: one.callback for one in app.registered_commands if one.callback}
+    assert MODULES.keys() == commands.keys() | {group.name for group in app.registered_groups}
+    for name, command in commands.items():
+        assert command.__module__ == f"traindiff.cli.{MODULES[name]}"
+
+
+@pytest.mark.parametrize("name", ["show", "compare", "run"])
+def test_a_command_is_run_without_importing_the_others(name: str) -> None:
+    program = (
+        f"import sys; sys.argv = ['traindiff', {name!r}, '--help']\n"
+        "from traindiff.cli.app import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "assert 'traindiff.cli.doctor' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"traindiff {name}" in done.stdout or "Usage" in done.stdout

@@ -134,7 +134,7 @@ def test_offsets_and_texts_that_arrow_does_not_look_at_are_refused(
 def expanding(rows: int) -> pa.RecordBatch:
     """A batch that zstd makes almost nothing of."""
     from traindiff.core.summary import empty
-    from traindiff.storage.schema import to_batch
+    from traindiff.storage.columns import to_batch
 
     seen = observation()
     return to_batch([seen] * rows, empty(rows))

@@ -14,9 +14,10 @@ from tests.storage.samples import RUN, content, observation, read, step, summari
 from traindiff.core.observation import Observation
 from traindiff.core.shards import Shard
 from traindiff.core.site import PHASES, printable
-from traindiff.core.summary import SUMMARY
+from traindiff.core.summary import SUMMARY, empty
 from traindiff.storage import RecordingWriter, open_recording
-from traindiff.storage.schema import SCHEMA, from_batch, to_batch
+from traindiff.storage.columns import Columns, to_batch
+from traindiff.storage.schema import NOTHING_STORED, SCHEMA, Stored, from_batch
 
 boxes = st.lists(st.tuples(st.integers(0, 2**10), st.integers(0, 999), st.integers(0, 99)), max_size=4).map(
     lambda axes: Shard(
@@ -184,3 +185,14 @@ def test_steps_of_any_size_follow_each_other(tmp_path: Path, sizes: list[int]) -
     writer.close()
 
     assert [len(part.observations) for part in read(tmp_path / "run")] == [size + 1 for size in sizes]
+
+
+def test_a_batch_does_not_depend_on_the_batches_before_it() -> None:
+    columns, first = Columns(), step(0)[0]
+    other = [one._replace(path=f"{one.path}.other", shard=Shard.whole((3, 1)), scaled=True) for one in first]
+    for number, seen in enumerate([first, first, other, first, first[:1], first]):
+        later = [one._replace(step=number) for one in seen]
+        stored = Stored(exponents={0: np.arange(320)}) if number % 2 else NOTHING_STORED
+        made = columns.batch(later, empty(len(later)), stored)
+        assert made.equals(to_batch(later, empty(len(later)), stored))
+        made.validate(full=True)

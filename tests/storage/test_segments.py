@@ -147,6 +147,18 @@ def test_segments_that_are_joined_while_they_are_read_do_not_disturb_the_reader(
 
 
 @pytest.mark.usefixtures("store")
+def test_a_recording_that_grows_is_read_as_it_is_at_each_time() -> None:
+    writer = begin()
+    recording = open_recording("s3://bucket/run")
+    for number in range(3):
+        upload_each(writer, range(number, number + 1))
+        assert [one.step for one in recording.steps(0)] == list(range(number + 1))
+        assert recording.status(0).ending == "unclosed"
+    writer.close()
+    assert recording.status(0).ending == "closed"
+
+
+@pytest.mark.usefixtures("store")
 def test_seals_that_are_joined_while_the_end_is_looked_at_are_those_of_the_same_moment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

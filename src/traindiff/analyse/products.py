@@ -10,9 +10,10 @@ from typing import Any
 
 from traindiff.analyse.findings import finite
 from traindiff.analyse.merge.site import Part
-from traindiff.core.observation import ALLOWED, ERROR, MEDIAN, RESIDUAL, WORST_ROW, Observation
+from traindiff.core.observation import ALLOWED, ERROR, MEDIAN, RESIDUAL, WITNESSED_PRODUCT, WORST_ROW, Observation
 from traindiff.core.site import ROOT
 from traindiff.core.summary import finite_count, largest, number
+from traindiff.core.witness import CHECKED, elements
 
 _PATH = re.compile(r"(.*)/([^/]+)\[(\d+)\]")
 
@@ -35,7 +36,9 @@ class ProductCheck:
         error: Error of the product, relative to its size, or to that of its terms if these cancel.
         allowed: The largest such error that the format explains.
         residual: Error of the worst row, in units of what the format explains.
-        row: Index of this row in `seen.shard.shape`; None if unknown.
+        row: Index of this row in the shape of the rows: of a layer's, first that of the sample, as a rule, and then its
+            position in it; None if unknown.
+        num_rows: Number of rows.
         median: Median of these errors over the rows that are not exact.
         not_judged: Why there are no numbers; empty if there are.
     """
@@ -51,14 +54,23 @@ class ProductCheck:
     allowed: float = 0.0
     residual: float = 0.0
     row: tuple[int, ...] | None = None
+    num_rows: int = 0
     median: float = 0.0
     not_judged: str = ""
+
+    @property
+    def is_of_layer(self) -> bool:
+        """True if the witness has checked it, and not an operator."""
+        return self.seen.stage == WITNESSED_PRODUCT
 
     @property
     def ratio(self) -> float:
         """Error in units of what the format explains."""
         return self.error / self.allowed if self.allowed else 0.0
 
+
+_CHECK = "check"
+"""End of the slot of the check of a linear layer's product."""
 
 NOT_FINITE = "not checked: an input or the output is not finite"
 
@@ -82,6 +94,8 @@ def product_checks(parts: Iterable[Part], called: Called) -> list[ProductCheck]:
 def _check(
     values: Mapping[str, tuple[Observation, Any]], rank: int, output: str, called: Called
 ) -> ProductCheck | None:
+    if (layer := values.get(_CHECK)) is not None:
+        return _layer_check(*layer, rank, output)
     if RESIDUAL not in values:
         return None
     seen, summary = values[RESIDUAL]
@@ -100,6 +114,20 @@ def _check(
     return replace(
         check, residual=float(largest(summary)), error=numbers.get(ERROR, 0.0), allowed=numbers.get(ALLOWED, 0.0),
         median=numbers.get(MEDIAN, 0.0), row=_index(numbers.get(WORST_ROW), seen.shard.shape),
+        num_rows=math.prod(seen.shard.shape),
+    )  # fmt: skip
+
+
+def _layer_check(seen: Observation, summary: Any, rank: int, output: str) -> ProductCheck:
+    """The check of a product of a linear layer, from its vector."""
+    numbers = dict(zip(CHECKED, elements(summary).tolist(), strict=True))
+    known = all(map(math.isfinite, numbers.values()))
+    rows, positions = (int(numbers[name]) if known else 0 for name in ("rows", "positions"))
+    shape = (rows,) if positions <= 1 else (rows // positions, positions)
+    return ProductCheck(
+        seen=seen, rank=rank, operator="", output=output, terms=int(numbers["terms"]) if known else 0,
+        error=numbers["error"], allowed=numbers["allowed"], residual=numbers["residual"], median=numbers["median"],
+        row=_index(numbers["row"], shape) if known else None, num_rows=rows, not_judged="" if known else NOT_FINITE,
     )  # fmt: skip
 
 
@@ -123,6 +151,9 @@ def _line(source: Mapping[str, Any] | None) -> str:
 
 def product_name(check: ProductCheck) -> str:
     """A product as the subject of a sentence: its path, and its output if the operator has several."""
+    if check.is_of_layer:
+        of = "The output" if check.seen.phase == "forward" else "The gradient of the input"
+        return f"{of} of {check.seen.path or ROOT}"
     return check.seen.path if check.output == "output[0]" else f"{check.seen.path} {check.output}"
 
 
@@ -240,8 +271,10 @@ class ProductTable:
     _unchecked: dict[tuple[str, str, str], tuple[str, int]] = field(default_factory=dict)
 
     def add(self, checks: Iterable[ProductCheck]) -> None:
-        """Add the products of a step."""
+        """Add the products of a step that are operators."""
         for check in checks:
+            if check.is_of_layer:
+                continue
             if check.not_judged:
                 key = check.operator, "" if check.operator else check.seen.path, check.not_judged
                 path, count = self._unchecked.get(key, (check.seen.path, 0))

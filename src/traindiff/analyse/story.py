@@ -206,20 +206,20 @@ _OF_SITES: Mapping[SiteWord, str] = {
 
 def sites_sentence(comparison: Comparison) -> str:
     """How many sites have which word; empty if all sites are identical."""
-    words = comparison.words
-    total = sum(words.values())
+    total = sum((words := comparison.words).values())
     if words["identical"] == total:
         return ""
-    counts = ", ".join(f"{words[word]} {text}" for word, text in _OF_SITES.items() if words[word])
+    said = _OF_SITES if comparison.findings else {**_OF_SITES, "follows": "that follow from these"}
+    counts = ", ".join(f"{words[word]} {text}" for word, text in said.items() if words[word])
     return f"{total} sites: {counts}."
 
 
 def representation_note(found: Sequence[Finding]) -> str:
     """The note on differences in how things are represented, while the runs learn the same."""
-    first = found[0]
-    more = more_text(len(found) - 1, "site", before=" and at")
+    first, more = found[0], more_text(len(found) - 1, "site", before=" and at")
+    learned = "gradient" if any(one.phase == "loss" for one in found) else "loss, gradient"
     return (
-        f"The representation differs, not the computation: {where_text(first)}{more}, while no loss, gradient or "
+        f"The representation differs, not the computation: {where_text(first)}{more}, while no {learned} or "
         f"update does. {first.message}"
     )
 

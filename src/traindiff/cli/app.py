@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
@@ -98,11 +99,35 @@ def _options(
     """Find where, when and on which rank the numbers of a training first go wrong."""
 
 
+class ScriptReady(Exception):  # noqa: N818  not an error
+    """Carries the script out of the command line's own handling of errors, which is not for the script's errors.
+
+    Args:
+        settings: The arguments of `run_recorded`.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.settings = settings
+
+
+MODULES = {
+    "check": "check", "compare": "compare", "demo": "demo", "doctor": "doctor", "explain": "explain",
+    "export": "recordings", "import": "recordings", "investigate": "investigate", "report": "report",
+    "rerun": "rerun", "run": "run", "show": "recordings", "verify": "verify", "view": "report", "weights": "weights",
+}  # fmt: skip
+"""The module of each command, beside this one."""
+
+
+def _declare(arguments: Sequence[str]) -> None:
+    """Import the command that is asked for; all of them if the first argument names none, as `--help` does."""
+    module = MODULES.get(arguments[0] if arguments else "", "commands")
+    import_module(f"traindiff.cli.{module}")  # here, as each of them imports this module
+
+
 def main() -> None:
     """Entry point of the `traindiff` command."""
-    import traindiff.cli.commands  # noqa: F401  here, as each of them imports this module
-    from traindiff.cli.run import ScriptReady
-
+    _declare(sys.argv[1:])
     try:
         app()
     except ScriptReady as ready:

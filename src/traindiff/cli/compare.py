@@ -75,6 +75,14 @@ def compare(
     ] = None,
     atol: Annotated[float | None, typer.Option(help="Absolute tolerance per element, in the same formula.")] = None,
     identical: IdenticalOption = False,
+    offset: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Compare step k of the candidate with step k + N of the baseline, for a run that continues from a "
+            "checkpoint. Found by the first parameters, if left out; 0 for none.",
+        ),
+    ] = None,
     pictures: Annotated[
         Path | None,
         typer.Option(
@@ -94,13 +102,14 @@ def compare(
     used, and 3 if they are misaligned or could only be compared in part.
     """
     from traindiff.analyse.compare import compare as compare_recordings
-    from traindiff.present.pictures import check_matplotlib
     from traindiff.present.text.results import print_report
 
     shown = None if table is None else checked_table(table, form="json" if as_json else form)
     if html is not None:
         check_writable(html)
     if pictures is not None:
+        from traindiff.present.pictures import check_matplotlib
+
         check_matplotlib(f"--pictures {pictures}", asked_by="compare")
     with messages.status("comparing") as status:
         result = compare_recordings(
@@ -112,6 +121,7 @@ def compare(
             rtol=rtol,
             atol=atol,
             identical=identical,
+            offset=offset,
             history=html is not None or table is not None,
             progress=lambda step: status.update(f"comparing step {step}"),
         )

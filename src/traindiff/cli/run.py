@@ -10,22 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from traindiff.cli.app import app, says_what_is_wrong
+from traindiff.cli.app import ScriptReady, app, says_what_is_wrong
 from traindiff.core.settings import SETTINGS, record_settings, with_parameters
 from traindiff.errors import ConfigError, Problem
-
-
-class ScriptReady(Exception):  # noqa: N818  not an error
-    """Carries the script out of the command line's own handling of errors, which is not for the script's errors.
-
-    Args:
-        settings: The arguments of `run_recorded`.
-    """
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__()
-        self.settings = settings
-
 
 _TYPES: dict[str, Any] = {"select": list[str] | None, "operators": list[str] | None, "batch_axis": list[str] | None}
 """Types of the options that are neither numbers nor flags by their defaults, nor texts."""

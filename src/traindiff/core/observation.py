@@ -62,6 +62,9 @@ BEFORE = "before"
 EDITED = "edited"
 """Stage of a parameter as a step found it, if something else than the optimizer changed it since the step before."""
 
+FLIPPED = "flipped"
+"""Stage of the number of the one bit that changed in a gradient since a backward pass, though nothing wrote to it."""
+
 CARRIED = "carried"
 """Stage of the flag that a backward pass has added to a gradient that nothing cleared since the step before read it."""
 
@@ -94,7 +97,10 @@ PRODUCT = "product"
 RECOMPUTED_PRODUCT = "product recomputed"
 """The same for a product that activation checkpointing computes a second time."""
 
-PRODUCT_STAGES = frozenset({PRODUCT, RECOMPUTED_PRODUCT})
+WITNESSED_PRODUCT = "witness product"
+"""Stage of the check of what a linear layer returned, or of the gradient of its input; its path is the layer's."""
+
+PRODUCT_STAGES = frozenset({PRODUCT, RECOMPUTED_PRODUCT, WITNESSED_PRODUCT})
 
 RESIDUAL, ERROR, ALLOWED, WORST_ROW, MEDIAN = "residual", "error", "allowed", "row", "median"
 """Ends of the slots of a product's check: see FORMAT.md."""

@@ -258,6 +258,22 @@ def check_names(names: Collection[str], *, known: Collection[str], where: str = 
         raise ConfigError(source, problems, consequence="nothing was attached to the model")
 
 
+def checked_first_step(value: object) -> int:
+    """The number of the first step.
+
+    Raises:
+        ConfigError: It is no whole number from 0 up.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    problem = Problem(
+        where=f"record(first_step={value!r})",
+        what="is not the number of a step.",
+        fix="Write how many steps were trained before, e.g. first_step=1000, or leave it out.",
+    )
+    raise ConfigError("record(...)", [problem], consequence="nothing was attached to the model")
+
+
 def recording_path(value: object) -> str:
     """The path of a recording as text.
 

@@ -258,8 +258,7 @@ class Shard:
     @classmethod
     def of_batch(cls, shape: tuple[int, ...], *, first: int, spacing: tuple[int, int] | None = None) -> Shard:
         """Rows `first`, `first + 1`, ... of a tensor whose axis 0 is the batch axis, or as `spacing` says."""
-        offset = (first, *(0 for _ in shape[1:]))
-        return cls(shape=shape, global_shape=(OPEN, *shape[1:]), offset=offset, spacing=spacing)
+        return _of_batch(shape, first, spacing)
 
     @property
     def batched(self) -> bool:
@@ -338,6 +337,12 @@ class Shard:
 @lru_cache(maxsize=1 << 14)
 def _whole(shape: tuple[int, ...]) -> Shard:
     return Shard(shape=shape, global_shape=shape, offset=(0,) * len(shape))
+
+
+@lru_cache(maxsize=1 << 14)
+def _of_batch(shape: tuple[int, ...], first: int, spacing: tuple[int, int] | None) -> Shard:
+    offset = (first, *(0 for _ in shape[1:]))
+    return Shard(shape=shape, global_shape=(OPEN, *shape[1:]), offset=offset, spacing=spacing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

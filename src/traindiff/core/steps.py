@@ -27,6 +27,23 @@ class StepSelection:
             isinstance(step, int) and first <= step and (last is None or step <= last) for first, last in self.ranges
         )
 
+    @property
+    def spans(self) -> tuple[tuple[int, int | None], ...]:
+        """The same set as ranges that ascend and have a gap between each two of them."""
+        found: list[tuple[int, int | None]] = []
+        for first, last in sorted(self.ranges, key=lambda one: one[0]) or [(0, None)]:
+            if not found or (found[-1][1] is not None and first > found[-1][1] + 1):
+                found.append((first, last))
+            elif found[-1][1] is not None:
+                found[-1] = (found[-1][0], None if last is None else max(last, found[-1][1]))
+        return tuple(found)
+
+    @property
+    def span(self) -> tuple[int, int | None]:
+        """The first and the last step; None for the last if there is no end."""
+        spans = self.spans
+        return spans[0][0], spans[-1][1]
+
     def has_after(self, step: int, *, within: StepSelection, every: int) -> bool:
         """True if a later step than this one is in both selections and divisible by `every`."""
         whole: tuple[tuple[int, int | None], ...] = ((0, None),)

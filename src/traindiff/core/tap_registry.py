@@ -9,12 +9,14 @@ from traindiff.core.observation import (
     CLEARED,
     DRAWS,
     ESTIMATE,
+    FLIPPED,
     OPERATOR,
     PRODUCT,
     RECOMPUTED_OPERATOR,
     RECOMPUTED_PRODUCT,
     SAMPLE,
     WITNESS,
+    WITNESSED_PRODUCT,
 )
 from traindiff.core.site import PHASES
 
@@ -92,7 +94,13 @@ TAPS: tuple[Tap, ...] = (
     Tap(name="gradient_stages", observe=("grad", "grad.stages"), loses=_STAGES),
     Tap(name="carried_gradients", observe=("grad",), loses=(("grad", CARRIED),)),
     Tap(name="cleared_gradients", observe=("grad",), loses=(("grad", CLEARED),)),
+    Tap(name="gradient_marks", observe=("witness",), loses=(("grad", FLIPPED),)),
     Tap(name="state_marks", observe=("witness",), loses=()),
+    Tap(
+        name="layer_products",
+        observe=("witness",),
+        loses=(("forward", WITNESSED_PRODUCT), ("backward", WITNESSED_PRODUCT)),
+    ),
     Tap(name="witness", observe=("witness",), loses=(("grad", WITNESS),)),
     Tap(name="optimizer_replay", part_of="optimizers", observe=("replay",), by_default=True, loses=(("update", None),)),
     Tap(name="optimizer_step", part_of="optimizers", loses=_STEP),

@@ -52,9 +52,18 @@ CONTRIBUTED = 5
 SIZE = 8
 """Numbers of a vector, in float64. The errors are root mean squares, of the same unit as the probes."""
 
+OF_OUTPUT, OF_INPUT = "output[0].check", "input[0].check"
+"""Slots of the checks of a linear layer's output, and of the gradient of its input: a vector each, of the `CHECKED`."""
+
+CHECKED = ("residual", "row", "median", "error", "allowed", "terms", "rows", "positions")
+"""Numbers of such a vector: the error of the worst row, in units of what rounding explains; the number of this row, in
+row-major order; the median of these errors over the rows that are not exact; the error of the whole, relative to its
+size, and the one that rounding explains; the number of terms of an element; the number of rows, and of rows of one
+element of the first axis."""
+
 __all__ = [
-    "CONTRIBUTED", "CONVERTED", "EDITED", "EXPECTED", "GIVEN", "GROWTH", "PROBES", "ROUNDED", "SIZE", "TERMS",
-    "elements", "signs", "signs_of",
+    "CHECKED", "CONTRIBUTED", "CONVERTED", "EDITED", "EXPECTED", "GIVEN", "GROWTH", "OF_INPUT", "OF_OUTPUT", "PROBES",
+    "ROUNDED", "SIZE", "TERMS", "elements", "signs", "signs_of",
 ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from traindiff.storage.gap import Gap
 from traindiff.storage.manifest import Ended, ended
 from traindiff.storage.reader import Recording, Run, open_recording
+from traindiff.storage.shifted import ShiftedRecording
 from traindiff.storage.stream import RankStatus, StepObservations
 from traindiff.storage.writer import RecordingWriter
 
@@ -13,6 +14,7 @@ __all__ = [
     "Recording",
     "RecordingWriter",
     "Run",
+    "ShiftedRecording",
     "StepObservations",
     "ended",
     "open_recording",

@@ -46,6 +46,16 @@ def checked_size(message: bytes) -> int:
         raise Malformed(f"its metadata cannot be read ({error})") from None
 
 
+def buffers_of(message: bytes) -> tuple[int, list[tuple[int, int]]]:
+    """Number of rows of a message whose size was checked, and where each of its buffers begins and ends in it."""
+    (length,) = struct.unpack_from("<i", message, 4)
+    begin = 8 + length
+    batch = _Table.root(message[8:begin]).table(2)
+    assert batch is not None
+    places = [(begin + offset, begin + offset + size) for offset, size in batch.pairs(2)]
+    return batch.number(0, "<q"), places
+
+
 def _checked_size(message: bytes) -> int:
     if message[:4] != _CONTINUATION:
         raise Malformed("it does not begin as a message of an Arrow stream does")
@@ -147,14 +157,15 @@ def _unpacked(form: str, data: bytes, place: int) -> int:
     return int(struct.unpack_from(form, data, place)[0])
 
 
-def _layout() -> tuple[int, int]:
-    """Number of columns of the format (with the inner columns of lists) and number of buffers."""
-    nodes = buffers = 0
+def _layout() -> list[tuple[int, int]]:
+    """By column of the format: number of nodes (one more for the inner column of a list) and number of buffers."""
+    found = []
     for kind in SCHEMA.types:
         fixed, any_length = pa.types.is_fixed_size_list(kind), pa.types.is_list(kind)
-        nodes += 2 if fixed or any_length else 1
-        buffers += 4 if any_length else 3 if fixed or pa.types.is_string(kind) else 2
-    return nodes, buffers
+        nodes = 2 if fixed or any_length else 1
+        found.append((nodes, 4 if any_length else 3 if fixed or pa.types.is_string(kind) else 2))
+    return found
 
 
-_NUM_NODES, _NUM_BUFFERS = _layout()
+LAYOUT = _layout()
+_NUM_NODES, _NUM_BUFFERS = (sum(numbers) for numbers in zip(*LAYOUT, strict=True))

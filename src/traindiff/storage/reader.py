@@ -18,6 +18,7 @@ from traindiff.errors import MixedRecordingError, NotARecordingError
 from traindiff.storage import manifest, segments, tensor_files
 from traindiff.storage.location import file_system, rank_directory
 from traindiff.storage.manifest import ended
+from traindiff.storage.part import Part
 from traindiff.storage.stores import Store
 from traindiff.storage.stream import RankStatus, RankStream, StepObservations
 
@@ -75,6 +76,7 @@ class Recording:
         self._fs, self._root = file_system(path)
         self._folder = Folder(self._fs, self._root)
         self._contents: dict[int, dict[str, Any]] = {}
+        self._streams: dict[int, RankStream] = {}
         self._num_verified: dict[int, int] = {}  # steps whose files have been checked
         self.run = self._read_run()
         found = {
@@ -163,20 +165,35 @@ class Recording:
         error = ended(self.rank_content(rank)).error
         return status.aborted(error) if error else status
 
-    def steps(self, rank: int) -> Iterator[StepObservations]:
+    def steps(
+        self, rank: int, *, begin: int = 0, end: int | None = None, before: bool = False
+    ) -> Iterator[StepObservations]:
         """The steps of a rank, for each optimizer in ascending order. Memory holds one step per optimizer.
 
         A scalar that was logged after its step had been written still belongs to that step.
 
         Args:
             rank: One of `ranks`.
+            begin: Number of the first step to read. If the rank has one optimizer, no step before it is read.
+            end: Number of the last step to read; None for all that follow.
+            before: Also read the last step of each optimizer before `begin`.
 
         Raises:
             CorruptRecordingError: The bytes are not those that were written, or a file with tensors of a step is
                 missing or damaged (each file is checked once). A stream that is only cut off raises no error: it ends
-                at its last complete step.
+                at its last complete step. Steps that are not read are not checked.
         """
-        yield from map(self._verified, count(), self._stream(rank).steps())  # which keeps no step that it has given
+        if begin == 0 and end is None:
+            yield from map(self._verified, count(), self._stream(rank).steps())  # which keeps no step that it has given
+            return
+        part = Part(begin=begin, end=end, before=before, only=self._only_optimizer(rank))
+        yield from map(self._intact, self._stream(rank).steps(part))
+
+    def _only_optimizer(self, rank: int) -> str:
+        """Name of the only optimizer of a rank; empty if it has several, or if its `rank.json` names none."""
+        content = self.rank_content(rank)
+        names = {one["name"] for one in content.get("optimizers", ())}.union(ended(content).steps)
+        return str(names.pop()) if len(names) == 1 else ""
 
     def tensors(self, step: StepObservations, row: int) -> dict[str, NDArray[np.generic]]:
         """Tensors that were kept of an observation in a separate file; empty if there are none.
@@ -206,6 +223,12 @@ class Recording:
         """The step, after checking, the first time, that each of its files is as it was written."""
         if number < self._num_verified.get(step.rank, 0):
             return step
+        intact = self._intact(step)
+        self._num_verified[step.rank] = number + 1
+        return intact
+
+    def _intact(self, step: StepObservations) -> StepObservations:
+        """The step, after checking that each of its files is as it was written."""
         for row, name in step.stored.files.items():
             within = f"{rank_directory(step.rank)}/{name}"
             checksum = 0
@@ -213,7 +236,6 @@ class Recording:
                 while block := file.read(_BLOCK_BYTES):
                     checksum = zlib.crc32(block, checksum)
             tensor_files.check_content(name, checksum, where=self._folder.path(within))
-        self._num_verified[step.rank] = number + 1
         return step
 
     def _most_bytes(self, shard: Shard) -> int:
@@ -240,7 +262,9 @@ class Recording:
         return run
 
     def _stream(self, rank: int) -> RankStream:
-        return RankStream(segments.of_rank(self._folder.within(rank_directory(rank))), rank)
+        if rank not in self._streams:
+            self._streams[rank] = RankStream(segments.of_rank(self._folder.within(rank_directory(rank))), rank)
+        return self._streams[rank]
 
 
 def open_recording(path: str) -> Recording:

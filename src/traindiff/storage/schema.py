@@ -1,12 +1,13 @@
-"""Observations and summaries as an Arrow record batch, and back; rows are checked before they are used."""
+"""The columns of a record batch of observations and summaries, and its rows, which are checked before they are used."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import Any, get_args
@@ -20,7 +21,7 @@ from traindiff.core.shards import OPEN, Shard
 from traindiff.core.site import PHASES, printable
 from traindiff.core.summary import SUMMARY, Summaries
 
-_ABOUT: tuple[pa.Field, ...] = tuple(
+ABOUT: tuple[pa.Field, ...] = tuple(
     pa.field(name, kind, nullable=False)
     for name, kind in {
         "step": pa.int64(), "evaluation": pa.int32(), "micro_step": pa.int32(), "optimizer": pa.utf8(),
@@ -29,7 +30,7 @@ _ABOUT: tuple[pa.Field, ...] = tuple(
         "term": pa.int32(), "scaled": pa.bool_(), "unobserved": pa.utf8(),
     }.items()
 )  # fmt: skip
-_SHARD: tuple[pa.Field, ...] = tuple(
+SHARD: tuple[pa.Field, ...] = tuple(
     pa.field(name, pa.list_(pa.int64()), nullable=False) for name in ("shape", "global_shape", "offset", "spacing")
 )
 _ARROW_TYPES = {"i": pa.int64(), "u": pa.uint64(), "f": pa.float64()}
@@ -45,7 +46,7 @@ _DETAIL: tuple[pa.Field, ...] = (
     pa.field("exponents", pa.list_(pa.int64()), nullable=False),
     pa.field("tensors", pa.utf8(), nullable=False),
 )
-SCHEMA = pa.schema([*_ABOUT, *_SHARD, *(_summary_field(name) for name in SUMMARY.names or ()), *_DETAIL])
+SCHEMA = pa.schema([*ABOUT, *SHARD, *(_summary_field(name) for name in SUMMARY.names or ()), *_DETAIL])
 """Columns of `observations.arrows`, in order."""
 
 
@@ -67,29 +68,12 @@ class Stored:
 NOTHING_STORED = Stored()
 
 
-def to_batch(
-    observations: Sequence[Observation], summaries: Summaries, stored: Stored = NOTHING_STORED
-) -> pa.RecordBatch:
-    """One record batch of a step's observations; row i of it is observation i with summary i."""
-    rows_of = zip(*observations, strict=True) if observations else ((),) * len(Observation._fields)
-    about = dict(zip(Observation._fields, rows_of, strict=True))
-    columns = [pa.array(about[field.name], field.type) for field in _ABOUT]
-    columns += [
-        pa.array([getattr(shard, field.name) or () for shard in about["shard"]], field.type) for field in _SHARD
-    ]
-    for name in SUMMARY.names or ():
-        values = np.ascontiguousarray(summaries[name])
-        flat = pa.array(values.reshape(-1))
-        width = SUMMARY[name].shape
-        columns.append(pa.FixedSizeListArray.from_arrays(flat, width[0]) if width else flat)
-    rows = range(len(observations))
-    columns.append(pa.array([stored.exponents.get(row, ()) for row in rows], pa.list_(pa.int64())))
-    columns.append(pa.array([stored.files.get(row, "") for row in rows], pa.utf8()))
-    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+About = Mapping[str, list[Any]]
+"""Values of the fields of `Observation`, row by row, without `step`."""
 
 
 def from_batch(batch: pa.RecordBatch) -> tuple[list[Observation], Summaries, Stored]:
-    """The inverse of `to_batch`, except that texts become `printable`.
+    """The inverse of `traindiff.storage.columns.to_batch`, except that texts become `printable`.
 
     Equal texts and equal shards of a batch share one object.
 
@@ -99,25 +83,51 @@ def from_batch(batch: pa.RecordBatch) -> tuple[list[Observation], Summaries, Sto
     Raises:
         Malformed: Its rows cannot be observations.
     """
-    about: dict[str, Any] = {field.name: _values(batch.column(field.name)) for field in _ABOUT}
-    about["shard"] = _shards(batch)
-    rows = zip(*(about[name] for name in Observation._fields), strict=True)
-    observations = [Observation._make(row) for row in rows]
+    about = about_of(batch)
+    return observations_of(batch, about), *numbers_of(batch, about)
 
+
+def about_of(batch: pa.RecordBatch) -> About:
+    """What the columns say about each observation, except its step.
+
+    Raises:
+        Malformed: Its rows cannot be observations.
+    """
+    return {**{name: _values(batch.column(name)) for name in _ABOUT_NAMES}, "shard": _shards(batch)}
+
+
+def observations_of(batch: pa.RecordBatch, about: About) -> list[Observation]:
+    """The observations of a batch, from its steps and what is said about each row."""
+    steps = batch.column("step").to_numpy().tolist()
+    rows = zip(steps, *(about[name] for name in Observation._fields[1:]), strict=True)
+    return list(map(partial(tuple.__new__, Observation), rows))
+
+
+def numbers_of(batch: pa.RecordBatch, about: About) -> tuple[Summaries, Stored]:
+    """The summaries of a batch and the optional parts.
+
+    Raises:
+        Malformed: They cannot belong to these observations.
+    """
     summaries = np.empty(batch.num_rows, dtype=SUMMARY)
     for name in SUMMARY.names or ():
         column = batch.column(name)
         flat = column.flatten() if SUMMARY[name].shape else column
         summaries[name] = flat.to_numpy().reshape(batch.num_rows, *SUMMARY[name].shape)
-    sizes = np.array([seen.shard.size for seen in observations], dtype=np.uint64)
+    sizes = np.array([shard.size for shard in about["shard"]], dtype=np.uint64)
     if (summaries["count"].astype(np.uint64) > sizes).any():
         raise Malformed("a summary counts more elements than its tensor has")
-    files = enumerate(batch.column("tensors").to_pylist())
+    files = enumerate(_texts(batch.column("tensors")))
     stored = Stored(
         exponents=_exponents(batch.column("exponents")),
         files={row: check_tensor_file(name) for row, name in files if name},
     )
-    return observations, summaries, stored
+    return summaries, stored
+
+
+_ABOUT_NAMES = tuple(field.name for field in ABOUT if field.name != "step")
+ABOUT_COLUMNS = frozenset({*_ABOUT_NAMES, *(field.name for field in SHARD)})
+"""The columns that `about_of` reads."""
 
 
 def _exponents(column: pa.ListArray) -> dict[int, NDArray[np.int64]]:
@@ -130,16 +140,26 @@ def _values(column: pa.Array) -> list[Any]:
     if not pa.types.is_string(column.type):
         values: list[Any] = column.to_numpy(zero_copy_only=False).tolist()
         return values
-    encoded = column.dictionary_encode()
-    texts = [sys.intern(printable(text)) for text in check_texts(encoded.dictionary.to_pylist())]
-    return [texts[number] for number in encoded.indices.to_numpy().tolist()]
+    return _texts(column)
+
+
+def _texts(column: pa.StringArray) -> list[str]:
+    """The texts of a column, made `printable`; equal ones share one object. Not by Arrow, whose functions load late."""
+    _, ends, content = column.buffers()
+    data = content.to_pybytes() if content else b""
+    found = np.frombuffer(ends, dtype=np.int32, count=len(column) + 1, offset=4 * column.offset).tolist()
+    parts = [data[first:end] for first, end in pairwise(found)]
+    distinct = dict.fromkeys(parts)
+    texts = [part.decode() for part in distinct]
+    known = dict(zip(distinct, map(sys.intern, map(printable, check_texts(texts))), strict=True))
+    return [known[part] for part in parts]
 
 
 def _shards(batch: pa.RecordBatch) -> list[Shard]:
     """The shard of each row."""
     known: dict[tuple[bytes, ...], Shard] = {}
     found = []
-    for key in zip(*(_slices(batch.column(one.name)) for one in _SHARD), strict=True):
+    for key in zip(*(_slices(batch.column(one.name)) for one in SHARD), strict=True):
         shard = known.get(key)
         if shard is None:
             shape, whole, offset, spacing = (tuple(np.frombuffer(part, dtype=np.int64).tolist()) for part in key)
@@ -190,26 +210,32 @@ def decoding() -> Iterator[None]:
 def check_columns(batch: pa.RecordBatch) -> None:
     """Refuse a batch that Arrow finds malformed, or whose values no observation can have.
 
+    Args:
+        batch: The columns of a step. Those of `ABOUT_COLUMNS` may be missing if they have been checked before.
+
     Raises:
         Malformed: The batch is refused.
     """
     with decoding():
         batch.validate(full=True)
+    there = frozenset(batch.schema.names)
     for name in _NOT_NEGATIVE:
-        if (_numbers(batch, name) < 0).any():
+        if name in there and (_numbers(batch, name) < 0).any():
             raise Malformed(f'column "{name}" has a negative number')
-    factors = _numbers(batch, "factor")
-    if not (np.isfinite(factors) & (factors > 0)).all():
-        raise Malformed('column "factor" has a number that is no factor')
+    if "factor" in there:
+        factors = _numbers(batch, "factor")
+        if not (np.isfinite(factors) & (factors > 0)).all():
+            raise Malformed('column "factor" has a number that is no factor')
     counts = _numbers(batch, "count")
     apart = sum((_numbers(batch, name).astype(np.float64) for name in _APART), np.zeros(len(counts)))
     if (apart > counts).any() or any((_numbers(batch, name) > counts).any() for name in ("negative", "subnormal")):
         raise Malformed("a tensor has more elements of one kind than elements")
-    for name in ("step", "optimizer"):
-        if len(batch.column(name).unique()) != 1:
-            raise Malformed(f'column "{name}" differs between the rows of a step')
+    steps = _numbers(batch, "step")
+    if (steps != steps[0]).any() or ("optimizer" in there and len(set(_texts(batch.column("optimizer")))) != 1):
+        name = "step" if (steps != steps[0]).any() else "optimizer"
+        raise Malformed(f'column "{name}" differs between the rows of a step')
     for name, known in (("merge", _MERGES), ("phase", frozenset(PHASES))):
-        if unknown := [one for one in batch.column(name).unique().to_pylist() if one not in known]:
+        if name in there and (unknown := [one for one in _texts(batch.column(name)) if one not in known]):
             raise Malformed(f'column "{name}" holds {unknown[0][:80]!r}')
     _check_exponents(batch.column("exponents"), counts)
 

@@ -88,7 +88,7 @@ def of_rank(folder: Folder) -> Folder:
 
 
 class SegmentedFolder(Folder):
-    """The directory of a rank whose stream is stored as segments: as it was when this object was made.
+    """The directory of a rank whose stream is stored as segments, as it was when the size of the stream was asked for.
 
     A run that still records may replace segments by a longer one meanwhile. Then the list is read again.
 
@@ -101,9 +101,9 @@ class SegmentedFolder(Folder):
         self._segments: list[Segment] = []
         self._firsts: list[int] = []
         self._size = 0
-        self._look()
-        self._size = self._segments[-1].end if self._segments else 0
         self._seals: bytes | None = None
+        self._look_anew()
+        self._is_new = True
 
     def exists(self, name: str) -> bool:
         """As for every folder; the stream and its seals are there."""
@@ -112,6 +112,9 @@ class SegmentedFolder(Folder):
     def size(self, name: str) -> int:
         """As for every folder; of the stream and its seals, over all segments."""
         if name == DATA:
+            if not self._is_new:
+                self._look_anew()
+            self._is_new = False
             return self._size
         return len(self._all_seals()) if name == SEALS else super().size(name)
 
@@ -124,8 +127,16 @@ class SegmentedFolder(Folder):
             return ranged(len(seals), lambda first, count: seals[first : first + count])
         return super().open(name, limit=limit)
 
+    def _look_anew(self) -> None:
+        """Read the list of segments, of a stream that may have grown."""
+        before = self._size
+        self._look()
+        self._size = self._segments[-1].end if self._segments else 0
+        if self._size != before:
+            self._seals = None
+
     def _look(self) -> None:
-        """Read the list of segments."""
+        """Read the list of segments, for the stream as it was."""
         for tries in range(_TRIES):
             sizes = self.sizes()
             self._segments = segments_of(sizes)

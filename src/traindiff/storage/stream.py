@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import reduce
-from itertools import count
-from typing import IO, Literal, NamedTuple
+from functools import partial, reduce
+from itertools import chain, count, islice
+from typing import IO, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -23,22 +22,19 @@ from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import CorruptRecordingError
 from traindiff.storage import gap, manifest
 from traindiff.storage.batch_metadata import MOST_MESSAGE_BYTES, checked_size, too_much
+from traindiff.storage.decoder import Decoder, read_columns
 from traindiff.storage.location import DATA, SEALS
+from traindiff.storage.part import WHOLE, Part, first_message
 from traindiff.storage.schema import (
     NOTHING_STORED,
     SCHEMA,
     Malformed,
     Stored,
-    check_columns,
     check_texts,
     decoding,
-    from_batch,
 )
+from traindiff.storage.seals import FIRST, MOST_TO_SEARCH, Seal, SealLines, Start, seals_in
 
-_SEAL = re.compile(rb"(\d{1,18}) (\d{1,18}) ([0-9a-f]{8})\n")
-_CUT_SEAL = re.compile(rb"\d{0,18}|\d{1,18} \d{0,18}|\d{1,18} \d{1,18} [0-9a-f]{0,8}")
-_MOST_SEAL_BYTES = 48
-_SCHEMA_MESSAGE = SCHEMA.serialize().to_pybytes()
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
@@ -114,22 +110,13 @@ class _Packed:
             raise Malformed(f"its messages hold {self.unpacked_bytes} bytes")
 
 
-class _Seal(NamedTuple):
-    offset: int
-    length: int
-    checksum: int
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.length
-
-
 class RankStream:
     """Reads the data of one rank from its directory, step by step."""
 
     def __init__(self, folder: Folder, rank: int) -> None:
         self._folder = folder
         self._rank = rank
+        self._starts: dict[Part, Start] = {}
 
     def status(self) -> RankStatus:
         """The end of the stream, from its seals, the length of its data and its note of a gap.
@@ -139,7 +126,7 @@ class RankStream:
                 is data.
         """
         size = self._size()  # first: of a run that still goes on, the data follow the seals
-        last, num_missing, cut = _Seal(0, 0, 0), 0, False
+        last, num_missing, cut = Seal(0, 0, 0), 0, False
         for seal in self._seals():
             if seal is None:
                 cut = True
@@ -156,7 +143,7 @@ class RankStream:
             return RankStatus(rank=self._rank, ending="unclosed", message=message)
         return RankStatus(rank=self._rank, ending="closed", message="")
 
-    def _missing_end(self, last: _Seal, *, size: int, num_missing: int, cut: bool) -> str:
+    def _missing_end(self, last: Seal, *, size: int, num_missing: int, cut: bool) -> str:
         """A message about the end of the stream that is missing; empty if nothing is missing."""
         if not self._folder.exists(SEALS):
             return f"{SEALS} is missing, and so is what it belongs to: no step can be read."
@@ -174,17 +161,38 @@ class RankStream:
             return "the last step was cut off while it was written; all steps before it are used."
         return ""
 
-    def steps(self) -> Iterator[StepObservations]:
-        """The steps, those of one optimizer in their order; one per optimizer in memory.
+    def steps(self, part: Part = WHOLE) -> Iterator[StepObservations]:
+        """The steps of a part of the stream, those of one optimizer in their order; one per optimizer in memory.
 
         Raises:
-            CorruptRecordingError: The bytes are not those that were written.
+            CorruptRecordingError: The bytes are not those that were written. Steps outside of the part are not all
+                looked at.
         """
-        yield from map(self._unpacked, self._packed_steps())
+        packed = self._packed_steps(self._start(part) if part.begin else FIRST)
+        unpack = partial(self._unpacked, decoder=Decoder())
+        yield from map(unpack, packed if part == WHOLE else part.of(packed))
 
-    def _unpacked(self, packed: _Packed) -> StepObservations:
+    def _start(self, part: Part) -> Start:
+        """A message before which nothing belongs to the part. It stays the same in a stream that grows."""
+        if part not in self._starts and (size := self._size()) and self._size(SEALS) <= MOST_TO_SEARCH:
+            seals = SealLines(self._folder.read(SEALS, limit=MOST_TO_SEARCH))
+            with self._folder.open(DATA) as file:
+
+                def step_of(number: int) -> tuple[str, int] | None:
+                    sealed = seals.of(number)
+                    message = sealed and self._message(file, number, sealed, size)
+                    if not message or len(message) <= len(_END_OF_STREAM):
+                        return None
+                    with self._checking(f"message {number}"):
+                        found = _packed(message)
+                    return found.optimizer, found.step
+
+                self._starts[part] = seals.start(first_message(step_of, len(seals), part))
+        return self._starts.get(part, FIRST)
+
+    def _unpacked(self, packed: _Packed, *, decoder: Decoder) -> StepObservations:
         with self._checking(f"step {packed.step}"):
-            return unpacked(packed, self._rank)
+            return unpacked(packed, self._rank, decoder)
 
     @contextmanager
     def _checking(self, what: str) -> Iterator[None]:
@@ -200,14 +208,14 @@ class RankStream:
         content = self._folder.read(gap.GAP_FILE, limit=gap.RESERVED_BYTES)
         return gap.parsed(content, where=self._path(gap.GAP_FILE))
 
-    def _packed_steps(self) -> Iterator[_Packed]:
+    def _packed_steps(self, start: Start = FIRST) -> Iterator[_Packed]:
         """The rank's steps as they are on disk; this generator keeps no reference to a step that it has yielded.
 
         A comparison of two runs relies on ascending numbers: a step out of order would be compared with nothing.
         """
         held: dict[str, _Packed] = {}
         begun: dict[str, int] = {}
-        for part in self._messages():
+        for part in self._messages(start):
             if part.optimizer in held and held[part.optimizer].step == part.step:
                 with self._checking(f"step {part.step}"):
                     held[part.optimizer].append(part)
@@ -226,7 +234,8 @@ class RankStream:
         while held:
             yield held.pop(next(iter(held)))
 
-    def _messages(self) -> Iterator[_Packed]:
+    def _messages(self, start: Start) -> Iterator[_Packed]:
+        """The messages from `start` on, after the first, which is the schema."""
         size = self._size()
         if not self._folder.exists(DATA):
             if any(True for _ in self._seals()):
@@ -237,8 +246,8 @@ class RankStream:
             return  # killed before the first byte
         closed = False
         with self._folder.open(DATA) as file:
-            seals = self._seals()
-            for number, sealed in enumerate(seals):
+            seals = self._seals() if start is FIRST else chain(islice(self._seals(), 1), self._seals(start))
+            for number, sealed in zip(chain((0,), count(max(1, start.number))), seals, strict=False):
                 if sealed is None:
                     return
                 if closed:
@@ -259,7 +268,7 @@ class RankStream:
                         part = _packed(message)
                     yield part
 
-    def _message(self, file: IO[bytes], number: int, sealed: _Seal, size: int) -> bytes | None:
+    def _message(self, file: IO[bytes], number: int, sealed: Seal, size: int) -> bytes | None:
         """A message; None if it was cut off."""
         there = max(0, min(sealed.length, size - sealed.offset))
         if there > MOST_MESSAGE_BYTES:
@@ -279,8 +288,8 @@ class RankStream:
             )
         return message
 
-    def _seals(self) -> Iterator[_Seal | None]:
-        """The seals of a rank's messages, followed by None if the last line of the file was cut off.
+    def _seals(self, start: Start = FIRST) -> Iterator[Seal | None]:
+        """The seals of a rank's messages from `start` on, followed by None if the last line of the file was cut off.
 
         Raises:
             CorruptRecordingError: A line is damaged, or the file is missing although there is data.
@@ -292,33 +301,18 @@ class RankStream:
                     "was written. Restore the file from where it was copied, or record again."
                 )
             return
-        end = 0
         with self._folder.open(SEALS) as file:
-            for number in count(1):
-                line = file.readline(_MOST_SEAL_BYTES)
-                if not line:
-                    return
-                match = _SEAL.fullmatch(line)
-                if match and int(match[1]) == end:
-                    seal = _Seal(offset=end, length=int(match[2]), checksum=int(match[3], 16))
-                    end = seal.end
-                    yield seal
-                elif _CUT_SEAL.fullmatch(line) and not file.read(1):
-                    yield None
-                    return
-                else:
-                    what = f"line {number} is not a checksum that follows the ones before it"
-                    raise damaged(self._path(SEALS), what)
+            yield from seals_in(file, start, where=self._path(SEALS))
 
-    def _size(self) -> int:
-        """Size of the data; 0 if there is no file yet."""
-        return self._folder.size(DATA) if self._folder.exists(DATA) else 0
+    def _size(self, name: str = DATA) -> int:
+        """Size of the data, or of another file; 0 if there is no file yet."""
+        return self._folder.size(name) if self._folder.exists(name) else 0
 
     def _path(self, name: str) -> str:
         return self._folder.path(name)
 
 
-def unpacked(packed: _Packed, rank: int) -> StepObservations:
+def unpacked(packed: _Packed, rank: int, decoder: Decoder) -> StepObservations:
     """A step from its messages.
 
     Raises:
@@ -326,10 +320,7 @@ def unpacked(packed: _Packed, rank: int) -> StepObservations:
     """
     steps = []
     for message in packed.messages:
-        with decoding():
-            batch = pa.ipc.read_record_batch(pa.py_buffer(message), SCHEMA)
-        check_columns(batch)
-        observations, summaries, stored = from_batch(batch)
+        observations, summaries, stored = decoder.decoded(message)
         steps.append(
             StepObservations(
                 rank=rank, optimizer=packed.optimizer, step=packed.step, observations=observations,
@@ -356,9 +347,8 @@ def _check_schema(message: bytes, where: str) -> None:
 def _packed(message: bytes) -> _Packed:
     """A message as part of a step; only the two columns that identify the step are decoded."""
     size = checked_size(message)
-    options = pa.ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index(name) for name in ("step", "optimizer")])
-    with decoding(), pa.ipc.open_stream(pa.BufferReader(_SCHEMA_MESSAGE + message), options=options) as stream:
-        batch = stream.read_next_batch()
+    with decoding():
+        batch = read_columns(message, ("step", "optimizer"))
         batch.validate(full=True)
     (optimizer,) = check_texts([batch.column("optimizer")[0].as_py()])
     return _Packed(

@@ -19,9 +19,10 @@ from traindiff.core.summary import Detail, Summaries
 from traindiff.errors import LostFilesError
 from traindiff.storage import manifest, tensor_files
 from traindiff.storage.batch_metadata import too_much
+from traindiff.storage.columns import Columns
 from traindiff.storage.gap import GAP_FILE, Gap, ReservedNote, dumped, reason_of
 from traindiff.storage.location import DATA, SEALS, RecordingLock, file_system, make_room, rank_directory, unusable
-from traindiff.storage.schema import SCHEMA, Stored, to_batch
+from traindiff.storage.schema import SCHEMA, Stored
 from traindiff.storage.stored_files import StoredFiles
 from traindiff.storage.stores import Store
 from traindiff.storage.uploads import UploadError
@@ -92,6 +93,7 @@ class RecordingWriter:
         self._rank = rank
         self._says_of_rank = False
         self._buffer = io.BytesIO()
+        self._columns = Columns()
         self._stream = pa.ipc.new_stream(self._buffer, SCHEMA, options=pa.ipc.IpcWriteOptions(compression="zstd"))
         # Arrow writes the schema together with the first batch; a run killed before its first step
         # should leave a readable stream too.
@@ -300,7 +302,7 @@ class RecordingWriter:
                 path = posixpath.join(self._directory, files[row])
                 self._files.put_in_folder(path, content, step=seen.step, optimizer=seen.optimizer)
         exponents = {row: one.exponents for row, one in details.items() if one.exponents is not None}
-        batch = to_batch(observations, summaries, Stored(exponents=exponents, files=files))
+        batch = self._columns.batch(observations, summaries, Stored(exponents=exponents, files=files))
         self._stream.write_batch(batch)
         self._rows += len(observations)
         message = self._message()

@@ -100,3 +100,39 @@ def test_a_row_that_is_lost_is_found(tmp_path: Path) -> None:
     baseline = trained(tmp_path / "b", of_all_rows)
 
     assert traindiff.compare(baseline, trained(tmp_path / "c", without_the_last_row)).verdict == "diverged"
+
+
+class Crops(nn.Module):
+    """Joins crops of one size into one batch, or not."""
+
+    def __init__(self, *, joins: bool) -> None:
+        super().__init__()
+        self.body, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 4)
+        self.joins = joins
+
+    def forward(self, crops: list[Tensor]) -> Tensor:
+        parts = [torch.cat(crops[:2]), torch.cat(crops[2:])] if self.joins else crops
+        return torch.cat([self.head(gelu(self.body(part)).mean((2, 3))) for part in parts])
+
+
+def cropped(path: Path, *, joins: bool, scaled: float = 1.0) -> Path:
+    torch.manual_seed(0)
+    model = Crops(joins=joins)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    with traindiff.record(path, model, optimizer):
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            crops = [torch.randn(5, 3, size, size, generator=generator) for size in (8, 8, 4, 4, 4)]
+            model(crops).mul(scaled).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return path
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_crops_that_one_run_joins_are_no_rows_that_were_chosen(joins: bool, tmp_path: Path) -> None:
+    found = traindiff.compare(cropped(tmp_path / "b", joins=joins), cropped(tmp_path / "c", joins=not joins))
+
+    assert (found.verdict, found.findings) == ("equivalent", ())
+    wrong = cropped(tmp_path / "d", joins=not joins, scaled=1.01)
+    assert traindiff.compare(tmp_path / "b", wrong).verdict == "diverged"

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import traindiff
 from tests.analyse.merge.test_loss_scale import EVERYTHING, train
@@ -144,3 +144,72 @@ def test_a_run_that_clips_gradients_which_are_not_finite_is_not_said_not_to_clip
 
     assert found.verdict == "diverged"
     assert not any("clip" in text for text in (*(one.message for one in found.findings), *found.notes))
+
+
+def by_hand(gradients: list[Tensor], to: float = 0.01) -> None:
+    whole = torch.stack([one.float().norm() for one in gradients]).norm()
+    for one in gradients:
+        one.mul_((to / (whole + 1e-6)).clamp(max=1.0).to(one.dtype))
+
+
+def elements_by_hand(gradients: list[Tensor], to: float = 0.003) -> None:
+    for one in gradients:
+        one.clamp_(-to, to)
+
+
+def clipping(path: Path, how: str, *, dtype: torch.dtype = torch.float32) -> Path:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3)).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with traindiff.record(path, model, optimizer):
+        for step in range(3):
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).to(dtype)
+            model(x).square().mean().backward()
+            gradients = [one.grad for one in model.parameters() if one.grad is not None]
+            if how == "norm":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            elif how == "elements":
+                nn.utils.clip_grad_value_(model.parameters(), 0.003)
+            elif how == "norm by hand":
+                by_hand(gradients)
+            elif how == "elements by hand":
+                elements_by_hand(gradients)
+            elif how == "to another norm by hand":
+                by_hand(gradients, 0.02)
+            optimizer.step()
+            optimizer.zero_grad()
+    return path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("what", ["norm", "elements"])
+def test_clipping_by_hand_is_clipping_too(what: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    called, hand = (clipping(tmp_path / how, how, dtype=dtype) for how in (what, f"{what} by hand"))
+
+    for pair, seen, other in (((called, hand), "baseline", "candidate"), ((hand, called), "candidate", "baseline")):
+        found = traindiff.compare(*pair)
+
+        assert found.verdict in ("identical", "equivalent"), str(found)
+        limit = "gradients to a norm of 0.01" if what == "norm" else "elements of gradients to 0.003"
+        assert any(
+            note.startswith(f"Only the {seen} is seen to clip {limit}. The gradients that the {other}'s optimizer uses")
+            for note in found.notes
+        )
+
+
+@pytest.mark.parametrize("what", ["norm", "elements"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_run_that_does_not_clip_is_found(what: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    called, plain = (clipping(tmp_path / how, how, dtype=dtype) for how in (what, "not"))
+
+    for pair in ((called, plain), (plain, called)):
+        first = traindiff.compare(*pair).first_divergence
+
+        assert first is not None
+        assert (first.step, first.kind) == (0, "clipping")
+
+
+def test_clipping_to_another_limit_by_hand_is_found(tmp_path: Path) -> None:
+    called, hand = (clipping(tmp_path / how, how) for how in ("norm", "to another norm by hand"))
+
+    assert traindiff.compare(called, hand).verdict == "diverged"

@@ -404,7 +404,8 @@ def test_zeros_explain_a_difference_that_is_as_large_as_they_make_it(
 ) -> None:
     is_zero = np.random.default_rng(5).random(X.shape) < share
 
-    found = look(X, np.where(is_zero, 0, X * np.float32(others)).astype(np.float32))
+    after = np.where(is_zero, 0, X * np.float32(others)).astype(np.float32)
+    found = look(X, after, phase="forward", slot="output[0]")
 
     assert found.kind == "zeros"
     assert ("The difference is about as large as that makes it." in found.message) == explained

@@ -263,3 +263,68 @@ def test_samples_in_another_order_are_the_same_training_also_with_an_adaptive_op
 
     assert compare(baseline, words(tmp_path / "b", permuted=True)).verdict == "equivalent"
     assert compare(baseline, words(tmp_path / "c", permuted=True, lost=True)).exit_code
+
+
+def learned(path: Path, how: str, *, scaled: float = 1.0, dtype: torch.dtype = torch.float32) -> Path:
+    """Two towers and a loss over all pairs of a batch; see `cached` for the other way."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8)).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with traindiff.record(path, model, optimizer):
+        for step in range(3):
+            x = torch.randn(12, 6, generator=torch.Generator().manual_seed(step)).to(dtype)
+            if how == "cached":
+                with torch.no_grad():
+                    rows = torch.cat([model(part) for part in x.split(4)]).requires_grad_()
+                (pairs(rows) * scaled).backward()
+                assert rows.grad is not None
+                for part, gradient in zip(x.split(4), rows.grad.split(4), strict=True):
+                    (model(part) * gradient).sum().backward()
+            elif how == "functional":
+                weights = {name: one.detach() for name, one in model.named_parameters()}
+
+                def loss(weights: Any, x: Any = x) -> Any:
+                    return pairs(torch.func.functional_call(model, weights, (x,))) * scaled
+
+                gradients = torch.func.grad(loss)(weights)
+                for name, one in model.named_parameters():
+                    one.grad = gradients[name]
+            else:
+                (pairs(model(x)) * scaled).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return path
+
+
+def pairs(rows: Any) -> Any:
+    return torch.nn.functional.cross_entropy((rows @ rows.flip(0).T).float(), torch.arange(len(rows)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", ["cached", "functional"])
+def test_gradients_may_come_from_losses_of_another_value_or_from_none(
+    how: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    plain = learned(tmp_path / "plain", "plain", dtype=dtype)
+    other = learned(tmp_path / "other", how, dtype=dtype)
+
+    for found in (traindiff.compare(plain, other), traindiff.compare(other, plain)):
+        assert (found.verdict, found.findings) == ("equivalent", ()), str(found)
+        assert "Labels" not in found.notes[0]
+        assert not any("implementation" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("how", ["cached", "functional"])
+def test_wrong_gradients_of_such_losses_are_found(how: str, tmp_path: Path) -> None:
+    plain = learned(tmp_path / "plain", "plain")
+
+    found = traindiff.compare(plain, learned(tmp_path / "other", how, scaled=1.01))
+
+    assert found.verdict == "diverged"
+    assert any(one.phase == "grad" for one in found.findings)
+
+
+def test_another_value_of_one_loss_is_a_divergence(tmp_path: Path) -> None:
+    plain = learned(tmp_path / "plain", "plain")
+
+    assert traindiff.compare(plain, learned(tmp_path / "other", "plain", scaled=1.01)).verdict == "diverged"

@@ -138,8 +138,8 @@ def test_rows_of_zeros_are_counted_over_all_axes_but_the_last(shape: tuple[int, 
 
 @pytest.mark.parametrize(
     "zeros",
-    [{0: (10, 10), 1: (14, 14)}, {0: (10, 12)}, {0: (0, 2), 1: (14, 12)}],
-    ids=["the same", "no siblings", "none in the baseline"],
+    [{0: (10, 10), 1: (14, 14)}, {0: (10, 12)}, {0: (0, 2), 1: (14, 12)}, {0: (10, 11), 1: (14, 14)}],
+    ids=["the same", "no siblings", "none in the baseline", "none gets what another loses"],
 )
 def test_rows_of_zeros_that_tell_of_no_choice(zeros: dict[int, tuple[int, int]]) -> None:
     assert choices(experts(zeros, 24, 4)) == []

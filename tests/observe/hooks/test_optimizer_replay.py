@@ -157,6 +157,34 @@ def test_rows_with_sparse_gradients_are_replayed_and_others_rest(
         assert last["zero"] > 250 * 7
 
 
+class OtherRate(SGD):
+    """Uses a multiple of its learning rate."""
+
+    factor = 1.0
+
+    def step(self, closure: Any = None) -> Any:
+        rate = self.param_groups[0]["lr"]
+        self.param_groups[0]["lr"] = rate * self.factor
+        super().step(closure)
+        self.param_groups[0]["lr"] = rate
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch's own
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+def test_rows_that_a_sparse_gradient_holds_several_times_are_added_one_by_one(factor: float, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Embedding(10, 7, sparse=True)
+    optimizer = OtherRate(model.parameters(), lr=0.1)
+    optimizer.factor = factor
+    with traindiff.record(tmp_path / "run", model, optimizer, observe="replay", strict=True):
+        for _ in range(3):
+            model(torch.randint(10, (400,))).square().sum().mul(1e-3).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert (largest_residual(tmp_path / "run") <= 1.0) == (factor == 1.0)
+
+
 @pytest.mark.parametrize("kind", [SGD, AdamW, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD])
 def test_complex_parameters_are_replayed_as_pairs_of_real_numbers(kind: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ import pytest
 
 from tests.storage.full_disk import FullDisk
 from tests.storage.samples import RUN, content, step
-from traindiff.core.kernels.store import Deferred
+from traindiff.core.kernels.rows import Deferred
 from traindiff.errors import ConfigError
 from traindiff.observe.common.writing import DEPTH, BackgroundWriter, opened_in_time
 from traindiff.storage import RecordingWriter, open_recording

@@ -49,6 +49,10 @@ FAULTS: dict[str, tuple[str, list[Loses]]] = {
     "loss": ("traindiff.observe.torch.hooks.backward_calls._Listener._begin", [{"phase": "loss"}]),
     "operators": ("traindiff.observe.torch.hooks.operators._Operators._emit", [{"stage": "operator"}]),
     "products": ("traindiff.observe.torch.hooks.products._Products._record", [{"stage": "product"}]),
+    "layer_products": (
+        "traindiff.observe.torch.hooks.layer_products._LayerProducts._emit",
+        [{"stage": "witness product"}],
+    ),
     "parameter_gradients": ("traindiff.observe.torch.hooks.parameter_gradients._contribution", [{"stage": "micro"}]),
 }
 """By tap: what is made to fail, and the observations that are lost."""

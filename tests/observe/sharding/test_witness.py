@@ -96,7 +96,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_right_gradients_are_within_rounding(recorded: Path, name: str) -> None:
     found = ratios(recorded / name)
 
-    verdict = traindiff.check(str(recorded / name), rules="wrong-gradient")
+    verdict = traindiff.check(str(recorded / name), rules="wrong-gradient,product-wrong,product-inaccurate")
     assert verdict.verdict == "healthy", str(verdict)
     assert max(found.values()) < RIGHT
     if name != "tensor parallel":
@@ -120,7 +120,7 @@ def divided(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["sequence parallel", "1f1b", "unscaled", "zero bubble"])
 def test_right_gradients_of_divided_models_are_within_rounding(divided: Path, name: str) -> None:
-    verdict = traindiff.check(str(divided / name), rules="wrong-gradient")
+    verdict = traindiff.check(str(divided / name), rules="wrong-gradient,product-wrong,product-inaccurate")
 
     assert verdict.verdict == "healthy", str(verdict)
     assert max(ratios(divided / name).values()) < RIGHT
@@ -175,7 +175,7 @@ def wrong(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def found(run: Path) -> tuple[Finding, ...]:
-    return traindiff.check(str(run), rules="wrong-gradient").findings
+    return traindiff.check(str(run), rules="wrong-gradient,product-wrong,product-inaccurate").findings
 
 
 def test_gradients_that_were_not_reduced_are_each_ranks_own(wrong: Path) -> None:
@@ -213,7 +213,7 @@ def test_gradients_of_zero_are_within_rounding(stage: int, tmp_path: Path) -> No
     }  # fmt: skip
     run_on_ranks(trained, 2, str(tmp_path / "run"), stage, settings)
 
-    verdict = traindiff.check(str(tmp_path / "run"), rules="wrong-gradient")
+    verdict = traindiff.check(str(tmp_path / "run"), rules="wrong-gradient,product-wrong,product-inaccurate")
     assert verdict.verdict == "healthy", str(verdict)
     assert len(ratios(tmp_path / "run")) == 16
     assert max(ratios(tmp_path / "run").values()) < RIGHT
@@ -255,7 +255,7 @@ def own_operations(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_parameters_without_known_layers_are_within_rounding(own_operations: Path, name: str) -> None:
     found = ratios(own_operations / name)
 
-    verdict = traindiff.check(str(own_operations / name), rules="wrong-gradient")
+    verdict = traindiff.check(str(own_operations / name), rules="wrong-gradient,product-wrong,product-inaccurate")
     assert verdict.verdict == "healthy", str(verdict)
     assert max(found.values()) < RIGHT
     if name != "tensor parallel":
@@ -276,7 +276,7 @@ def test_parameters_without_known_layers_are_within_rounding_under_zero(tmp_path
     settings = {"micro_batches": 2, "zero": PARTITION_ALL, "observe": OBSERVED, "make": OwnModel}
     run_on_ranks(trained, 2, str(tmp_path / "run"), 3, settings)
 
-    verdict = traindiff.check(str(tmp_path / "run"), rules="wrong-gradient")
+    verdict = traindiff.check(str(tmp_path / "run"), rules="wrong-gradient,product-wrong,product-inaccurate")
     assert verdict.verdict == "healthy", str(verdict)
     assert len(ratios(tmp_path / "run")) == 20
     assert max(ratios(tmp_path / "run").values()) < RIGHT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from traindiff.analyse.align.side import Tables
@@ -27,9 +28,17 @@ def without_other_rows(tables: Tables) -> ComputedRows:
     A run may compute each expert for the rows that a router gives it, or for all rows and multiply the others by 0.
     What the experts return together is the same, and so are all gradients of parameters. So this is only done if what
     the model returns has the same shape in both runs: if rows are lost for good, the first site without them is named.
+    Calls that have as many rows together in both runs are only divided otherwise (see `regrouped`).
     """
     baseline, candidate = tables
-    found = [key for key, entry in baseline.items() if key in candidate and _are_other_rows(entry, candidate[key])]
+    counts = _elements(baseline), _elements(candidate)
+    found = [
+        key
+        for key, entry in baseline.items()
+        if key in candidate
+        and _are_other_rows(entry, candidate[key])
+        and counts[0][_site(key)] != counts[1][_site(key)]
+    ]
     if not found or _last_shapes(baseline) != _last_shapes(candidate):
         return ComputedRows(tables=tables)
     places = {key._replace(phase="", slot="") for key in found}
@@ -42,6 +51,19 @@ def without_other_rows(tables: Tables) -> ComputedRows:
 
 def _flows(key: SiteKey) -> bool:
     return key.phase in ("forward", "backward") and not key.stage
+
+
+def _site(key: SiteKey) -> SiteKey:
+    return key._replace(call=0, micro_step=0)
+
+
+def _elements(table: StepTable) -> Counter[SiteKey]:
+    """Elements of all calls of a step, by site."""
+    found: Counter[SiteKey] = Counter()
+    for key, entry in table.items():
+        if _flows(key) and not entry.unobserved:
+            found[_site(key)] += int(entry.summary["count"])
+    return found
 
 
 def _are_other_rows(baseline: MergedSite, candidate: MergedSite) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from traindiff.analyse.align.batch_indices import may_count_within
+from traindiff.analyse.align.padding import padding_of
 from traindiff.analyse.align.side import Side, Tables
 from traindiff.analyse.findings import Finding, micro_steps_text, ranks_text
 from traindiff.analyse.merge.distance import Pair, difference, differing_ranks, equal_bits, is_transposed
@@ -31,10 +32,12 @@ def check_batch(pair: Pair, *, step: int, samples: tuple[Samples, Samples] = ({}
         return None
     baseline, candidate = pair.baseline, pair.candidate
     where = label(baseline.key.path, baseline.key.slot)
-    permuted = _is_permuted(pair)
+    permuted, padding = _is_permuted(pair), padding_of(pair)
     site = (baseline.key.path, baseline.key.slot)
     single = (one.get(site, ()) for one in samples) if baseline.dtype == candidate.dtype else ((), ())
-    if not permuted and may_count_within(baseline, candidate):
+    if padding:
+        message = f"The batch differs in its padding: {where} {padding}."
+    elif not permuted and may_count_within(baseline, candidate):
         message = (
             f"The batch differs: {where} holds other numbers. That the runs cut the batch differently does not explain "
             "it: rows with equal numbers in one run have different ones in the other, or the first rows differ."
@@ -50,7 +53,9 @@ def check_batch(pair: Pair, *, step: int, samples: tuple[Samples, Samples] = ({}
         message = f"The batch differs: {where} holds the same values in another order."
     else:
         message = f"The batch differs: {where} holds other values."
-    return finding_at(pair.baseline, step=step, kind="batch", message=message, evidence={"permuted": permuted})
+    return finding_at(
+        pair.baseline, step=step, kind="batch", message=message, evidence={"permuted": permuted or bool(padding)}
+    )
 
 
 def _holds_the_same(pair: Pair) -> bool:
@@ -245,10 +250,10 @@ def rounding_apart(pair: Pair) -> float:
 
 def check_random_state(baseline: StepTable, candidate: StepTable, *, step: int) -> Iterator[Finding]:
     """Compare the random generators that a forward pass draws from, and the number of passes that do."""
-    drawn = _drawn(baseline) | _drawn(candidate)
+    drawing = [_drawing(table) for table in (baseline, candidate)]
     for key, entry in baseline.items():
         other = candidate.get(key)
-        if key.path != "rng" or key.stage != "before" or key.slot not in drawn:
+        if key not in drawing[0] and key not in drawing[1]:
             continue
         if other is not None and not equal_bits(Pair(baseline=entry, candidate=other)):
             message = (
@@ -257,11 +262,8 @@ def check_random_state(baseline: StepTable, candidate: StepTable, *, step: int) 
             )
             yield finding_at(entry, step=step, kind="random-state", message=message)
             return
-    for slot in sorted(_drawn(baseline) & _drawn(candidate)):
-        passes = [
-            [entry for key, entry in table.items() if key.path == "rng" and key.stage == "before" and key.slot == slot]
-            for table in (baseline, candidate)
-        ]
+    for slot in sorted({key.slot for key in drawing[0]}):
+        passes = [[entry for key, entry in one.items() if key.slot == slot] for one in drawing]
         if all(passes) and len(passes[0]) != len(passes[1]):
             message = (
                 f"{len(passes[1])} forward passes of the candidate draw from torch's {slot} generator in a step, and "
@@ -272,10 +274,10 @@ def check_random_state(baseline: StepTable, candidate: StepTable, *, step: int) 
             return
 
 
-def _drawn(table: StepTable) -> set[str]:
-    """Generators whose state changed during a forward pass."""
+def _drawing(table: StepTable) -> StepTable:
+    """The states of generators before forward passes that draw from them."""
     return {
-        key.slot
+        key: entry
         for key, entry in table.items()
         if key.path == "rng"
         and key.stage == "before"

@@ -22,6 +22,7 @@ from traindiff.core.observation import (
     DRAWS,
     EDITED,
     ESTIMATE,
+    FLIPPED,
     MODE,
     RECOMPUTED,
     SAMPLE,
@@ -32,7 +33,9 @@ from traindiff.core.steps import StepSelection, parse_steps
 from traindiff.errors import ConfigError, Problem
 from traindiff.storage import Run
 
-_NOT_PAIRED = frozenset({SAMPLE, BOUNDARY, CARRIED, CLEARED, DRAWS, EDITED, ESTIMATE, MODE, RECOMPUTED, WITNESS})
+_NOT_PAIRED = frozenset(
+    {SAMPLE, BOUNDARY, CARRIED, CLEARED, DRAWS, EDITED, ESTIMATE, FLIPPED, MODE, RECOMPUTED, WITNESS}
+)
 """Stages of sites that are not paired one by one."""
 
 RUNS = ("baseline", "candidate")

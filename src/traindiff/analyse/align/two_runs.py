@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from traindiff.analyse.align.continuation import with_beginning
 from traindiff.analyse.align.micro_losses import with_added_losses, with_combined_losses, with_summed_passes
 from traindiff.analyse.align.pairs import Aligned, Presence, align
 from traindiff.analyse.align.returned_states import ReturnedStates, Sources
@@ -208,6 +209,8 @@ class TwoRuns:
         self, sides: tuple[SideStep, SideStep], steps: tuple[RunStep, RunStep], *, evaluation: int | None
     ) -> AlignedStep:
         """One evaluation of a step of both runs; with the last one goes everything else of the step."""
+        if len(self.compared) == 1 and not evaluation:
+            sides = with_beginning(sides[0], sides[1]), with_beginning(sides[1], sides[0])
         tables = self.uneven.comparable(with_summed_passes(self._comparable(join(sides), steps)))
         if self.uneven.scalars or num_micro_steps(tables[0]) != num_micro_steps(tables[1]):
             tables = with_combined_losses(tables)

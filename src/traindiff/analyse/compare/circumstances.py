@@ -1,16 +1,14 @@
-"""Differences between the settings and environments of two runs: notes on them, and findings about clipping."""
+"""Notes on differences between the settings and environments of two runs."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from traindiff.analyse.align.side import Side
-from traindiff.analyse.findings import Finding, more_text, phase_text
-from traindiff.analyse.merge.recorded_calls import EFFECT, Clip
-from traindiff.analyse.merge.site import SiteKey, finding_at
+from traindiff.analyse.findings import more_text, phase_text
+from traindiff.analyse.merge.site import SiteKey
 from traindiff.core.site import label
 from traindiff.core.summary import UNIT_ROUNDOFF
 from traindiff.storage.manifest import framework
@@ -109,60 +107,6 @@ def scale_note(baseline: float, candidate: float) -> str:
         return ""
     scales = [f"{scale:g}" if scale != 1.0 else "none" for scale in (baseline, candidate)]
     return f"Loss scales differ ({scales[0]} in the baseline, {scales[1]} in the candidate); they are divided out."
-
-
-KIND = "clipping"
-"""Kind of a finding about clipping that differs between the runs."""
-
-
-def clip_coefficient(clipped: Iterable[Clip]) -> float:
-    """The factor that all calls that clip to a norm apply together."""
-    return math.prod(one.coefficient for one in clipped)
-
-
-def clip_factor(baseline: list[Clip], candidate: list[Clip]) -> list[tuple[float, str]]:
-    """The factor that clipping leaves between the gradients of two runs, with what to say about it."""
-    if len(baseline) > 1 or len(candidate) > 1:
-        return []
-    before, after = clip_coefficient(baseline), clip_coefficient(candidate)
-    if not before or not after or abs(after / before - 1.0) <= EFFECT:
-        return []  # a gradient clipped to 0 has no factor
-    return [(after / before, "= what clipping makes of them")]
-
-
-def clipping_findings(baseline: list[Clip], candidate: list[Clip], *, step: int) -> Iterator[Finding]:
-    """Findings about effective clipping that only one run does, or that has another limit in the other run."""
-    sides = (("baseline", baseline), ("candidate", candidate))
-    for (name, own), (other, others) in (sides, sides[::-1]):
-        acting = [one for one in own if one.effective]
-        if acting and not others:
-            first = acting[0]
-            message = f"The {name} clips {first.what}; the {other} does not clip."
-            if first.norm is not None:
-                where = " there" if first.only else ""
-                message += f" Their norm was {first.norm:.4g}, so all of them{where} were multiplied by "
-                message += f"{first.coefficient:.4g}."
-            yield _finding(first, step=step, message=message, run=name)
-    if len(baseline) != len(candidate):
-        return
-    for expected, actual in zip(baseline, candidate, strict=True):
-        if (expected.effective or actual.effective) and expected.what != actual.what:
-            message = f"The baseline clips {expected.what}, the candidate clips {actual.what}."
-            yield _finding(expected, step=step, message=message, run="baseline")
-
-
-def clipping_note(baseline: list[Clip], candidate: list[Clip]) -> str:
-    """A note on clipping without effect that only one run does; empty if there is none."""
-    for name, own, others in (("baseline", baseline, candidate), ("candidate", candidate, baseline)):
-        if own and not others and not any(one.effective for one in own):
-            return f"Only the {name} clips {own[0].what}; that changed nothing."
-    return ""
-
-
-def _finding(clip: Clip, *, step: int, message: str, run: str) -> Finding:
-    evidence = {"run": run, "limit": clip.limit, "norm": clip.norm, "coefficient": clip.coefficient}
-    size = abs(clip.coefficient - 1.0) or math.inf
-    return finding_at(clip.entry, step=step, kind=KIND, message=message, evidence=evidence, difference=size)
 
 
 FLOAT32_COEFFICIENTS = frozenset({"FusedAdam", "DeepSpeedCPUAdam"})

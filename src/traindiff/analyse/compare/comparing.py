@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from traindiff.analyse.align.continuation import find_continuation
 from traindiff.analyse.align.side import step_pairs
 from traindiff.analyse.align.two_runs import AlignedStep, TwoRuns
+from traindiff.analyse.compare.earlier_states import with_earlier_states
 from traindiff.analyse.compare.incremental import Noise, RunningComparison
 from traindiff.analyse.compare.verdict import Comparison
 from traindiff.analyse.findings import more_text, steps_text
@@ -22,13 +24,14 @@ from traindiff.analyse.merge.history import DifferenceHistory
 from traindiff.analyse.merge.renames import parse_renames
 from traindiff.analyse.merge.run_steps import RunStep, run_steps
 from traindiff.analyse.merge.site import Part
+from traindiff.analyse.merge.span import WHOLE_RUN, span_of
 from traindiff.analyse.noise.hold_out import calibration_of, following
 from traindiff.analyse.noise.measured import Replicas, StepNoise
 from traindiff.analyse.noise.tolerance import parse_tolerance
 from traindiff.analyse.signs import BrokenRule, Similarities, compare_directions
 from traindiff.core.steps import StepSelection, parse_steps
 from traindiff.errors import ConfigError, Problem
-from traindiff.storage import Recording, open_recording
+from traindiff.storage import Recording, ShiftedRecording, open_recording
 
 _NAMED = 3
 
@@ -97,6 +100,7 @@ def compare(
     atol: float | None = None,
     identical: bool = False,
     history: bool = False,
+    offset: int | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
     """Compare two recordings and name the first divergence.
@@ -115,6 +119,9 @@ def compare(
         identical: Demand the same bits. The first divergence is then the first site in execution order whose bits
             differ, however little.
         history: Keep every site's difference in every step, in bounded memory, for a report that shows them.
+        offset: Compare each step k of the candidate with step k + offset of the baseline, for a run that continues
+            from a checkpoint and counts its steps from 0. Left out, it is found: a candidate whose first parameters
+            are those of the baseline's step N begins there, and a note says so. 0 compares steps by their numbers.
         progress: Called after each step.
 
     Returns:
@@ -130,6 +137,9 @@ def compare(
     tolerance = parse_tolerance(rtol, atol)
     renames = parse_renames(rename)
     runs = (open_recording(os.fspath(baseline)), open_recording(os.fspath(candidate)))
+    continuation = find_continuation(*runs, renames) if offset is None else None
+    if shift := offset if continuation is None else continuation.step - continuation.own:
+        runs = (runs[0], ShiftedRecording(os.fspath(candidate), shift))
     paths = [noise] if isinstance(noise, (str, os.PathLike)) else noise
     replicas = [open_recording(os.fspath(path)) for path in paths]
     _refuse_candidate_as_noise(runs[1], replicas)
@@ -138,7 +148,8 @@ def compare(
         noise=_Measured(runs[0], replicas, selection) if replicas else None,
         history=DifferenceHistory() if history else None,
     )  # fmt: skip
-    streams = (run_steps(run, copies) for run, copies in zip(runs, comparison.runs.copies, strict=True))
+    span = WHOLE_RUN if replicas else span_of(runs, selection)  # replicas are held against each other from the first on
+    streams = (run_steps(run, copies, span) for run, copies in zip(runs, comparison.runs.copies, strict=True))
     for both in step_pairs(*streams):
         step = _compared(comparison, *both)
         for one in both:
@@ -147,7 +158,9 @@ def compare(
         if step is not None and progress:
             progress(step)
     directions = compare_directions(*runs, rename=renames, selection=selection)
-    return with_directions(comparison.result(), directions)
+    found = with_directions(comparison.result(), directions)
+    found = with_earlier_states(found, runs, renames)
+    return found if continuation is None else replace(found, notes=(continuation.note, *found.notes))
 
 
 def _compared(comparison: RunningComparison, baseline: RunStep | None, candidate: RunStep | None) -> int | None:

@@ -17,6 +17,8 @@ _MOST_NAMED = 8
 _GRADIENT = "gradient"
 """Setting of a module that says whether gradients flow through it: a word of `gradient_paths` in `rank.json`."""
 
+_CUT = "no gradient flows back through it"
+
 _WITHOUT_EFFECT = frozenset({"class", "forward", "inplace"})
 """Settings that often differ between runs that compute the same; they explain a finding, and are not listed."""
 
@@ -53,7 +55,8 @@ def _around(*runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
             texts = _differences(before[where], after[where], what="it")
         else:
             run, held = ("candidate", after) if where in after else ("baseline", before)
-            texts = {"class": f"only the {run} has one ({_short(held[where].get('class'))})"}
+            kind = held[where].get("class")  # an optimizer's implementation has none: it was known later in one run
+            texts = {"class": f"only the {run} has one ({_short(kind)})"} if kind else {}
         if texts:
             differing[where] = texts
     return differing
@@ -79,6 +82,7 @@ class Configurations:
                 self._differing[path] = found
         for path, text in _untied(baseline, candidate, rename):
             self._differing.setdefault(path, {})["tied"] = text
+        self._optimizers = _optimizers(baseline)
         self._around = _around(baseline, candidate)
         self._order = {path: place for place, path in enumerate(before)}
         self._modes = tuple({path: one.get("training") for path, one in side.items()} for side in (before, after))
@@ -103,17 +107,20 @@ class Configurations:
 
     def explained(self, finding: Finding) -> Finding:
         """The finding, with the settings of its module or parameter that differ; they come first in its message."""
-        if finding.phase not in ("forward", "loss", "backward", "grad", "optimizer", "update"):
+        is_held = (finding.phase, finding.slot) == ("param", "buffer") or finding.kind == "initial-parameter"
+        if finding.phase not in ("forward", "loss", "backward", "grad", "optimizer", "update") and not is_held:
             return finding
         own, owner = finding.path, finding.path.rpartition(".")[0]
         consumers = _consumers(finding)
         cut = [one for one in consumers if _GRADIENT in self._differing.get(one, {})]
         known = self._differing.keys() | self._evaluates.keys()
         path = next((one for one in (*cut, own, owner, *consumers[::-1]) if one in known), own)
+        steps = self._optimizers.get(own, "")
+        if finding.phase in ("optimizer", "update") and "type" in self._differing.get(steps, {}):
+            path = steps  # another optimizer explains more than what differs in the parameter's module
         told = list(self._differing.get(path, {}).values())[:_MOST_NAMED]
         if path in self._evaluates and self._evaluates[path][1] <= finding.step:
-            run, step = self._evaluates[path]
-            told.insert(0, f"it is in evaluation mode in the {run} from step {step} on (eval() was called)")
+            told.insert(0, self._evaluates_text(path))
         if not told:
             return finding
         message = f"{path or ROOT}: {'; '.join(told)}. {finding.message}"
@@ -126,10 +133,40 @@ class Configurations:
             for where, texts in self._around.items()
             if first.phase in _EXPLAINS.get(_what(where), ())
         ]
+        told += self._modes_before_loss(first) + self._cut_before_gradient(first)
         if not told:
             return first
         evidence = {**first.evidence, "surroundings": told}
         return replace(first, message=f"{'. '.join(told)}. {first.message}", evidence=evidence)
+
+    def _modes_before_loss(self, first: Finding) -> list[str]:
+        """Clauses on modules in another mode, if what was observed of the forward pass agrees and the loss does not.
+
+        The loss may also depend on modules whose forward pass is not observed, such as a teacher without gradients.
+        """
+        if first.phase != "loss":
+            return []
+        return [
+            f"{path or ROOT}: {self._evaluates_text(path)}"
+            for path in _outermost(self._evaluates)
+            if self._evaluates[path][1] <= first.step
+        ]
+
+    def _cut_before_gradient(self, first: Finding) -> list[str]:
+        """Clauses on modules through which no gradient flows back to the parameter of the first divergence."""
+        if first.phase != "grad" or self._differing.get(first.path):
+            return []
+        place = self._order.get(first.path.rpartition(".")[0], -1)
+        behind = [path for path in self._differing if self._order.get(path, -1) > place]
+        told = {path: text for path in behind if (text := self._differing[path].get(_GRADIENT, ""))}
+        cut = _outermost(path for path, text in told.items() if text.startswith(_CUT))
+        frozen = any("requires_grad" in texts for texts in self._differing.values())
+        nearest = [] if frozen else sorted(told, key=lambda path: self._order[path])[:1]
+        return [f"{path or ROOT}: {told[path]}" for path in cut or nearest]
+
+    def _evaluates_text(self, path: str) -> str:
+        run, step = self._evaluates[path]
+        return f"it is in evaluation mode in the {run} from step {step} on (eval() was called)"
 
     def notes(self) -> list[str]:
         """One sentence that lists the settings that differ and are numbers or words of a module, or nothing."""
@@ -140,6 +177,7 @@ class Configurations:
             for name, text in self._differing[path].items()
             if name not in _WITHOUT_EFFECT
         ]
+        listed += [f"{path or ROOT}: {self._evaluates_text(path)}" for path in _outermost(self._evaluates)]
         if not listed:
             return []
         more = more_text(len(listed) - _MOST_NAMED, "setting")
@@ -156,6 +194,22 @@ def _consumers(finding: Finding) -> list[str]:
         return []
     parts = after.rpartition(" ")[0].split(".")
     return [".".join(parts[: number + 1]) for number in range(len(parts))]
+
+
+def _outermost(paths: Iterable[str]) -> list[str]:
+    """The paths without those inside another one of them."""
+    given = dict.fromkeys(paths)
+    return [one for one in given if not any(_is_inside(one, other) for other in given)]
+
+
+def _is_inside(path: str, other: str) -> bool:
+    return path != other and (not other or path.startswith(f"{other}."))
+
+
+def _optimizers(contents: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """The name of the optimizer that holds each parameter."""
+    held = (optimizer for content in contents for optimizer in content.get("optimizers", ()))
+    return {path: one["name"] for one in held for group in one.get("groups", ()) for path in group}
 
 
 def _settings(contents: Iterable[Mapping[str, Any]], rename: Rename) -> dict[str, dict[str, str]]:
@@ -219,7 +273,7 @@ def _clause(name: str, before: str | None, after: str | None, what: str) -> str:
         run, word = ("baseline", before) if after == "through" else ("candidate", after)
         if word == "unneeded":
             return f"what it is given needs no gradient in the {run} (is it detached, or frozen, before?)"
-        return f"no gradient flows back through it in the {run} (is something detached inside?)"
+        return f"{_CUT} in the {run} (is something detached inside?)"
     if name == "forward":
         if before is None or after is None:
             run, function = ("candidate", after) if before is None else ("baseline", before)

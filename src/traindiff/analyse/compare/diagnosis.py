@@ -134,10 +134,12 @@ def localized(case: Case) -> Diagnosis | None:
         worst = int(np.argmax(change))
         rest = np.delete(change, worst)
         if change[worst] > 20 * float(rest.max(initial=0.0)) and change[worst] > 4 * case.floor * baseline.max():
+            lost = zeros(case)
+            more = f" {lost.message}" if lost is not None and _LARGE in lost.message else ""
             return Diagnosis(
                 kind="localized",
-                message=f"The difference is in {_bucket(case.baseline, axis, worst)} only.",
-                evidence={"axis": axis, "bucket": worst},
+                message=f"The difference is in {_bucket(case.baseline, axis, worst)} only.{more}",
+                evidence={"axis": axis, "bucket": worst, **(lost.evidence if lost is not None and more else {})},
             )
     return None
 
@@ -185,6 +187,9 @@ _FEWEST_ZEROS, _FEWEST_OF_ROWS, _FEWEST_OF_WEIGHTS = 16, 4, 8
 """Fewer zeros more or less are nothing to speak of; whole rows may be shorter: of a batch, of a weight's gradient."""
 
 
+_LARGE = "The difference is about as large as that makes it."
+
+
 def _lines(case: Case, zero: int) -> str:
     """`, as many as 3 of its 6 rows hold`; a matrix may have lost columns as well."""
     shape, count = case.baseline.shape, int(finite_count(case.baseline.summary))
@@ -224,16 +229,14 @@ def zeros(case: Case) -> Diagnosis | None:
     small = whole and case.baseline.batched and count <= SKETCH_SIZE and 0.9 < lost < 1.1
     if exact and 0.5 < lost < 2.0 and (small or not few):
         message = (
-            f"{more} of {count} elements are zero in the {run} and not in the {other}{_lines(case, more)}. The "
-            "difference is about as large as that makes it."
+            f"{more} of {count} elements are zero in the {run} and not in the {other}{_lines(case, more)}. {_LARGE}"
         )
         return Diagnosis(kind="zeros", message=message, evidence=evidence)
     if more < max(_FEWEST_ZEROS, 4.0 * math.sqrt(count)):
         return None
-    message = (
-        f"{before} of {count} elements are zero in the baseline, and {after} in the candidate: was a mask, dropout or "
-        "a gate left out, or added?"
-    )
+    message = f"{before} of {count} elements are zero in the baseline, and {after} in the candidate"
+    asked = ": was a mask, dropout or a gate left out, or added?" if case.baseline.key.phase == "forward" else "."
+    message += asked  # a gradient has zeros for many more reasons: labels, rows that are not used, what is tied
     return Diagnosis(kind="zeros", message=message, evidence=evidence)
 
 

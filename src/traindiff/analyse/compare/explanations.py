@@ -9,7 +9,7 @@ from typing import Any
 
 from traindiff.analyse.align.pairs import Aligned, in_baseline_order
 from traindiff.analyse.align.side import RUNS
-from traindiff.analyse.compare.circumstances import KIND as CLIPPING
+from traindiff.analyse.compare.clipping import KIND as CLIPPING
 from traindiff.analyse.findings import Finding, micro_steps_text, more_text
 from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.parameters import Copies
@@ -130,7 +130,7 @@ def unseen_labels_message(finding: Finding, pairs: Iterable[Pair]) -> str:
     Trainings that call `traindiff.inspect` know how to record them.
     """
     looks_like_labels = finding.kind in ("value", "scale", "offset") and "(=" not in finding.message
-    if (finding.phase, finding.slot) != ("loss", "backward") or not looks_like_labels:
+    if (finding.phase, finding.slot) != ("loss", "backward") or not looks_like_labels or "losses" in finding.evidence:
         return ""
     if any(pair.baseline.key.phase == "forward" and pair.baseline.key.slot == "value" for pair in pairs):
         return ""

@@ -15,10 +15,6 @@ from traindiff.analyse.align.two_runs import AlignedStep, TwoRuns
 from traindiff.analyse.compare.bits import ASKED, unknown_bits_note
 from traindiff.analyse.compare.circumstances import (
     circumstances,
-    clip_coefficient,
-    clip_factor,
-    clipping_findings,
-    clipping_note,
     coefficient_error,
     not_forced,
     other_dtypes,
@@ -26,6 +22,7 @@ from traindiff.analyse.compare.circumstances import (
     scale_factors,
     scale_note,
 )
+from traindiff.analyse.compare.clipping import clip_coefficient, clip_factor, clipping_findings, clipping_note
 from traindiff.analyse.compare.configuration import Configurations
 from traindiff.analyse.compare.edits import EditsApart
 from traindiff.analyse.compare.evaluations import OtherEvaluations, without_gradients
@@ -265,12 +262,8 @@ class RunningComparison:
             self._other_buffers = other_buffers(pairs)
         clipped = (clips(tables[0]), clips(tables[1]))
         scales = (loss_scale(tables[0]), loss_scale(tables[1]))
-        self._notes.update(dict.fromkeys(filter(None, (clipping_note(*clipped), scale_note(*scales)))))
-        found = [
-            *given.findings,
-            *clipping_findings(*clipped, step=step),
-            *extra,
-        ]
+        self._notes.update(dict.fromkeys(filter(None, (clipping_note(*clipped, pairs), scale_note(*scales)))))
+        found = [*given.findings, *clipping_findings(*clipped, pairs, step=step), *extra]
         place = in_baseline_order(given.aligned.pairs)
         found = [replace(one, order=place(one.order)) if _is_of_candidate(one) else one for one in found]
         found += check_random_state(*tables, step=step)
@@ -366,8 +359,8 @@ class RunningComparison:
                 "what follows allow for it, and rows that were chosen otherwise are not compared one by one."
             )
         judge = self._judge
-        told = (returned_note(judge.returned), unjudged_note(judge.unjudged), unknown_bits_note(judge.unknown_bits))
-        notes += filter(None, told)
+        unjudged = unjudged_note(judge.unjudged, is_represented_otherwise=judge.only_representation_differs)
+        notes += filter(None, (returned_note(judge.returned), unjudged, unknown_bits_note(judge.unknown_bits)))
         if self._judge.nan_in_both:
             notes.append(f"NaN at the same places in both runs, first at {self._judge.nan_in_both[0]}.")
         notes += [f"--rename {rule} changes no path of the candidate." for rule in self._rename.unused]

@@ -62,6 +62,7 @@ class Judge:
         returned: By input that is what the model returned before, or was computed from that: the first step in which
             it differs.
         absent: Paths of parameters that one run does not train; their further differences are not reported.
+        other_loss: Whether a loss differed by more than noise.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Judge:
         self.choices: list[str] = []
         self.returned: dict[str, int] = {}
         self.absent: set[str] = set()
+        self.other_loss = False
         self._history = history
         self._found: dict[tuple[SiteKey, str], Finding] = {}
         self._counted: dict[tuple[SiteKey, str], int] = {}  # the step that was counted last
@@ -146,7 +148,8 @@ class Judge:
 
         In a forced run only calls of modules may differ. Any other difference is an operation that is wrong by itself.
         """
-        if not self._found or not self.learning_agrees or self.tolerance is not None or self._first_bits:
+        agrees = self.learning_agrees or self.gradients_agree
+        if not self._found or not agrees or self.tolerance is not None or self._first_bits:
             return False
         sizes = [found.difference for found in self._found.values() if math.isfinite(found.difference)]
         if sizes and self.run.learning_apart > FOLLOWS * min(1.0, max(sizes)):
@@ -169,8 +172,11 @@ class Judge:
 
     @property
     def gradients_agree(self) -> bool:
-        """True if gradients and updates were compared, and nothing was found: then the losses leave nothing open."""
-        return self._phases >= _LEARNING - {"loss"} and not self._found
+        """True if gradients and updates were compared and agree, and at most calls of modules differ.
+
+        Then a loss that was not compared leaves nothing open.
+        """
+        return self._phases >= _LEARNING - {"loss"} and all(map(is_uncalled, self._found.values()))
 
     @property
     def observed_bits_agree(self) -> bool:
@@ -190,6 +196,8 @@ class Judge:
             return bool(finding.evidence.get("permuted"))
         if finding.kind in ("missing", "extra", "non-finite", "shape", "recomputed", SYSTEMATIC):
             return False
+        if finding.phase == "loss":  # gradients may be handed on by losses of another value
+            return "losses" in finding.evidence
         return finding.phase in ("forward", "backward") or finding.path in self.run.permuted
 
     def floor(self, pair: Pair, floor: float) -> float:

@@ -102,20 +102,23 @@ def returned_note(sites: Mapping[str, int]) -> str:
     return f"{site}{more} differ{'' if more else 's'} from step {step} on, as what the model returned before does."
 
 
-def unjudged_note(sites: Mapping[SiteKey, int]) -> str:
-    """A note on sites that could not be judged after the first divergence; empty if there are none.
+def unjudged_note(sites: Mapping[SiteKey, int], *, is_represented_otherwise: bool) -> str:
+    """A note on sites that could not be judged after the first difference; empty if there are none.
 
     Args:
         sites: By site, the first step in which its floor hides everything.
+        is_represented_otherwise: Whether nothing diverges, and only the representation differs.
     """
     if not sites:
         return ""
     key, step = next(iter(sites.items()))
     more = more_text(len(sites) - 1, "site", before=", and")
+    where = f"{key.phase} of {label(key.path, key.slot)}, from step {step} on{more}"
+    if is_represented_otherwise:
+        return f"Not judged one by one, because of that: {where}. Losses, gradients and updates were."
     return (
-        f"Not judged after the first divergence: {key.phase} of {label(key.path, key.slot)}, from step {step} on"
-        f"{more}. What precedes them differs by so much that even a lost tensor would not stand out. Mend the first "
-        "divergence, and compare again."
+        f"Not judged after the first divergence: {where}. What precedes them differs by so much that even a lost "
+        "tensor would not stand out. Mend the first divergence, and compare again."
     )
 
 

@@ -14,14 +14,16 @@ from traindiff.analyse.compare.gradient_sums import with_causes
 from traindiff.analyse.compare.judge import Judge, is_uncalled
 from traindiff.analyse.compare.mixtures import Mixture, common_mixture
 from traindiff.analyse.compare.moved_moments import systematic
+from traindiff.analyse.compare.other_loss import BehindOtherLoss
 from traindiff.analyse.compare.step_input import StepInput
+from traindiff.analyse.compare.unlike import unlike
 from traindiff.analyse.findings import Finding, ranks_text
 from traindiff.analyse.merge.distance import (
     Pair,
     best_fit,
     difference,
     differing_ranks,
-    is_transposed,
+    num_losses,
     rescaled,
 )
 from traindiff.analyse.merge.site import SiteKey, finding_at, only_rank
@@ -29,7 +31,7 @@ from traindiff.analyse.noise.gradients import common_factor
 from traindiff.analyse.noise.moments import Moved
 from traindiff.analyse.noise.site_floors import SiteFloors
 from traindiff.core.observation import is_of_evaluation
-from traindiff.core.summary import nonfinite_count, norm, rounding
+from traindiff.core.summary import norm, rounding
 
 LOGGED = "logged"
 """Slot of the numbers that a training reports."""
@@ -52,9 +54,13 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
     judged = with_causes((*given.found, *StepJudge(judge, given, floors).judge()))
     found = sorted(judged, key=lambda finding: finding.order)
     floors.finish()
-    judge.choices += [
-        f"step {given.step}, {one.where}: at least {one.turned:,} of {one.rows:,}" for one in floors.choices.explained
-    ]
+    if not any(map(_is_numeric, judge.findings)):  # else they may follow from the first divergence
+        first = min((finding.order for finding in found if _is_numeric(finding)), default=math.inf)
+        judge.choices += [
+            f"step {given.step}, {one.where}: at least {one.turned:,} of {one.rows:,}"
+            for one in floors.choices.explained
+            if one.order < first
+        ]
     if judge.forced and any(finding.slot != LOGGED for finding in found):
         # Logged numbers cannot be forced, so they may follow from the other findings.
         found = [finding for finding in found if finding.slot != LOGGED]
@@ -73,6 +79,10 @@ def _is_of_evaluation(finding: Finding, given: StepInput) -> bool:
     if finding.evaluation is not None:
         return False
     return is_of_evaluation(finding.phase, finding.stage) or (finding.phase == "update" and not given.whole)
+
+
+def _is_numeric(finding: Finding) -> bool:
+    return not is_uncalled(finding)
 
 
 _NO_FIT = 0.5
@@ -95,6 +105,7 @@ class StepJudge:
         self._previous = judge.previous.get(given.optimizer, {})
         self._of_step_before = judge.of_step_before.get(given.optimizer, frozenset())
         self._mixture: Mixture | None = None  # of the gradients that are judged together
+        self._behind_loss = BehindOtherLoss(given.pairs)
 
     def judge(self) -> list[Finding]:
         """Findings of the step. Gradients of one optimizer call are judged together."""
@@ -146,8 +157,8 @@ class StepJudge:
             return None
         moved = self._moved(pair, size, floor)
         self._floors.saw(pair, size)
-        if key.path in self._judge.absent:
-            floor, moved = math.inf, None  # it follows from what one run lacks
+        if key.path in self._judge.absent or (self._judge.other_loss and self._behind_loss.follows(key)):
+            floor, moved = math.inf, None  # it follows from what one run lacks, or from the loss
         finding = self._finding(pair, size, floor, moved=moved)
         if finding is not None:
             self._floors.disturb(pair)
@@ -196,10 +207,11 @@ class StepJudge:
         if self._floors.choices.at(pair) is not None:  # the floors of what is computed from these rows allow for it
             self._judge.note(pair, step, math.inf, math.inf, math.inf)
             return
-        self._judge.turned.append(
-            f"step {step}, {baseline.key.phase} of {baseline.key.path} {baseline.key.slot}: "
-            f"{pair.candidate.shape[0]} rows, {baseline.shape[0]} in the baseline"
-        )
+        if not self._floors.parted:  # else the choice follows from the first divergence
+            self._judge.turned.append(
+                f"step {step}, {baseline.key.phase} of {baseline.key.path} {baseline.key.slot}: "
+                f"{pair.candidate.shape[0]} rows, {baseline.shape[0]} in the baseline"
+            )
         rows = baseline.shape[0]
         noise = abs(rows - pair.candidate.shape[0]) <= self._floors.turned_rows(rows, undisturbed=True)
         self._judge.note(pair, step, math.inf, math.inf, math.inf if noise else 0.0)
@@ -221,7 +233,8 @@ class StepJudge:
             if whole is None or size is None:
                 continue
             seen.append((pair, max(whole, size)))
-            floor = floors[pair.baseline.key]
+            key = pair.baseline.key
+            floor = math.inf if self._judge.other_loss and self._behind_loss.follows(key) else floors[key]
             finding = self._finding(judged, size, floor, observed=pair, moved=self._moved(judged, size, floor))
             if finding:
                 found.append(finding)
@@ -237,7 +250,9 @@ class StepJudge:
             rounds = limits is not floors and abs(factor - 1.0) <= 2.0 * rounding(pairs[0].baseline.dtype)
             return [] if rounds else [self._all_gradients(pairs, factor, limits)]
         clipping = ", as clipping to a norm makes them" if self._given.clips else ""
-        aside = f" (All other gradients are {factor_text(factor)} x the baseline's{clipping}.)"
+        aside = (
+            f" (All other gradients are {factor_text(factor)} x the baseline's{clipping}; that is divided out here.)"
+        )
         return [replace(finding, message=finding.message + aside) for finding in found]
 
     def _common_factor(
@@ -267,7 +282,9 @@ class StepJudge:
 
     def _moved(self, pair: Pair, size: float, floor: float) -> Moved | None:
         """The norm or sum of a pair that is within its floor, if it moved further than rounding moves it."""
-        return self._floors.moved(pair, floor) if size <= floor and self._judge.tolerance is None else None
+        follows = size > self._floors.undisturbed(pair)  # then no rounding moved it
+        within = size <= floor and not follows
+        return self._floors.moved(pair, floor) if within and self._judge.tolerance is None else None
 
     def _finding(
         self, pair: Pair, size: float, floor: float, *, observed: Pair | None = None, moved: Moved | None = None
@@ -282,7 +299,9 @@ class StepJudge:
             moved: Norm or sum that moved too far.
         """
         undisturbed = self._judge.floor(pair, self._floors.undisturbed(pair))
-        floor = self._factor_floor(pair, size, self._judge.floor(pair, floor))
+        floor = self._judge.floor(pair, floor)
+        # What follows from a divergence may be a constant factor. It is not bounded as strictly as noise, either.
+        floor = _FURTHER * floor if undisturbed < floor else self._factor_floor(pair, size, floor)
         moved = moved if size <= floor else None
         shown = (size, floor) if moved is None else (moved.apart, moved.floor)
         self._judge.note(observed or pair, self._given.step, *shown, undisturbed)
@@ -294,6 +313,7 @@ class StepJudge:
             return self._as_finding(pair, *shown, systematic(pair, moved))
         if not size > floor:
             return None
+        self._judge.other_loss |= baseline.key.phase == "loss" and not self._judge.forced
         finding = self._as_finding(pair, size, floor, self._shape(pair, size, floor))
         if not undisturbed < floor:
             return finding
@@ -324,11 +344,14 @@ class StepJudge:
         aside = f" Only what {ranks_text(apart, capital=False)} holds differs." if apart else ""
         if pair.baseline.dtype != pair.candidate.dtype:
             aside += f" It is {pair.baseline.dtype} in the baseline and {pair.candidate.dtype} in the candidate."
+        if (losses := num_losses(pair))[0] != losses[1]:
+            aside += f" It adds up other losses: {losses[0]} in the baseline, {losses[1]} in the candidate."
         return finding_at(
             pair.baseline, step=self._given.step, kind=shape.kind, message=shape.message + aside, difference=size,
             floor=floor, rank=rank, micro_step=shape.evidence.get("micro_step", only),
             evidence={
                 **shape.evidence,
+                **({"losses": losses} if losses[0] != losses[1] else {}),
                 "dtype": pair.baseline.dtype,
                 "baseline_norm": float(norm(pair.baseline.summary)),
                 "candidate_norm": float(norm(pair.candidate.summary)),
@@ -342,19 +365,8 @@ class StepJudge:
 
     def _shape(self, pair: Pair, size: float, floor: float) -> Diagnosis:
         baseline, candidate = pair.baseline, pair.candidate
-        if not (baseline.placed and candidate.placed):
-            return _unplaced_diagnosis(pair)
-        if is_transposed(pair) and math.isfinite(size):
-            norms = f"{float(norm(baseline.summary)):.6g} in the baseline and {float(norm(candidate.summary)):.6g}"
-            message = f"One run holds it transposed, and the norms differ: {norms} in the candidate."
-            return Diagnosis(kind="value", message=message)
-        if baseline.shape != candidate.shape:
-            message = (
-                f"The shape is {list(baseline.shape)} in the baseline and {list(candidate.shape)} in the candidate."
-            )
-            return Diagnosis(kind="shape", message=message)
-        if self._judge.is_broken(pair) and difference(pair) != math.inf:
-            return Diagnosis(kind="non-finite", message=_non_finite_message(pair))
+        if (found := unlike(pair, broken=self._judge.is_broken(pair))) is not None:
+            return found
         summed = baseline.key.phase == "grad" and baseline.key.stage in ("", "reduced", "unscaled")
         return diagnose(
             Case(
@@ -369,6 +381,9 @@ class StepJudge:
         )  # fmt: skip
 
 
+_FURTHER = 2.0
+"""What follows from a divergence is a further finding if it exceeds what is expected to follow by this factor."""
+
 _INDEPENDENT = " (This is more than is expected to follow from the first divergence.)"
 
 
@@ -376,21 +391,3 @@ def _at(one: Finding) -> Callable[[Finding], bool]:
     """A function that tells whether a finding is at the place of this one."""
     place = (one.phase, one.stage, one.path, one.slot, one.call)
     return lambda other: (other.phase, other.stage, other.path, other.slot, other.call) == place
-
-
-def _non_finite_message(pair: Pair) -> str:
-    """A sentence about NaN and infinities at the same places in both runs."""
-    count = int(nonfinite_count(pair.candidate.summary))
-    of_all = f"{count} of {int(pair.candidate.summary['count'])} elements"
-    return f"{of_all} {'is' if count == 1 else 'are'} NaN or infinite, at the same places in both runs."
-
-
-def _unplaced_diagnosis(pair: Pair) -> Diagnosis:
-    """The difference of a tensor whose rows could not be brought together."""
-    baseline, candidate = pair.baseline.summary, pair.candidate.summary
-    message = (
-        f"Over all micro-batches together, its norm is {float(norm(baseline)):.6g} in the baseline and "
-        f"{float(norm(candidate)):.6g} in the candidate, its sum {float(baseline['sum']):.6g} and "
-        f"{float(candidate['sum']):.6g}."
-    )
-    return Diagnosis(kind="value", message=message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -122,6 +123,22 @@ def norms_apart(pair: Pair) -> float:
     """Relative difference of the two norms, which do not depend on the order of the elements."""
     baseline, candidate = float(norm(pair.baseline.summary)), float(norm(pair.candidate.summary))
     return abs(candidate - baseline) / baseline if baseline else math.inf if candidate else 0.0
+
+
+def num_losses(pair: Pair) -> tuple[int, int]:
+    """Number of tensors on which one rank of each run calls `backward` in a step; zeros for anything but a loss."""
+    if pair.baseline.key.phase != "loss":
+        return 0, 0
+    baseline, candidate = (
+        max(Counter(part.rank for part in one.parts).values(), default=0) for one in (pair.baseline, pair.candidate)
+    )
+    return baseline, candidate
+
+
+def has_other_losses(pair: Pair) -> bool:
+    """True for a sum of losses if the runs call `backward` on different numbers of them."""
+    baseline, candidate = num_losses(pair)
+    return baseline != candidate
 
 
 def _transposed_difference(pair: Pair) -> float:

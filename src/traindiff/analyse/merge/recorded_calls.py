@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from traindiff.analyse.findings import more_text, ranks_text
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.core.observation import ALL_GRADIENTS, CLEARED, SAMPLE
-from traindiff.core.summary import add, largest, number
+from traindiff.core.summary import UNIT_ROUNDOFF, add, largest, number
 
 
 class Sample(NamedTuple):
@@ -127,9 +127,13 @@ def _norm(table: StepTable, key: SiteKey) -> float | None:
 
 
 def _reaches(table: StepTable, limit: float) -> bool:
-    """True if the largest element of any gradient equals the limit."""
+    """True if the largest element of any gradient equals the limit, in the gradient's dtype."""
     gradients = (entry for key, entry in table.items() if key[:2] == ("grad", "") and not entry.unobserved)
-    return any(abs(float(largest(entry.summary)) / limit - 1.0) < 1e-6 for entry in gradients if limit)
+    return any(
+        abs(float(largest(entry.summary)) / limit - 1.0) <= max(1e-6, UNIT_ROUNDOFF.get(entry.dtype, 0.0))
+        for entry in gradients
+        if limit
+    )
 
 
 def contributions(table: StepTable) -> dict[str, dict[tuple[int, int], Any]]:

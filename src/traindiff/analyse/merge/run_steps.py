@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from traindiff.analyse.merge.idle_passes import Rest, without_idle
 from traindiff.analyse.merge.parameters import NO_COPIES, Copies, group_numbers, group_paths, under_one_name
 from traindiff.analyse.merge.site import MergedSite, Part, SiteKey
+from traindiff.analyse.merge.span import WHOLE_RUN, Span
 from traindiff.analyse.merge.step_table import step_table
 from traindiff.core.observation import (
     BEFORE,
@@ -167,24 +168,25 @@ _OF_ALL = (UNSEEN, MAYBE_UNSEEN)
 """Reasons that hold for a whole step."""
 
 
-def run_steps(recording: Recording, copies: Copies = NO_COPIES) -> Iterator[RunStep]:
+def run_steps(recording: Recording, copies: Copies = NO_COPIES, span: Span = WHOLE_RUN) -> Iterator[RunStep]:
     """Steps of a recording in the order in which they were taken.
 
     Args:
         recording: The run.
         copies: Parameters that are filed under other names, by rank.
+        span: Steps to read.
     """
     merger = StepMerger(recording, copies)
-    for of_ranks in rank_steps(recording):
+    for of_ranks in rank_steps(recording, span):
         merged = merger.merged(of_ranks)
         of_ranks.clear()  # frees the step before the next one is read
         yield merged
         del merged
 
 
-def rank_steps(recording: Recording) -> Iterator[list[StepObservations]]:
+def rank_steps(recording: Recording, span: Span = WHOLE_RUN) -> Iterator[list[StepObservations]]:
     """The steps of a recording, each as the ranks that have it recorded it, in the order of the lowest rank."""
-    streams = {rank: recording.steps(rank) for rank in recording.ranks}
+    streams = {rank: recording.steps(rank, begin=span.begin, end=span.end, before=True) for rank in recording.ranks}
     heads = {rank: head for rank, stream in streams.items() if (head := next(stream, None)) is not None}
     while heads:
         optimizer = heads[min(heads)].optimizer

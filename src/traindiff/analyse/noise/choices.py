@@ -150,14 +150,20 @@ def _by_rows(pairs: Iterable[Pair]) -> Iterator[Choice]:
 
 
 def _by_zeros(pairs: Iterable[Pair], forward: Mapping[str, int]) -> Iterator[Choice]:
-    """Siblings of which other numbers of rows are zero in the two runs, such as the gradients of experts."""
+    """Siblings of which other numbers of rows are zero in the two runs, such as the gradients of experts.
+
+    A row that one expert lost has gone to another. If not so, rounding has left nothing of a row that is zero
+    mathematically, such as the gradient of a query that can only look at itself.
+    """
     for siblings in _siblings(pair for pair in pairs if _zero_rows(pair) and pair.baseline.key.path in forward):
         zeros = {pair.baseline.key.path: _zero_rows(pair) for pair in siblings}
-        changes = sum(abs(candidate - baseline) for baseline, candidate in zeros.values())
-        if changes:
+        changes = [candidate - baseline for baseline, candidate in zeros.values()]
+        if any(changes) and sum(changes) == 0:
             first, rows = min(zeros, key=lambda path: forward[path]), math.prod(siblings[0].baseline.shape[:-1])
             chosen = {path: rows - baseline for path, (baseline, _) in zeros.items()}
-            yield Choice(order=forward[first], where=first, rows=rows, turned=-(-changes // 2), chosen=chosen)
+            yield Choice(
+                order=forward[first], where=first, rows=rows, turned=sum(map(abs, changes)) // 2, chosen=chosen
+            )
 
 
 def _by_exchange(pairs: Sequence[Pair]) -> Iterator[Choice]:

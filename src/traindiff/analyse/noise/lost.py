@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.site import SiteKey
-from traindiff.core.summary import UNIT_ROUNDOFF, norm
+from traindiff.core.summary import UNIT_ROUNDOFF, nonfinite_count, norm
 
 _PHASES = ("backward", "grad")
 
@@ -29,11 +29,17 @@ def lost_in_rounding(pairs: Sequence[Pair]) -> Mapping[SiteKey, float]:
         for pair in pairs
         if pair.baseline.key.phase in _PHASES and not (pair.baseline.unobserved or pair.candidate.unobserved)
     }
+    broken = {pair.baseline.key for pair in pairs if pair.baseline.key in sizes and _is_broken(pair)}
     most = {
         phase: max((max(size) for key, size in sizes.items() if key.phase == phase), default=0.0) for phase in _PHASES
     }
     return {
         key: _ABOVE_ESTIMATES * sum(size) / size[0]
         for key, size in sizes.items()
-        if size[0] and max(size) <= UNIT_ROUNDOFF["float32"] * most[key.phase]
+        if key not in broken and size[0] and max(size) <= UNIT_ROUNDOFF["float32"] * most[key.phase]
     }
+
+
+def _is_broken(pair: Pair) -> bool:
+    """True if a tensor holds NaN or infinities, of which norms know nothing."""
+    return any(nonfinite_count(entry.summary) for entry in (pair.baseline, pair.candidate))

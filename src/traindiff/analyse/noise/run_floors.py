@@ -13,7 +13,7 @@ from traindiff.analyse.merge.distance import Pair, equal_bits
 from traindiff.analyse.merge.site import SiteKey, StepTable
 from traindiff.analyse.noise.gradients import Terms
 from traindiff.analyse.noise.uncalibrated import GAIN, Floors
-from traindiff.core.summary import distance, norm, rounding
+from traindiff.core.summary import distance, nonfinite_count, norm, rounding
 
 LINEAR_STATE = frozenset({"momentum_buffer", "step"})
 """State slots of optimizers whose update is linear in the gradient."""
@@ -49,6 +49,7 @@ class RunFloors:
     Attributes:
         gradients: Largest relative difference of each parameter's gradients so far in the run.
         adaptive: Parameters whose optimizer keeps a moment that it divides by.
+        nonlinear: By parameter without one, whether its update is not linear; see `NonlinearUpdates`.
         settings_differ: Whether the optimizers are set differently.
         coefficients: Relative error that the optimizers' own coefficients may have.
         corrections: Relative error that bias corrections may have in this step.
@@ -72,6 +73,7 @@ class RunFloors:
     disturbed: set[str] = field(default_factory=set)
     quiet: dict[SiteKey, float] = field(default_factory=dict)
     adaptive: set[str] = field(default_factory=set)
+    nonlinear: dict[str, bool] = field(default_factory=dict)
     settings_differ: bool = False
     coefficients: float = 0.0
     corrections: float = 0.0
@@ -137,6 +139,9 @@ def at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> tuple[Fl
     for path, pair in parameters.items():
         equal = equal_bits(pair)
         apart = 0.0 if equal else float(distance(pair.baseline.summary, pair.candidate.summary))
+        if not equal and nonfinite_count(pair.candidate.summary) != nonfinite_count(pair.baseline.summary):
+            apart = math.inf  # the distance leaves out NaN, and all that is computed from it may be NaN
+            run.disturbed.add(path)
         if pair.candidate.spread > pair.baseline.spread:  # ranks that should hold the same do not
             run.disturbed.add(path)
         calm = 0.0 if path in run.disturbed else apart

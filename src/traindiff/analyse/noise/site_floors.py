@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from traindiff.analyse.merge.distance import ESTIMATED_PERMUTED_NORMS, Pair, norms_apart
+from traindiff.analyse.merge.distance import ESTIMATED_PERMUTED_NORMS, Pair, has_other_losses, norms_apart
 from traindiff.analyse.merge.site import MergedSite, SiteKey
 from traindiff.analyse.noise.choices import TurnedChoices
 from traindiff.analyse.noise.coherent import CoherentErrors
@@ -20,6 +20,7 @@ from traindiff.analyse.noise.gradients import (
 from traindiff.analyse.noise.lost import lost_in_rounding
 from traindiff.analyse.noise.measured import ALONE, FEW, SAFETY, Calibration, StepNoise, basis
 from traindiff.analyse.noise.moments import MomentFloors, Moved
+from traindiff.analyse.noise.nonlinear import NonlinearUpdates
 from traindiff.analyse.noise.run_floors import (
     FIRST_MOMENTS,
     LINEAR_STATE,
@@ -94,19 +95,19 @@ class SiteFloors:
         self._coherent = CoherentErrors(self._terms, parameters)
         self._rounded = 0.0  # largest unit roundoff of the baseline so far in the step
         self._noise_flow = 0.0  # largest difference of a replica so far in the step
+        self._nonlinear = NonlinearUpdates(run, parameters, pairs)
         self._together = GradientsTogether(run, pairs)
         self.finish = self._together.finish
         self._seen: dict[str, Pair] = {}  # gradients, by parameter
         self._gradients: dict[str, float] = {}  # measured floors of gradients, by parameter
-        # For the case that all inputs agree.
-        self._alone = Floors(settings_differ=run.settings_differ, coefficients=run.coefficients)
+        self._alone = Floors(settings_differ=run.settings_differ, coefficients=run.coefficients)  # all inputs agree
         self._floors = self._calm = self._alone
         if not forced:
             self._floors, self._calm = at_the_beginning(parameters, run)
         run.begin(pairs, (self._alone, self._floors, self._calm))
         self._unseen = UnseenNoise()
         self._unplaced = UnplacedNoise(unplaced)
-        self._parted = not forced and (bool(run.disturbed) or run.settings_differ)  # `_floors` is not `_calm`
+        self.parted = not forced and (bool(run.disturbed) or run.settings_differ)  # more than noise differs so far
         self._undisturbed: dict[SiteKey, float] = {}
 
     @property
@@ -147,7 +148,7 @@ class SiteFloors:
             self._turned_signs[key] = abs(next(negative) - next(negative))
         derived = self._derived(pair, self._floors)  # also updates what later floors depend on
         floor = self._joined(pair, self.measured(pair), derived)
-        if self._parted:
+        if self.parted:
             self._undisturbed[key] = min(floor, max(self._calm_floor(pair), self._run.quiet.get(key, 0.0)))
         else:
             self._undisturbed[key] = floor
@@ -213,7 +214,7 @@ class SiteFloors:
         key, floors = pair.baseline.key, self._floors
         measured = self.measured(pair) or 0.0
         learns = key.phase in ("loss", "update") or key[:2] in (("grad", ""), ("param", ""))
-        if learns and key.slot not in ("norm", "value"):
+        if learns and key.slot not in ("norm", "value") and not has_other_losses(pair):
             floor = max(measured, self._derived(pair, self._alone))
             permuted = key.path in self._run.permuted
             estimated = ESTIMATED_PERMUTED_NORMS if permuted and not pair.candidate.exact else 0.0
@@ -246,14 +247,14 @@ class SiteFloors:
             self.disturb(pair)
             floors.enter(pair, size, flows=flows)
         else:
-            self._calm.enter(pair, size, flows=flows and not self._parted)
+            self._calm.enter(pair, size, flows=flows and not self.parted)
             floors.enter(pair, size, flows=flows)
 
     def disturb(self, pair: Pair) -> None:
         """Note that a pair differs by more than noise. What follows from it differs, too."""
         if self._forced:
             return
-        self._parted = True
+        self.parted = True
         if pair.baseline.key.phase in ("grad", "optimizer", "update"):
             self._run.disturbed.add(pair.baseline.key.path)
 
@@ -263,7 +264,7 @@ class SiteFloors:
         if noise:
             self._calm.saw(size)
         elif size:
-            self._parted = True
+            self.parted = True
 
     def factor(self, pair: Pair, *, left_over: float) -> float:
         """Floor of a difference that is only a constant factor; see `Floors.factor`."""
@@ -329,7 +330,7 @@ class SiteFloors:
         key = pair.baseline.key
         few = int(finite_count(pair.baseline.summary)) < FEW
         alone = len((self._noise or {}).get(key, ())) < min(2, len(self._calibration.replicas))
-        return few or alone or is_quotient(key, self._run.adaptive)
+        return few or alone or is_quotient(key, self._run.adaptive) or self._nonlinear.has(pair, self.storage(pair))
 
     def _coherent_floor(self, pair: Pair, floors: Floors) -> float:
         inputs, own = max(floors.flow, floors.parameters), floors.own.get(pair.baseline.key.path, 0.0)
@@ -358,7 +359,7 @@ class SiteFloors:
             if not is_quotient(key, self._run.adaptive):
                 return max(floors.state(key.path, dtypes) * self._shrunk(pair), self._together.floor(pair))
         if key.phase in ("optimizer", "update"):
-            adaptive = key.path in self._run.adaptive
+            adaptive = key.path in self._run.adaptive or self._nonlinear.has(pair, self.storage(pair))
             is_seen = self._forced or key.phase != "update" or key.path in self._seen
             unseen = 0.0 if is_seen else gradient_floor(pair, self._terms, floors, accumulated=self._micro_steps)
             floor = floors.update(key.path, dtypes[0], adaptive=adaptive, storage=self.storage(pair), unseen=unseen)

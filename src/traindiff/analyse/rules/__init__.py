@@ -5,6 +5,7 @@ from traindiff.analyse.rules.carried import GradientsAreCleared
 from traindiff.analyse.rules.contributions import ContributionsCount
 from traindiff.analyse.rules.edits import OptimizersAloneChangeParameters
 from traindiff.analyse.rules.evaluation import EvaluationDrawsNothing, SpectralNormsAreEstimated
+from traindiff.analyse.rules.flips import GradientsKeepTheirBits
 from traindiff.analyse.rules.inputs import InputsHaveAllSamples, SamplesArrive
 from traindiff.analyse.rules.layers import EvaluationIsCertain, UnitsAreSensitive, UnitsLive
 from traindiff.analyse.rules.losses import LossDecreases, LossDoesNotDiverge, NothingSpikes
@@ -40,6 +41,7 @@ RULES: tuple[type[Rule], ...] = (
     OptimizersAloneChangeParameters,
     BoundariesHold,
     GradientsAreCleared,
+    GradientsKeepTheirBits,
     GradientsFollow,
     UpdatesFollowSettings,
     MastersAreCopied,

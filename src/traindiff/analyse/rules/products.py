@@ -9,12 +9,14 @@ from typing import Any, ClassVar
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.products import ProductCheck, product_name, row_text
 from traindiff.analyse.rules.rule import Limit, Rule
+from traindiff.core.observation import WITNESSED_PRODUCT
+from traindiff.core.site import ROOT
 
 ROW = 4.0
 """Largest error of a row that is not a finding, in units of what its format allows.
 
 Right products of float64, float32, float16, bfloat16 and FP8 on the CPU, of random, skewed, positive, constant and
-alternating numbers, stay below 1.6 (docs/products.md).
+alternating numbers, stay below 1.6 (docs/products.md), and those of linear layers, with one vector of signs, below 2.4.
 """
 
 WHOLE = 3.0
@@ -33,8 +35,10 @@ _SHORTEST = 2.0**-8
 class ProductsAreRight(Rule):
     """A matrix product or a convolution returned something else than the product of its inputs.
 
-    It is judged if the run has recorded products (`record(observe="products")`): see docs/products.md. It is wrong if
-    a few rows stand out from the others, or if its error is larger than even bfloat16 throughout would explain.
+    It is judged if the run has recorded products (`record(observe="products")`): see docs/products.md. With
+    `observe="witness"`, what linear layers return is judged in every step, and the gradients of their inputs. A product
+    is wrong if a few rows stand out from the others, or if its error is larger than even bfloat16 throughout would
+    explain.
     """
 
     name = "product-wrong"
@@ -42,12 +46,15 @@ class ProductsAreRight(Rule):
     limits: ClassVar[Mapping[str, Limit]] = {
         "row": Limit(
             default=ROW,
-            message="how many times the error that its format allows a row may have; right products stay below 1.6",
+            message="how many times the error that its format allows a row may have; right products stay below 2.4",
         ),
     }
 
     def products(self, checks: Sequence[ProductCheck], *, step: int) -> Iterator[Finding]:
-        """Findings of a step: one for each operator of a module, however many ranks and micro-steps share the fault."""
+        """Findings of a step: one for each operator of a module, however many ranks and micro-steps share the fault.
+
+        A layer whose operator is found is not named again.
+        """
         limit = self.limit("row") / self.strictness
         wrong: dict[tuple[str, ...], list[ProductCheck]] = {}
         for one in checks:
@@ -55,7 +62,10 @@ class ProductsAreRight(Rule):
                 seen = one.seen
                 wrong.setdefault((seen.phase, seen.stage, seen.path, one.output), []).append(one)
         several = len({one.rank for one in checks}) > 1
-        for found in wrong.values():
+        inside = {(phase, path.rpartition("/")[0]) for phase, stage, path, _ in wrong if stage != WITNESSED_PRODUCT}
+        for (phase, stage, path, _), found in wrong.items():
+            if stage == WITNESSED_PRODUCT and (phase, path or ROOT) in inside:
+                continue
             worst = max(found, key=lambda one: one.residual)
             alone = several and len({one.rank for one in found}) == 1
             yield _finding(worst, step=step, kind="product-wrong", message=_wrong(worst), only_rank=alone)
@@ -119,20 +129,29 @@ def _wrong(check: ProductCheck) -> str:
     where, form = row_text(check.row), f" ({check.format})" if check.format else ""
     far = f"{check.residual:.3g} x as far from it as rounding explains"
     if check.median <= _FITS:
-        rows = math.prod(check.seen.shard.shape)
         return (
-            f"{product_name(check)} is not the product of its inputs in {where or 'a row'}, where it is {far}{form}. "
-            f"Most of its {rows} rows are right.{_called(check)}"
+            f"{product_name(check)} is not {_right(check)} in {where or 'a row'}, where it is {far}{form}. "
+            f"Most of its {check.num_rows} rows are right.{_called(check)}"
         )
     return (
-        f"{product_name(check)} is not the product of its inputs: its relative error is {check.error:.3g}, and "
+        f"{product_name(check)} is not {_right(check)}: its relative error is {check.error:.3g}, and "
         f"rounding explains {check.allowed:.3g}{form}. {where.capitalize()} is {far}.{_called(check)}"
     )
 
 
+def _right(check: ProductCheck) -> str:
+    """What a product should be, in words."""
+    if not check.is_of_layer:
+        return "the product of its inputs"
+    return "the product of its input and weight" if check.seen.phase == "forward" else (
+        "the product of the gradient of its output and its weight"
+    )  # fmt: skip
+
+
 def _inaccurate(check: ProductCheck) -> str:
+    form = f"{check.format}, " if check.format else ""
     return (
-        f"{product_name(check)} is less exact than its format allows ({check.format}, {check.terms} terms): its "
+        f"{product_name(check)} is less exact than its format allows ({form}{check.terms} terms): its "
         f"relative error is {check.error:.3g}, and rounding explains {check.allowed:.3g}.{_called(check)}"
     )
 

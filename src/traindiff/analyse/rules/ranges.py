@@ -45,8 +45,9 @@ class FiniteThroughout(Rule):
 
     def begin(self) -> None:
         """Nothing was seen so far."""
-        self._last_was_finite = True
+        self._broken: set[SiteKey] = set()  # sites that are not finite since the last finding
         self._masks: set[SiteKey] | None = None
+        self._begins = True
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """Findings of a step."""
@@ -59,14 +60,21 @@ class FiniteThroughout(Rule):
                     found.append(_suspect(entry))
                 elif key.phase == "forward":
                     masks.append(_suspect(entry))
-        was_finite, self._last_was_finite = self._last_was_finite, not found
+        begins, self._begins = self._begins, False
+        was_finite = not self._broken
+        self._broken = self._still_broken(table) | {one.entry.key for one in found}
         if found and was_finite:
             # -inf where there was none in any step before is no mask.
             fresh = [] if self._masks is None else [one for one in masks if one.entry.key not in self._masks]
             first = min([*found, *fresh], key=lambda one: one.moment)
-            yield _finding(table, first.entry, first.part, step=step)
+            yield _finding(table, first.entry, first.part, step=step, begins=begins)
         elif not found:
             self._masks = (self._masks or set()) | {one.entry.key for one in masks}
+
+    def _still_broken(self, table: StepTable) -> set[SiteKey]:
+        """The sites that were not finite, unless this step has some of them: it may be that of another optimizer."""
+        own = {key for key in self._broken if key.phase != "loss"} or self._broken  # each optimizer has a loss
+        return set() if own & table.keys() else self._broken
 
 
 class _Suspect(NamedTuple):
@@ -104,7 +112,9 @@ def _is_right(key: SiteKey, entry: MergedSite, *, scaled: bool) -> bool:
     return scaled and key.phase in ("backward", "grad")
 
 
-def _finding(table: StepTable, origin: MergedSite, part: RankPart | None, *, step: int) -> Finding:
+def _finding(
+    table: StepTable, origin: MergedSite, part: RankPart | None, *, step: int, begins: bool = False
+) -> Finding:
     summary = part.summary if part else origin.summary
     nan, count = int(summary["nan"]), int(summary["count"])
     infinite = int(nonfinite_count(summary)) - nan
@@ -120,7 +130,7 @@ def _finding(table: StepTable, origin: MergedSite, part: RankPart | None, *, ste
         message += f", and all that was observed before it is finite, up to {name} (largest magnitude {size:.3g})."
     evidence = {"nan": nan, "infinite": infinite, "elements": count, "largest_before": size}
     ranks = {one.rank for one in origin.parts}
-    message = f"{message} {_advice(origin, overflows=_overflows(origin, summary, size))}"
+    message = f"{message} {_advice(origin, overflows=_overflows(origin, summary, size), begins=begins)}"
     return finding_at(
         origin, step=step, kind="non-finite", message=message, evidence=evidence,
         micro_step=part.micro_step if part and origin.key.phase in _PASS else None,
@@ -146,11 +156,13 @@ def _overflows(origin: MergedSite, summary: Any, size: float) -> bool:
     return size > end / NEAR or (end <= NARROW and not int(summary["nan"]))
 
 
-def _advice(origin: MergedSite, *, overflows: bool) -> str:
+def _advice(origin: MergedSite, *, overflows: bool, begins: bool) -> str:
     """Where to look for the cause."""
     key = origin.key
     if key.phase == "batch":
         return "Look at how this batch was made."
+    if key.stage == "before" and not begins:
+        return "It was written between two steps: look at what updates it."
     if key.stage == "before":
         return "The training begins with it: look at the initialization, or at the checkpoint."
     if key.phase in ("forward", "backward") and overflows:

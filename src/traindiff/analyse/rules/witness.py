@@ -11,7 +11,7 @@ from traindiff.analyse.merge.site import SiteKey, StepTable, finding_at
 from traindiff.analyse.merge.witnessed import Vector, Witnessed, rms, witnessed
 from traindiff.analyse.rules.rule import Limit, Rule
 from traindiff.analyse.rules.witness_causes import Before, Cause, cause_of, on_ranks
-from traindiff.core.observation import CARRIED, WITNESS
+from traindiff.core.observation import CARRIED, FLIPPED, WITNESS
 from traindiff.core.witness import EXPECTED
 
 _SAME_FACTOR = 1e-2
@@ -65,11 +65,11 @@ class GradientsFollow(Rule):
         self._checked.update(one.entry.key.path for one in found)
         self._contributed.update(one.entry.key.path for one in found if one.contributed)
         limit = self.limit("roundings") / self.strictness
-        carried = {key[:3] for key in table if key.stage == CARRIED}
+        told = {key.path for key in table if key.phase == "grad" and key.stage in (CARRIED, FLIPPED)}
         wrong = [
             _Wrong(one, ranks, given, cause_of(one, given, self._known(one, step), limit=limit))
             for one in found
-            if ("grad", CARRIED, one.entry.key.path) not in carried  # `carried-gradient` says why it must be wrong
+            if one.entry.key.path not in told  # `carried-gradient` or `bit-flip` says why it must be wrong
             for ranks, given in one.given
             if rms(given - one.expected) > limit * one.allowed
         ]
@@ -78,7 +78,6 @@ class GradientsFollow(Rule):
         if wrong and (sentence := _of_all(wrong, found)):
             self._changed.setdefault(sentence, []).append(step)
             return
-        told = set()
         for fault in wrong:
             if (path := fault.one.entry.key.path) not in told:
                 told.add(path)

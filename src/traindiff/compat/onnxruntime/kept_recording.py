@@ -16,7 +16,8 @@ from traindiff.compat.imported import rank_content, run_content
 from traindiff.compat.onnxruntime.importing import SETTINGS
 from traindiff.compat.onnxruntime.statistics import NUM_SAMPLES, Direction, Statistics
 from traindiff.core.kernels.parts import parts_of
-from traindiff.core.kernels.store import SummaryStore, resolved
+from traindiff.core.kernels.rows import resolved
+from traindiff.core.kernels.store import SummaryStore
 from traindiff.core.kernels.torch_arrays import as_real, check_supported, dtype_name, shape_of
 from traindiff.core.observation import Observation
 from traindiff.core.shards import Shard

@@ -41,6 +41,11 @@ ARRAYS: tuple[Kernel, ...] = (
 )
 """Kernels that do the same for NumPy arrays, by `reads(array)` and `summarize(array, shard)`, and need no framework."""
 
+TABLES: tuple[Kernel, ...] = (
+    Kernel(module="traindiff.core.kernels.cpu.table", device_types=frozenset({"cpu"}), needs="llvmlite"),
+)
+"""Kernels that summarize many tensors in one call, by `is_one_stretch(shard)` and `Table(tensors)`."""
+
 EXTENTS: tuple[Kernel, ...] = (
     Kernel(module="traindiff.core.kernels.cpu.extent", device_types=frozenset({"cpu"}), needs="llvmlite"),
 )
@@ -50,6 +55,11 @@ PROJECTIONS: tuple[Kernel, ...] = (
     Kernel(module="traindiff.core.kernels.cpu.projection", device_types=frozenset({"cpu"}), needs="llvmlite"),
 )
 """Kernels that multiply matrices by signs: `reads(matrix)`, `projected(matrix, signs)`, `summed(left, right)`."""
+
+ROW_SUMS: tuple[Kernel, ...] = (
+    Kernel(module="traindiff.core.kernels.cpu.row_sums", device_types=frozenset({"cpu"}), needs="llvmlite"),
+)
+"""Kernels that add up rows and columns of matrices: `reads(matrix)`, `row_sums(...)`, `table_sums(...)`."""
 
 WORDS = Kernel(module="traindiff.core.kernels.cpu.words", device_types=frozenset({"cpu"}), needs="llvmlite")
 """The kernel that adds up 64-bit words in memory: `sums(address, rows)`."""

@@ -9,39 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from traindiff.core.kernels import summarize
-from traindiff.core.kernels.registry import PUT_OFF, Kernel
-from traindiff.core.summary import SUMMARY, Summaries
+from traindiff.core.kernels.registry import AT_ONCE, PUT_OFF, Kernel
+from traindiff.core.kernels.rows import Deferred, Rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from traindiff.core.kernels.gpu.rows import DeviceRows, Ticket
+    from traindiff.core.kernels.gpu.rows import DeviceRows
     from traindiff.core.shards import Shard
-
-
-class Deferred:
-    """A summary that a GPU is still computing."""
-
-    __slots__ = ("_slot", "_ticket")
-
-    def __init__(self) -> None:
-        self._ticket: Ticket | None = None
-        self._slot = 0
-
-    def arrives_with(self, ticket: Ticket, slot: int) -> None:
-        """Set where the summary will arrive: a row of a ticket."""
-        self._ticket, self._slot = ticket, slot
-
-    def result(self) -> np.void:
-        """The summary; waits for the device if it is not finished."""
-        assert self._ticket is not None
-        found: np.void = self._ticket.result()[self._slot]
-        return found
-
-
-def resolved(summaries: Sequence[Any]) -> Summaries:
-    """One array of summaries; waits for those that are `Deferred`. Any thread may call it."""
-    return np.array([one.result() if isinstance(one, Deferred) else one for one in summaries], dtype=SUMMARY)
 
 
 class SummaryStore:
@@ -58,9 +33,14 @@ class SummaryStore:
     def __init__(self, kernels: Sequence[Kernel] = PUT_OFF) -> None:
         self._kernels = kernels
         self._device_types = frozenset[str]().union(*(kernel.device_types for kernel in kernels))
+        self._shortest = next((found for one in AT_ONCE if (found := one.load()) is not None), None)
         self._rows: dict[Any, DeviceRows] = {}
         self._used: set[Any] = set()
         self._waiting: list[tuple[Tensor, Shard, Deferred]] | None = None
+
+    def add_to(self, rows: Rows, tensor: Tensor, shard: Shard) -> bool:
+        """Add the summary of a tensor to rows the shortest way; False, and nothing is added, where there is none."""
+        return self._shortest is not None and bool(self._shortest.add_to(rows, tensor, shard))
 
     def add(self, tensor: Tensor, shard: Shard) -> np.void | Deferred:
         """The summary of a tensor; see `traindiff.core.kernels.summarize`.

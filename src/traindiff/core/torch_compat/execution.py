@@ -108,20 +108,33 @@ def is_tracing() -> bool:
 
     The public name for the first is not typed; for the second there is no public way to ask.
     """
-    if torch._C._get_tracing_state() is not None:
+    if _tracing_state() is not None:
         return True
+    if not _has_any_mode():
+        return False
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
-    return proxies is not None and _has_any_mode() and proxies.get_proxy_mode() is not None
+    return proxies is not None and proxies.get_proxy_mode() is not None
 
 
 _PRE_DISPATCH: Any = getattr(torch._C.DispatchKey, "PreDispatch", None)
+_tracing_state, _num_modes = torch._C._get_tracing_state, torch._C._len_torch_dispatch_stack
+_is_included: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included
 
 
 def _has_any_mode() -> bool:
     """False if no mode at all is on, also none before dispatch: that is quicker to ask, and every hook asks."""
-    if torch._C._len_torch_dispatch_stack() or _PRE_DISPATCH is None:
-        return True
-    return torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+    return bool(_num_modes()) or _PRE_DISPATCH is None or _is_included(_PRE_DISPATCH)
+
+
+_HAS_CUDA = torch.backends.cuda.is_built()
+
+
+def is_capturing() -> bool:
+    """True while this thread captures a CUDA graph. To read a number then would break the capture.
+
+    What a hook enqueues would be in the graph, and write where the replays find nothing of a recording any more.
+    """
+    return _HAS_CUDA and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def is_exporting() -> bool:
@@ -222,7 +235,7 @@ def take_dispatch_modes() -> list[Any]:
 
     There is no public way. torch's own `_disable_current_modes` does it like this, for the length of a block.
     """
-    count = torch._C._len_torch_dispatch_stack()
+    count = _num_modes()
     if not count:
         return []
     from torch.utils._python_dispatch import _pop_mode

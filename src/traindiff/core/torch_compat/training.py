@@ -26,6 +26,14 @@ buffers_of: Callable[[nn.Module], dict[str, torch.Tensor | None]] = attrgetter("
 """The dict of a module's own buffers; `named_buffers` makes a set of all of them each time."""
 
 
+def sparse_terms_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices and values of a `sparse_coo` tensor as they are, also several of one place.
+
+    The public methods give these only after `coalesce`, which adds up what belongs to one place.
+    """
+    return tensor._indices(), tensor._values()
+
+
 def live_children_of(module: nn.Module) -> Iterator[nn.Module]:
     """The children of a module that may be half made, or taken apart; runs none of its code."""
     children = vars(module).get("_modules") or {}

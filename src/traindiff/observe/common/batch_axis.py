@@ -119,6 +119,8 @@ class BatchAxis:
         return self._recurrent[path] if slot == "output[0]" else 1
 
     def _declared_axis(self, path: str, slot: str, *, default: int) -> int | None:
+        if not self._declared:
+            return default
         site = f"{path or ROOT} {slot}"
         for pattern, axis in self._declared.items():
             if matches(pattern, path) or fnmatchcase(site, pattern.replace("[", "[[]")):

@@ -91,7 +91,10 @@ class Ending:
         handled = sys.exc_info()[1]
         if not self._known and handled is not None and id(handled) != self._handled:
             self.by(handled)
-        return {"steps": {**dict.fromkeys(optimizers, 0), **self._progress.steps}, "error": self._error}
+        return {
+            "steps": {**dict.fromkeys(optimizers, self._progress.first_step), **self._progress.steps},
+            "error": self._error,
+        }
 
     def _described(self, error: BaseException | None) -> dict[str, Any] | None:
         succeeded = isinstance(error, SystemExit) and not error.code

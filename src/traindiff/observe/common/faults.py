@@ -28,6 +28,12 @@ _FILES_LOST = (
 )
 
 
+class _Running(threading.local):
+    """Whether a hook runs on this thread."""
+
+    hook = False
+
+
 class Faults:
     """Runs hooks so that an error in one disables its tap and does not reach the training.
 
@@ -55,16 +61,22 @@ class Faults:
         self.paused = False
         self._report = report
         self._disabled: set[str] = set()
-        self._running = threading.local()
+        self._running = _Running()
 
     def run(self, tap: str, hook: Callable[[], Any], *, always: bool = False) -> Any:
         """Call `hook` and return its result; None if its tap is disabled, observation is paused, or it fails."""
+        return self.call(tap, hook, (), {}, always=always)
+
+    def call(
+        self, tap: str, hook: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, always: bool
+    ) -> Any:
+        """`run` for a hook with arguments."""
         if (self.paused or tap in self._disabled) and not always:
             return None
-        outer = self.is_running()
-        self._running.hook = True
+        running = self._running
+        outer, running.hook = running.hook, True
         try:
-            return hook()
+            return hook(*args, **kwargs)
         except Exception as error:  # whatever it is, the training goes on
             if self._strict or self._passes(error):
                 raise
@@ -72,7 +84,7 @@ class Faults:
             self.disable(tap, message, error)
             return None
         finally:
-            self._running.hook = outer
+            running.hook = outer
 
     def guarded(self, tap: str, hook: Callable[..., Any], *, always: bool = False) -> Callable[..., Any]:
         """`hook`, made harmless: an error in it disables the tap and never reaches the training.
@@ -86,7 +98,7 @@ class Faults:
 
     def is_running(self) -> bool:
         """True if `run` calls the code that is running on this thread."""
-        return getattr(self._running, "hook", False)
+        return self._running.hook
 
     def is_disabled(self, tap: str) -> bool:
         """True if an error has disabled this tap."""

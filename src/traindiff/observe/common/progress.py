@@ -66,7 +66,8 @@ class Progress:
 
     Attributes:
         optimizer: Name of the optimizer whose calls delimit the steps of forward and backward passes.
-        steps: Completed calls per optimizer.
+        first_step: Number of the first step of each optimizer, for a training that continues from a checkpoint.
+        steps: Completed calls per optimizer, with those before `first_step`; `number_of` reads them.
         evaluation: Evaluations of the loss completed in the current step; `late_evaluation`, of the step before, the
             last one. Several are there if the optimizer's step calls a closure several times, or if parameters change
             between two backward passes.
@@ -91,6 +92,7 @@ class Progress:
     """
 
     optimizer: str = "optimizer"
+    first_step: int = 0
     steps: dict[str, int] = field(default_factory=dict)
     evaluation: int = 0
     late_evaluation: int = 0
@@ -124,7 +126,11 @@ class Progress:
     @property
     def step(self) -> int:
         """Current step of the optimizer that counts."""
-        return self.steps.get(self.optimizer, 0)
+        return self.number_of(self.optimizer)
+
+    def number_of(self, optimizer: str) -> int:
+        """Current step of an optimizer."""
+        return self.steps.get(optimizer, self.first_step)
 
     @property
     def current_batch(self) -> Batch | None:
@@ -142,6 +148,12 @@ class Progress:
         order = self.order
         self.order = order + 1
         return order if self.num_stages == 1 and self.chunk is None else order + PLACE * self._place
+
+    def next_orders(self, count: int) -> int:
+        """The first of `count` positions that follow one another, for as many observations; see `next_order`."""
+        first = self.next_order()
+        self.order += count - 1
+        return first
 
     @property
     def _place(self) -> int:
@@ -251,7 +263,7 @@ class Progress:
 
     def end_step(self, optimizer: str, *, observing: bool) -> None:
         """Note that a call of `optimizer` has ended; `observing` tells whether the next step is recorded."""
-        self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
+        self.steps[optimizer] = self.number_of(optimizer) + 1
         self.unseen = False
         if optimizer == self.optimizer:
             self.observing = observing

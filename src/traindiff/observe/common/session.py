@@ -172,7 +172,7 @@ class Session(ABC, Generic[Buffer]):
     def _is_late(self, name: str) -> bool:  # noqa: ARG002
         """True if a value logged now under this name belongs to the step that has just ended."""
         progress = self._progress
-        return not progress.forward_done and progress.batch is None and progress.step > 0
+        return not progress.forward_done and progress.batch is None and progress.step > progress.first_step
 
     def _reason_for_fault(self, tap: str) -> str:
         return TAP_FAILED.format(tap=tap)
@@ -198,7 +198,7 @@ class Session(ABC, Generic[Buffer]):
         """Write the step that this optimizer has ended, and begin its next one."""
         self._ending.step_ends(name)
         self._faults.guarded("writer", self._write)(name)
-        following = self._progress.steps.get(name, 0) + 1
+        following = self._progress.number_of(name) + 1
         self._progress.end_step(name, observing=self._settings.records(following) and self.is_recording)
 
     def _write(self, optimizer: str | None = None) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
+from traindiff.core.kernels.rows import Rows
 from traindiff.core.observation import Merge, Observation, is_of_evaluation
 from traindiff.core.shards import Region, Shard
 from traindiff.core.summary import SUMMARY, Detail, empty
@@ -61,6 +62,19 @@ class Sink(Protocol):
     def together(self) -> AbstractContextManager[None]:
         """Inside it, `emit` may postpone tensors to its end, and summarize them together."""
 
+    def repeated(
+        self, known: Any, tensors: Sequence[Tensor | None] | None, emit: Callable[[], None], *, about: Any = None
+    ) -> None:
+        """Do what `emit` does, but faster if it did the same before.
+
+        Args:
+            known: A `Repeated` for this place in the step.
+            tensors: The tensors that `emit` hands over one by one, each once and whole, with None where it says by
+                `unobserved` that there is no tensor. None if they cannot be listed.
+            emit: Hands them over.
+            about: What its other arguments depend on.
+        """
+
     def guarded(self, tap: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         """A safe `hook`: an error in it disables the tap and never reaches the training."""
 
@@ -68,11 +82,11 @@ class Sink(Protocol):
         """The same for a hook that changes the training: its result is used, unless that is None."""
 
 
-Step = tuple[list[Observation], list[Any], dict[int, Detail]]
+Step = tuple[list[Observation], Rows, dict[int, Detail]]
 """Observations of one step of one optimizer, their summaries, and details by position."""
 
 _NOTHING = empty()
-_ROW_BYTES = SUMMARY.itemsize + 600  # with the rest of an observation
+ROW_BYTES = SUMMARY.itemsize + 600  # with the rest of an observation
 
 
 class ObservationBuffer(ABC):
@@ -90,6 +104,7 @@ class ObservationBuffer(ABC):
         self.progress = progress
         self._on_full = on_full
         self._steps: dict[tuple[str, int], Step] = {}
+        self._latest: dict[str, int] = {}  # by optimizer: observations of its latest step
         self._bytes = 0
 
     @abstractmethod
@@ -114,8 +129,10 @@ class ObservationBuffer(ABC):
         for key in sorted(key for key in self._steps if optimizer in (None, key[0])):
             step = self._steps.pop(key)
             observations, _, details = step
-            self._bytes -= sum(detail.num_bytes for detail in details.values()) + _ROW_BYTES * len(observations)
-            yield step
+            self._latest[key[0]] = len(observations)
+            self._bytes -= sum(detail.num_bytes for detail in details.values()) + ROW_BYTES * len(observations)
+            if observations:  # an error may have kept away what should have come
+                yield step
 
     def clear(self) -> None:
         """Drop everything."""
@@ -136,7 +153,7 @@ class ObservationBuffer(ABC):
         name = optimizer or progress.optimizer
         evaluation = progress.late_evaluation if late else progress.evaluation
         return Observation(
-            progress.steps.get(name, 0) - late,
+            progress.number_of(name) - late,
             progress.micro_step if micro_step is None else micro_step,
             name, phase, stage, path, slot, call, progress.next_order(late=late), dtype, shard, merge, weight, factor,
             term, scaled, unobserved,
@@ -145,17 +162,21 @@ class ObservationBuffer(ABC):
 
     def _append(self, seen: Observation, summary: Any, detail: Detail | None = None) -> None:
         """Keep one observation; `summary` is None for an unobserved site."""
-        key = (seen.optimizer, seen.step)
-        step = self._steps.get(key)
-        if step is None:
-            step = self._steps[key] = ([], [], {})
-        observations, summaries, details = step
+        observations, summaries, details = self._of_step(seen.optimizer, seen.step)
         if detail is not None:
             details[len(observations)] = detail
             self._bytes += detail.num_bytes
         observations.append(seen)
         summaries.append(_NOTHING if summary is None else summary)
-        self._bytes += _ROW_BYTES
+        self._bytes += ROW_BYTES
+
+    def _of_step(self, optimizer: str, number: int) -> Step:
+        """What waits of a step of an optimizer, to which more is added."""
+        key = (optimizer, number)
+        step = self._steps.get(key)
+        if step is None:
+            step = self._steps[key] = ([], Rows(self._latest.get(optimizer, 0)), {})
+        return step
 
     def _keep_now(self, summary: Any, detail: Detail | None, **about: Any) -> None:
         """Keep the next observation with its summary."""

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
 
-from traindiff.core.kernels.store import Deferred, resolved
+from traindiff.core.kernels.rows import is_late, resolved
 from traindiff.core.observation import Observation
 from traindiff.core.summary import Detail, Summaries
 from traindiff.storage import Gap, RecordingWriter
@@ -155,9 +155,8 @@ class BackgroundWriter:
         self._raise_error()
         if self._incomplete:
             raise OSError("an earlier step could not be written, and nothing is recorded behind the gap")
-        is_late = any(isinstance(one, Deferred) for one in summaries)
         try:
-            self._hand_over(partial(self._write, observations, summaries, details), waits=not is_late)
+            self._hand_over(partial(self._write, observations, summaries, details), waits=not is_late(summaries))
         except TimeoutError as error:
             step, optimizer = (observations[0].step, observations[0].optimizer) if observations else (None, "")
             self._drop(Gap(reason=str(error), step=step, optimizer=optimizer))

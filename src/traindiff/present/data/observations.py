@@ -84,10 +84,11 @@ def parse_filter(
 def rows(recording: Recording, wanted: Filter) -> Iterator[Row]:
     """The wanted observations, in execution order, rank by rank; one dictionary of plain values each."""
     for rank in recording.ranks:
-        for step in recording.steps(rank):
-            for seen, summary in zip(step.observations, step.summaries, strict=True):
-                if seen in wanted:
-                    yield _row(rank, seen, summary)
+        for begin, end in wanted.steps.spans:
+            for step in recording.steps(rank, begin=begin, end=end):
+                for seen, summary in zip(step.observations, step.summaries, strict=True):
+                    if seen in wanted:
+                        yield _row(rank, seen, summary)
 
 
 COLUMNS: Mapping[str, pa.DataType] = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from traindiff.analyse.merge.run_steps import RunStep
-from traindiff.core.kernels.store import resolved
+from traindiff.core.kernels.rows import resolved
 from traindiff.core.observation import Observation
 from traindiff.core.summary import Detail
 from traindiff.observe.common.writing import StepWriter

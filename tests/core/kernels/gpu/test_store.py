@@ -13,7 +13,8 @@ from torch import nn
 import traindiff
 from traindiff.core.kernels import summarize
 from traindiff.core.kernels.registry import PUT_OFF
-from traindiff.core.kernels.store import Deferred, SummaryStore, resolved
+from traindiff.core.kernels.rows import Deferred, resolved
+from traindiff.core.kernels.store import SummaryStore
 from traindiff.core.shards import Shard
 from traindiff.observe.torch.session import observations
 

@@ -77,11 +77,37 @@ def plan_of(shard: Shard) -> Plan:
     return Plan(shard.contiguous, size, start, columns, run, run.ctypes.data)
 
 
+_same: dict[int, tuple[Shard, Plan]] = {}
+"""Plans by id of a shard, which is held: to ask for the same object again is quicker than for an equal one."""
+
+_MOST_SAME = 1 << 14
+
+
+def plan_of_same(shard: Shard) -> Plan:
+    """`plan_of`, for shards that come again as the same object."""
+    found = _same.get(id(shard))
+    if found is None:
+        if len(_same) >= _MOST_SAME:
+            _same.clear()
+        found = _same[id(shard)] = shard, plan_of(shard)
+    return found[1]
+
+
+def state() -> int:
+    """The address of the memory in which this thread computes."""
+    return _scratch.state
+
+
 def begin() -> int:
     """Begin a summary; returns the address of its state, of which each thread has one."""
     state = _scratch.state
     frame().begin(state)
     return state
+
+
+def write_summary(dtype: str, address: int, plan: Plan, summary: int) -> None:
+    """`run_summary`, written to an address."""
+    whole(dtype)(address, plan.run_address, _scratch.state, summary)
 
 
 def run_summary(dtype: str, address: int, plan: Plan) -> np.void:

@@ -33,6 +33,11 @@ Whole = Callable[[int, int, int, int], None]
 """`whole(x, run, state, summary)`: `begin`, `add` and `finish` in one call; `run` is the address of a `RUN` that is
 not empty."""
 
+Each = Callable[[int, int, int, int, int, int], None]
+"""`each(x, run, place, count, state, summaries)`: `whole` for `count` tensors. `x`, `run` and `place` are addresses of
+arrays of 64-bit words: the addresses of all tensors and of their `RUN`s, and which of them are of this dtype. The
+summary of tensor i is written to row i of `summaries`."""
+
 _WORD, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
@@ -72,6 +77,13 @@ def whole(name: str) -> Whole:
     return found
 
 
+@cache
+def each(name: str) -> Each:
+    """Build the function that summarizes many tensors of a dtype in one call, each of them one stretch of memory."""
+    found: Each = _function(name, f"each_{name}", _POINTER, _POINTER, _POINTER, _WORD, _POINTER, _POINTER)
+    return found
+
+
 def build_module(name: str) -> ir.Module:
     """The LLVM IR of a dtype's functions, or of the `frame`: the same for every machine."""
     module = ir.Module(name)
@@ -79,7 +91,7 @@ def build_module(name: str) -> ir.Module:
         _begin_function(module)
         _finish_function(module)
     else:
-        _whole_function(module, _add_function(module, DTYPES[name]), name)
+        _each_function(module, _whole_function(module, _add_function(module, DTYPES[name]), name), name)
     return module
 
 
@@ -87,7 +99,7 @@ def _function(module: str, name: str, *arguments: Any) -> Any:
     return machine_code(module, lambda: build_module(module))(name, *arguments)
 
 
-def _whole_function(module: ir.Module, accumulate: ir.Function, dtype: str) -> None:
+def _whole_function(module: ir.Module, accumulate: ir.Function, dtype: str) -> ir.Function:
     """Define `whole_...`; see `Whole`."""
     begin, finish = _begin_function(module), _finish_function(module)
     code = Code(ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER] * 4), f"whole_{dtype}"))
@@ -96,6 +108,20 @@ def _whole_function(module: ir.Module, accumulate: ir.Function, dtype: str) -> N
     code.call(begin, state)
     code.call(accumulate, x, *words, state)
     code.call(finish, state, summary, count)
+    code.finish()
+    return code.function
+
+
+def _each_function(module: ir.Module, summarize: ir.Function, dtype: str) -> None:
+    """Define `each_...`; see `Each`."""
+    signature = ir.FunctionType(ir.VoidType(), [POINTER, POINTER, POINTER, I64, POINTER, POINTER])
+    code = Code(ir.Function(module, signature, f"each_{dtype}"))
+    x, run, place, count, state, summaries = code.arguments
+    with code.loop(code.constant(I64, 0), count, 1) as number:
+        row = code.load(code.at(place, number, I64), I64)
+        summary = code.at(summaries, row * SUMMARY.itemsize, ir.IntType(8))
+        pointers = (code.load(code.at(words, row, POINTER), POINTER) for words in (x, run))
+        code.call(summarize, *pointers, state, summary)
     code.finish()
 
 

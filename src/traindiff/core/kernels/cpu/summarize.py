@@ -8,6 +8,7 @@ import torch
 from traindiff.core.kernels.cpu import memory
 from traindiff.core.kernels.cpu.layout import DTYPES
 from traindiff.core.kernels.parts import parts_of, run_length
+from traindiff.core.kernels.rows import Rows
 from traindiff.core.kernels.torch_arrays import address
 from traindiff.core.shards import Shard
 
@@ -40,6 +41,25 @@ def summarize(tensor: torch.Tensor, shard: Shard) -> np.void:
     if plan.size:
         _add(tensor, name, shard, plan, state)
     return memory.finish(state, plan.size)
+
+
+def add_to(rows: Rows, tensor: torch.Tensor, shard: Shard) -> bool:
+    """Add the summary of a tensor to rows, the shortest way, if the tensor is one stretch of memory.
+
+    Returns:
+        False, and nothing is added, for any other tensor.
+    """
+    if not (reads(tensor) and tensor.is_contiguous()):
+        return False
+    plan = memory.plan_of_same(shard)
+    if not (plan.contiguous and plan.size):
+        return False
+    try:
+        first = tensor.data_ptr()
+    except RuntimeError:  # inside a transform of `torch.func`
+        return False
+    memory.write_summary(NAMES[tensor.dtype], first, plan, rows.place())
+    return True
 
 
 def _add(tensor: torch.Tensor, name: str, shard: Shard, plan: memory.Plan, state: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from traindiff.core.observation import CARRIED
-from traindiff.core.torch_compat.execution import version_of
+from traindiff.core.torch_compat.execution import is_capturing, version_of
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.nested import as_tensor
 from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
@@ -134,11 +134,6 @@ def _is_untouched(held: _Held) -> bool:
 def _with_numbers(held: Sequence[_Held]) -> list[_Held]:
     """Those whose gradient is not all zeros; none of those that cannot be read now."""
     return [] if is_capturing() else [one for one in held if has_numbers(one[0].grad)]
-
-
-def is_capturing() -> bool:
-    """True if a CUDA graph is being captured: then no number can be read."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def has_numbers(gradient: Tensor | None) -> bool:

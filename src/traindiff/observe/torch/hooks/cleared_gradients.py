@@ -10,11 +10,11 @@ from weakref import ReferenceType, ref
 from torch import Tensor
 
 from traindiff.core.observation import ALL_GRADIENTS, CLEARED
-from traindiff.core.torch_compat.execution import version_of
-from traindiff.observe.torch.hooks.carried_gradients import has_numbers, is_capturing, local_part
+from traindiff.core.torch_compat.execution import is_capturing, version_of
+from traindiff.observe.torch.hooks.carried_gradients import has_numbers, local_part
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.nested import as_tensor
-from traindiff.observe.torch.hooks.optimizer_step import main_gradient
+from traindiff.observe.torch.hooks.step_tensors import main_gradient
 
 _MOST_HELD = 8
 """Parameters of an optimizer whose gradients are followed, spread over all that it holds."""

@@ -177,12 +177,12 @@ class _GradientStages:
             tap.gradients(stage)
 
     def _stage(self, tap: OptimizerTap) -> str:
-        step = self._sink.progress.steps.get(tap.name, 0)
+        step = self._sink.progress.number_of(tap.name)
         begun, stage = self._stages.get(tap.name, (-1, ""))
         return stage if begun == step else "reduced"
 
     def _next(self, tap: OptimizerTap, stage: str) -> None:
-        self._stages[tap.name] = self._sink.progress.steps.get(tap.name, 0), stage
+        self._stages[tap.name] = self._sink.progress.number_of(tap.name), stage
 
 
 def emit_clipping(sink: Sink, *, norm: float | Tensor | None, limit: float | Tensor, optimizer: str | None) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from traindiff.core.shards import Piece
-from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap, main_gradient
+from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
+from traindiff.observe.torch.hooks.step_tensors import main_gradient
 
 
 class CopiesTap(OptimizerTap):
@@ -20,6 +21,8 @@ class CopiesTap(OptimizerTap):
 
     Which copy is of which parameter is not known, so state and updates are not observed.
     """
+
+    HOLDS_GROUPS = False
 
     def __init__(self, *args: Any, **about: Any) -> None:
         super().__init__(*args, **about)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 from weakref import ReferenceType, ref
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from traindiff.core.kernels.registry import WORDS
 from traindiff.core.shards import Piece
+from traindiff.core.torch_compat.alike import looks_like
 
 _LANES = 64
 _SHORT_BYTES = 4096
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def mark_of(tensor: Tensor) -> bytes | None:
@@ -39,6 +44,12 @@ def mark_of(tensor: Tensor) -> bytes | None:
     return _column_sums(address, rows) + ctypes.string_at(address + size - rest, rest)
 
 
+def _is_readable(tensor: Tensor) -> bool:
+    """True if a tensor's memory on the CPU is one stretch that `mark_of` reads without a copy."""
+    strided = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_nested
+    return strided and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
 def _column_sums(address: int, rows: int) -> bytes:
     """Sums of 64-bit words in `_LANES` columns, by the CPU kernel if there is one."""
     if (words := WORDS.load()) is not None:
@@ -49,30 +60,119 @@ def _column_sums(address: int, rows: int) -> bytes:
     return sums
 
 
+class _Together:
+    """Marks of tensors that one native call can read: contiguous ones on the CPU."""
+
+    def __init__(self, tensors: Sequence[Tensor], looks: Callable[[Sequence[Any]], bool], words: Any) -> None:
+        sizes = (tensor.nbytes for tensor in tensors)
+        self._marks = words.Marks([(0, size) if size <= _SHORT_BYTES else divmod(size, 8 * _LANES) for size in sizes])
+        self._looks = looks
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> _Together | None:
+        """None if there is no such call for them."""
+        words = WORDS.load()
+        if words is None or not all(type(one) in _PLAIN and _is_readable(one) for one in tensors):
+            return None
+        looks = looks_like(tensors)
+        return None if looks is None else cls(tensors, looks, words)
+
+    def read(self, tensors: Sequence[Any]) -> NDArray[np.uint8] | None:
+        """The marks of the tensors, one after the other; None if some look otherwise than they did."""
+        if not self._looks(tensors):
+            return None
+        found: NDArray[np.uint8] = self._marks.read(array("Q", map(Tensor.data_ptr, tensors)))
+        return found
+
+    def parts(self, marks: NDArray[np.uint8]) -> list[bytes]:
+        """The mark of each tensor, as `mark_of` gives it."""
+        return [marks[first:end].tobytes() for first, end in pairwise([0, *self._marks.ends])]
+
+
+def flipped_bit(before: bytes, now: bytes, size: int, bits: int) -> int | None:
+    """The number of the bit in its element, the lowest being 0, if one bit of one element explains two other marks.
+
+    Args:
+        before: Mark of the tensor before.
+        now: Mark of it now.
+        size: Bytes of the tensor.
+        bits: Bits of an element.
+    """
+    sums = 0 if size <= _SHORT_BYTES else 8 * _LANES
+    pairs = zip(np.frombuffer(before[:sums], np.uint64), np.frombuffer(now[:sums], np.uint64), strict=True)
+    lanes = [int(one) - int(other) for one, other in pairs if one != other]
+    rest = int.from_bytes(before[sums:], "little") ^ int.from_bytes(now[sums:], "little")
+    if len(lanes) + rest.bit_count() != 1:
+        return None
+    change = min(abs(lanes[0]), 2**64 - abs(lanes[0])) if lanes else rest  # sums are modulo 2^64
+    return (change.bit_length() - 1) % bits if change.bit_count() == 1 else None
+
+
 class Marks:
     """Marks of parameters as the latest step of an optimizer left them."""
 
     def __init__(self) -> None:
         self._held: list[tuple[ReferenceType[Tensor], Sequence[Piece], bytes]] = []
+        self._together: _Together | None = None
+        self._of_together: list[tuple[ReferenceType[Tensor], Sequence[Piece]]] = []
+        self._marked: list[tuple[ReferenceType[Tensor], Sequence[Piece]]] = []
+        self._marks = np.empty(0, np.uint8)  # of those in `_marked`
 
     def take(self, parameter: Tensor, pieces: Sequence[Piece]) -> None:
         """Mark a parameter, given with the pieces that it holds."""
         if (mark := mark_of(parameter)) is not None:
             self._held.append((ref(parameter), pieces, mark))
 
+    def take_all(self, parameters: Sequence[tuple[Tensor, Sequence[Piece]]]) -> None:
+        """Mark some parameters, and forget all others."""
+        self.forget()
+        tensors = [one for one, _ in parameters]
+        if not _are(self._of_together, parameters):
+            self._together = _Together.of(tensors)
+            self._of_together = [(ref(one), pieces) for one, pieces in parameters]
+        marks = None if self._together is None else self._together.read(tensors)
+        if marks is not None:
+            self._marked, self._marks = self._of_together, marks
+            return
+        self._of_together = []
+        for parameter, pieces in parameters:
+            self.take(parameter, pieces)
+
     def release(self, parameters: Collection[Tensor]) -> None:
         """Forget the marks of parameters that another optimizer has stepped since."""
+        if not parameters or not (self._held or self._marked):
+            return
+        self._part()
         ids = {id(one) for one in parameters}
         self._held = [one for one in self._held if id(one[0]()) not in ids]
 
     def forget(self) -> None:
         """Forget all marks: a step is about to change the parameters."""
-        self._held = []
+        self._held, self._marked = [], []
 
     def edited(self) -> Iterator[tuple[Tensor, Sequence[Piece]]]:
         """The parameters that got other bits since they were marked, with their pieces. They are marked again."""
+        if self._marked and self._together is not None:
+            marks = self._together.read([held() for held, _ in self._marked])
+            if marks is not None and np.array_equal(marks, self._marks):
+                return
+            self._part()
         for number, (held, pieces, before) in enumerate(self._held):
             parameter = held()
             if parameter is not None and (now := mark_of(parameter)) != before and now is not None:
                 self._held[number] = held, pieces, now
                 yield parameter, pieces
+
+    def _part(self) -> None:
+        """Keep a mark for each parameter."""
+        if self._marked and self._together is not None:
+            parts = self._together.parts(self._marks)
+            self._held += [(*held, mark) for held, mark in zip(self._marked, parts, strict=True)]
+            self._marked = []
+
+
+def _are(held: Sequence[tuple[ReferenceType[Tensor], Sequence[Piece]]], those: Sequence[tuple[Tensor, Any]]) -> bool:
+    """True if these are the same parameters with the same pieces."""
+    return len(held) == len(those) and all(
+        one() is other and pieces is others for (one, pieces), (other, others) in zip(held, those, strict=True)
+    )

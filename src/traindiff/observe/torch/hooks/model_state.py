@@ -97,7 +97,7 @@ class ModelStateTap:
         holders = {id(holder): holder for path, holder in self._context.targets.parameters.items() if path in paths}
         progress, optimizers = self._sink.progress, self._context.optimizers
         stepped = {
-            piece.path: (name, progress.steps.get(name, 0))
+            piece.path: (name, progress.number_of(name))
             for name, one in optimizers.items()
             for _, _, held in one.held()
             for piece in held

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from traindiff.core.orthogonality import SIZE, TERMS
 from traindiff.core.shards import Piece, Shard
+from traindiff.core.torch_compat.execution import is_capturing
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.compiled import CallObserver, tap_compiled_calls
 from traindiff.observe.torch.hooks.step_hooks import has_closure, hook_after_step, hook_before_step
@@ -160,7 +161,7 @@ class OptimizerReplayTap:
             self._not_replayed(f"no formula is known for {type(self._optimizer).__name__}")
             return
         # Reading a result would break the capture.
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             self._not_replayed("the step is captured in a CUDA graph")
             return
         parameters = list(self._parameters(self._known, has_closure=has_closure(*call)))
@@ -238,7 +239,7 @@ class OptimizerReplayTap:
 
     @property
     def _step(self) -> int:
-        return self._sink.progress.steps.get(self._name, 0)
+        return self._sink.progress.number_of(self._name)
 
     def _is_due(self) -> bool:
         return self._sink.progress.observing and (self._replayed < FIRST or self._step >= self._latest + EVERY)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any
@@ -18,17 +19,13 @@ from traindiff.observe.torch.hooks.compiled import CallObserver, tap_compiled_ca
 from traindiff.observe.torch.hooks.context import TapContext, emit_pieces
 from traindiff.observe.torch.hooks.followed_modules import HeldHooks
 from traindiff.observe.torch.hooks.held_before import HeldBefore
+from traindiff.observe.torch.hooks.held_parameters import Held, HeldParameters
 from traindiff.observe.torch.hooks.loss_scale import ScalerListener, tap_loss_scaler
 from traindiff.observe.torch.hooks.marks import Marks
 from traindiff.observe.torch.hooks.nested import as_dense, as_tensor, tensors
+from traindiff.observe.torch.hooks.repeated import Repeated
 from traindiff.observe.torch.hooks.step_hooks import Once, has_closure, inner_optimizer, leaves_out
-
-
-def main_gradient(parameter: Tensor) -> Tensor | None:
-    """The gradient that a training keeps in `main_grad` of a parameter, as Megatron does; None without one."""
-    found = getattr(parameter, "main_grad", None)
-    return found if isinstance(found, Tensor) else None
-
+from traindiff.observe.torch.hooks.step_tensors import Listed, gradients_of, main_gradient, state_and_values
 
 UNSEEN_STEP = "parameters were written, but the step of the optimizer was called without the hooks of traindiff"
 
@@ -53,7 +50,10 @@ class OptimizerTap:
         was_held: The observed parameters that the optimizer, or the one before it, held in recorded steps.
         marks: Of the parameters as its latest step left them, if that was recorded.
         is_compiled: Whether a step of it ran in compiled code.
+        HOLDS_GROUPS: What is held is what is in the groups; taps of engines hold something else.
     """
+
+    HOLDS_GROUPS = True
 
     def __init__(
         self,
@@ -65,8 +65,9 @@ class OptimizerTap:
     ) -> None:
         self.optimizer = optimizer
         self.name = name
-        self._pieces_of = context.targets.pieces_of
         self._selects = context.targets.selects
+        self._held = HeldParameters(context, name)
+        self._repeated: defaultdict[str, Repeated] = defaultdict(Repeated)
         self._observe = context.observe
         self._sink = context.sink
         self._on_end = on_end
@@ -250,9 +251,14 @@ class OptimizerTap:
         if ("grad.stages" if stage else "grad") not in self._observe:
             return
         scaled = None if stage else self._scales_itself
-        with self._sink.together():
+
+        def emit() -> None:
             for parameter, pieces in self.selected():
                 self._gradient(parameter, pieces, stage=stage, scaled=scaled)
+
+        found, about = (None, None) if self._main_first else self._listed(gradients_of, stage=stage)
+        with self._sink.together():
+            self._sink.repeated(self._repeated[f"gradients {stage}"], found, emit, about=(scaled, about))
 
     def after_step(self, *_: Any) -> None:
         """Record state and parameters."""
@@ -260,23 +266,29 @@ class OptimizerTap:
             return
         if self._has_closure and not self._num_evaluations:
             self.gradients()
-        held: set[str] = set()
-        with self._sink.together():
+        state, values = "optimizer" in self._observe, "param" in self._observe
+
+        def emit() -> None:
             for parameter, pieces in self.selected():
-                held.update(piece.path for piece in pieces)
-                if "optimizer" in self._observe:
+                if state:
                     self._state(parameter, pieces)
-                if "param" in self._observe:
+                if values:
                     self._emit_pieces(parameter, pieces, phase="param", slot="value")
+
+        states = inner_optimizer(self.optimizer).state
+        found, about = self._listed(state_and_values, states, state=state, values=values)
+        with self._sink.together():
+            self._sink.repeated(self._repeated["after"], found, emit, about=about)
         if "update" in self._observe:  # after another run's values were put in, if they are
-            updated = {id(parameter) for _, parameter, _ in self.updated()}
-            self.marks.forget()
-            for other in self._all.values():
-                other.marks.release([parameter for _, parameter, _ in self.held()] if other is not self else ())
-            for parameter, pieces in self.selected():
-                if id(parameter) in updated:
-                    self.marks.take(parameter, pieces)
-        self.was_held.note(held)
+            self._mark_updated()
+        self.was_held.note({piece.path for _, pieces in self.selected() for piece in pieces})
+
+    def _mark_updated(self) -> None:
+        updated = {id(parameter) for _, parameter, _ in self.updated()}
+        for other in self._all.values():
+            if other is not self:
+                other.marks.release([parameter for _, parameter, _ in self.held()])
+        self.marks.take_all([held for held in self.selected() if id(held[0]) in updated])
 
     def _end_step(self, *_: Any) -> None:
         if is_compiling():
@@ -320,20 +332,19 @@ class OptimizerTap:
         here = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
         return (held for held in self.held() if id(held[1]) in here)
 
-    def held(self) -> Iterator[tuple[int, Tensor, Sequence[Piece]]]:
-        """Yield each parameter with the number of its group and the pieces of the model's parameters in it."""
-        for number, entry in enumerate(self.optimizer.param_groups):
-            for position, parameter in enumerate(entry["params"]):
-                pieces = self._pieces_of(parameter)
-                if pieces is None:
-                    pieces = (Piece(path=f"{self.name}.groups[{number}].params[{position}]"),)
-                yield number, parameter, pieces
+    def held(self) -> Iterable[Held]:
+        """Each parameter with the number of its group and the pieces of the model's parameters in it."""
+        return self._held.look(self.optimizer.param_groups).all
 
-    def selected(self) -> Iterator[tuple[Tensor, Sequence[Piece]]]:
+    def selected(self) -> Iterable[tuple[Tensor, Sequence[Piece]]]:
         """Each parameter, with the pieces in it that are observed; none without such pieces."""
-        for _, parameter, pieces in self.held():
-            if chosen := [piece for piece in pieces if self._selects(piece.path)]:
-                yield parameter, chosen
+        if self.HOLDS_GROUPS:
+            return self._held.look(self.optimizer.param_groups).selected
+        chosen = ((one, [piece for piece in pieces if self._selects(piece.path)]) for _, one, pieces in self.held())
+        return (held for held in chosen if held[1])
+
+    def _listed(self, listed: Callable[..., Listed], *args: Any, **how: Any) -> Listed:
+        return listed(self._held.look(self.optimizer.param_groups), *args, **how) if self.HOLDS_GROUPS else (None, None)
 
     def _gradient(
         self, parameter: Tensor, pieces: Sequence[Piece], *, stage: str = "", scaled: bool | None = None
@@ -364,17 +375,15 @@ class OptimizerTap:
 
     def _state(self, parameter: Tensor, pieces: Sequence[Piece]) -> None:
         for key, value in self.state_of(parameter).items():
-            if isinstance(value, (int, float)):
-                for piece in pieces:
-                    self._numbers(value, path=piece.path, slot=key)
-                continue
+            for piece in pieces if isinstance(value, (int, float)) else ():
+                self._numbers(value, path=piece.path, slot=key)
             for slot, tensor in [(key, value)] if isinstance(value, Tensor) else tensors(value, key):
                 is_number = not tensor.dim() and parameter.dim()  # e.g. a count of steps, beside a piece of one element
                 if tensor.numel() == parameter.numel() and not is_number:
                     self._emit_pieces(tensor, pieces, phase="optimizer", slot=slot)
                     continue
                 for piece in pieces:
-                    self._emit(tensor, phase="optimizer", path=piece.path, slot=slot)
+                    self._sink.emit(tensor, phase="optimizer", path=piece.path, slot=slot, optimizer=self.name)
 
     def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
         """The state that the optimizer keeps of a parameter; empty if it keeps none."""
@@ -382,16 +391,12 @@ class OptimizerTap:
         return state
 
     def _numbers(self, value: Any, *, path: str, slot: str) -> None:
-        if isinstance(value, Tensor):
-            self._emit(value, phase="optimizer", path=path, slot=slot)
-        elif isinstance(value, (int, float)):
-            self._emit(as_tensor(value), phase="optimizer", path=path, slot=slot)
+        if isinstance(value, (Tensor, int, float)):
+            tensor = value if isinstance(value, Tensor) else as_tensor(value)
+            self._sink.emit(tensor, phase="optimizer", path=path, slot=slot, optimizer=self.name)
         elif isinstance(value, (tuple, list)):
             for index, one in enumerate(value):
                 self._numbers(one, path=path, slot=f"{slot}[{index}]")
 
     def _emit_pieces(self, tensor: Tensor, pieces: Sequence[Piece], *, phase: str, slot: str, **about: Any) -> None:
         emit_pieces(self._sink, tensor, pieces, phase=phase, slot=slot, optimizer=self.name, **about)
-
-    def _emit(self, tensor: Tensor, *, phase: str, path: str, slot: str) -> None:
-        self._sink.emit(tensor, phase=phase, path=path, slot=slot, optimizer=self.name)

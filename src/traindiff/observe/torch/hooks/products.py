@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from traindiff.core.observation import (
@@ -17,7 +16,7 @@ from traindiff.core.observation import (
     RESIDUAL,
     WORST_ROW,
 )
-from traindiff.core.torch_compat.execution import is_compiled
+from traindiff.core.torch_compat.execution import is_capturing, is_compiled
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.operator_calls import ModuleCall, Schema
 from traindiff.observe.torch.hooks.operator_mode import OperatorCall, ShownOperators
@@ -92,7 +91,7 @@ class _Products:
         if not isinstance(kind, Kind):
             self._unobserved(call, kind or "")
             return None
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             self._unobserved(call, "a CUDA graph is being captured")
             return None
         given = {**dict(zip(call.schema.arguments, args, strict=False)), **kwargs}

@@ -18,6 +18,7 @@ from traindiff.observe.common.progress import Progress
 from traindiff.observe.torch.hooks.compiled import CallObserver, tap_compiled_calls
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.followed_modules import Following, HeldHooks, takes_hooks
+from traindiff.observe.torch.hooks.inert_on_copy import Unless
 from traindiff.observe.torch.hooks.nested import tensors
 
 
@@ -101,8 +102,9 @@ class RootForwardTap:
     def _hook_part(self, path: str, part: nn.Module, hooks: HeldHooks) -> None:
         guarded = partial(self._sink.guarded, "root_forward")
         self._paths[id(part)] = path
-        hooks.before_forward(part, guarded(self._begin_part), with_kwargs=True, prepend=True)
-        hooks.after_forward(part, guarded(self._end_part), with_kwargs=True, always_call=True)
+        begin, end = Unless(self._has_begun, guarded(self._begin_part)), Unless(self._is_whole, guarded(self._end_part))
+        hooks.before_forward(part, begin, with_kwargs=True, prepend=True)
+        hooks.after_forward(part, end, with_kwargs=True, always_call=True)
 
     def _lost(self, path: str, why: str) -> None:  # noqa: ARG002
         progress = self._sink.progress
@@ -121,11 +123,24 @@ class RootForwardTap:
         if self._calls_several:
             self._lost(path, why)
 
+    def _is_whole(self) -> bool:
+        """True as long as the loop calls the model, and not its parts."""
+        return not self._calls_several
+
+    def _has_begun(self) -> bool:
+        """True if the call of a part does not show that the loop calls parts: the step has begun otherwise."""
+        return not self._calls_several and (self._sink.progress.in_forward or self._sink.progress.forward_done)
+
     def _begin_part(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         progress = self._sink.progress
         if not self._calls_several:
-            has_begun = progress.in_forward or progress.forward_done or inside_backward()
-            if has_begun or progress.hidden or progress.chunk is not None or not torch.is_grad_enabled():
+            if (
+                self._has_begun()
+                or inside_backward()
+                or progress.hidden
+                or progress.chunk is not None
+                or not torch.is_grad_enabled()
+            ):
                 return
             if not all(self._context.followed.is_intact(root) for root in self._context.targets.roots):
                 return  # a root called the part, and the hooks of the root are gone

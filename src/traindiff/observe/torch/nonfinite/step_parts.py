@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -82,6 +82,10 @@ class StepParts:
 
     def unobserved(self, *_: Any, **__: Any) -> None:
         """Parts without numbers cannot be judged."""
+
+    def repeated(self, known: Any, tensors: Any, emit: Callable[[], None], *, about: Any = None) -> None:  # noqa: ARG002
+        """`Sink.repeated`: each tensor by itself."""
+        emit()
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -24,15 +24,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from traindiff.core.torch_compat.execution import inputs_may_be_rounded_to, partial_sums_may_be_short
 
 _SHORT_SUMS = 2.0**-13
 """Unit roundoff with which GPUs add up products of FP8: they keep about 14 bits (DeepSeek-V3 technical report, arXiv
 2412.19437, section 3.5.2). It was not measured here."""
+
+_TINY = torch.finfo(torch.float64).tiny
+
+_EXACT = torch.finfo(torch.float64).eps
 
 _MOST_SPLITS = 64
 """Number of parts of a sum, at most, that a library adds up in the dtype of the output."""
@@ -84,9 +88,13 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+Rows = Any
+"""One number for each row, float64: a tensor, or an array of NumPy, which is faster for few rows in memory."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSizes:
-    """Sizes of the rows of a product, float64, all of one shape.
+    """Sizes of the rows of a product, all of one shape, which `added` may be broadcast to.
 
     Attributes:
         result: Norm of the result.
@@ -98,16 +106,16 @@ class RowSizes:
         num_terms: Number of terms of an element.
     """
 
-    result: Tensor
-    added: Tensor
-    terms: Tensor
-    partial: Tensor
-    rounded: Tensor | float = 0.0
+    result: Rows
+    added: Rows
+    terms: Rows
+    partial: Rows
+    rounded: Rows = 0.0
     num_columns: int
     num_terms: int
 
 
-def added_up(terms: Tensor, partial: Tensor, count: int) -> Tensor:
+def added_up(terms: Rows, partial: Rows, count: int) -> Rows:
     """Largest error of a sum of so many numbers, in units of the roundoff with which they are added up.
 
     Args:
@@ -115,11 +123,11 @@ def added_up(terms: Tensor, partial: Tensor, count: int) -> Tensor:
         partial: Size of the largest partial sum; at least `terms`.
         count: Number of numbers.
     """
-    coherence = (partial / terms.clamp_min(torch.finfo(terms.dtype).tiny)).clamp(1.0, math.sqrt(count))
+    coherence = (partial / terms.clip(_TINY, None)).clip(1.0, math.sqrt(count))
     return math.sqrt(count) * coherence * partial
 
 
-def allowed(form: Format, sizes: RowSizes, largest_input: Tensor) -> Tensor:
+def allowed(form: Format, sizes: RowSizes, largest_input: Rows) -> Rows:
     """Norm of the largest error of each row that rounding explains; the module's docstring has the formula.
 
     Args:
@@ -128,13 +136,13 @@ def allowed(form: Format, sizes: RowSizes, largest_input: Tensor) -> Tensor:
         largest_input: Norm that bounds the elements of the inputs, scalar; for numbers that are too small to be normal.
 
     Returns:
-        Float64, in the shape of the rows.
+        Float64, in the shape of the rows, of the same kind as the sizes.
     """
     output, sums = torch.finfo(form.output), torch.finfo(form.sums)
     u_output, u_sums = output.eps / 2.0, sums.eps / 2.0
     if form.device == "cuda" and all(torch.finfo(dtype).bits == 8 for dtype in form.inputs):
         u_sums = _SHORT_SUMS
-    bound = u_output * (sizes.result + sizes.rounded + torch.where(sizes.added > 0, sizes.result + sizes.added, 0.0))
+    bound = u_output * (sizes.result + sizes.rounded + (sizes.added > 0) * (sizes.result + sizes.added))
     bound = bound + u_sums * (added_up(sizes.terms, sizes.partial, sizes.num_terms) + 2.0 * sizes.added)
     if form.shortened:
         u_inputs = 2.0**-11 if form.shortened == "tf32" else 2.0**-8
@@ -142,6 +150,6 @@ def allowed(form: Format, sizes: RowSizes, largest_input: Tensor) -> Tensor:
     if form.adds_parts_in_output:
         bound = bound + u_output * math.sqrt(_MOST_SPLITS) * sizes.partial
     # The check itself is computed in float64.
-    bound = bound + torch.finfo(torch.float64).eps * math.sqrt(sizes.num_columns) * (sizes.partial + sizes.added)
+    bound = bound + _EXACT * math.sqrt(sizes.num_columns) * (sizes.partial + sizes.added)
     lost = output.tiny + sums.tiny * sizes.num_terms * (1.0 + largest_input)
     return bound + math.sqrt(sizes.num_columns) * lost

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from traindiff.core.kernels.torch_arrays import is_abstract
 from traindiff.core.shards import Piece, Shard
+from traindiff.core.torch_compat.training import sparse_terms_of
 from traindiff.observe.torch.replay.formulas import Formula, as_numbers
 from traindiff.observe.torch.replay.rounded import Rounded
 
@@ -57,6 +58,19 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SparseTerms:
+    """The terms of a sparse gradient. It may hold a row several times, and an optimizer adds these one after the other.
+
+    Attributes:
+        number: How many each element has.
+        size: Sum of their magnitudes.
+    """
+
+    number: Tensor
+    size: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CopiedRange:
     """Copies of a range of a parameter's elements and of their gradient and state, in their own dtypes.
 
@@ -73,7 +87,7 @@ class CopiedRange:
         gradient: Their gradient; None if a closure has yet to compute it.
         state: What the optimizer keeps of these elements.
         numbers: What it keeps beside that: numbers, and tensors with one element.
-        touched: 1 for elements of rows that have a gradient, 0 for others; None if all have one.
+        terms: What a sparse gradient adds up for each element; None for a dense one.
         scale: The loss scale, if the optimizer divides the gradient by it itself (fused, under a loss scaler).
         overflowed: A flag by which the optimizer was told that the gradients overflowed, so that it skips the step.
         short: True if the optimizer computes with its count of steps in float32.
@@ -91,7 +105,7 @@ class CopiedRange:
     gradient: Tensor | None
     state: dict[str, Tensor]
     numbers: dict[str, Any]
-    touched: Tensor | None
+    terms: SparseTerms | None
     scale: Tensor | None
     overflowed: Tensor | None
     short: bool
@@ -136,14 +150,16 @@ class CopiedRange:
 
         unit = max(units)
         found = argument(gradient, unit)
+        if self.terms is not None and rounded:
+            found.error = found.error + self._sums() * unit * self.terms.size.to(torch.float64).reshape(self.shape)
         if self.scale is not None:
             found = found / read(self.scale)
         state = {
             name: argument(one, unit, self.shape if one.numel() == self.elements.numel() else None)
             for name, one in self.state.items()
         }
-        if self.touched is not None:
-            state["touched"] = self.touched.to(torch.float64).reshape(self.shape)
+        if self.terms is not None:
+            state["touched"] = (self.terms.number > 0).to(torch.float64).reshape(self.shape)
         counted = {"step": 0.0, **self.numbers} if self.short else self.numbers
         numbers = as_numbers(counted, read, short=self.short)
         settings = as_numbers(self.settings, read, short=self.short)
@@ -164,10 +180,17 @@ class CopiedRange:
         rounding = torch.as_tensor(new.error) + tiny
         if not start.parameter.is_stored or not new.is_stored:
             rounding = rounding + start.parameter.unit * value.abs()
+        if self.terms is not None:  # each further term is added to the parameter by itself, and rounded
+            rounding = rounding + self._sums() * start.parameter.unit * (start.parameter.value.abs() + value.abs())
         may_overflow = self._may_overflow(start)
         rounding = torch.where(may_overflow | rounding.isnan(), torch.inf, rounding)
         update = value - start.parameter.value
         return Update(value=self._unless_skipped(update, read).reshape(-1), rounding=rounding.reshape(-1))
+
+    def _sums(self) -> Tensor:
+        """Number of additions among the terms of each element."""
+        assert self.terms is not None
+        return (self.terms.number - 1.0).clamp(min=0.0).to(torch.float64).reshape(self.shape)
 
     def varied(self, start: Start, after: Callable[[Start], Any], read: Callable[[Tensor], float]) -> Tensor:
         """The update by another function of plain tensors."""
@@ -277,24 +300,30 @@ def local_part(tensor: Tensor, part: slice) -> Tensor:
     held: Any = tensor.detach()
     local: Tensor = held.to_local() if hasattr(held, "to_local") else held
     if local.layout != torch.strided:
-        return _dense_part(local, part)[0]
+        return _dense_part(local, part)
     found = local.reshape(-1)[part]
     return torch.view_as_real(found.resolve_conj()).reshape(-1) if found.is_complex() else found
 
 
-def touched_part(gradient: Tensor | None, part: slice) -> Tensor | None:
-    """1 for the elements of rows that a sparse gradient has, 0 for others; None for a dense gradient."""
+def sparse_terms(gradient: Tensor | None, part: slice) -> SparseTerms | None:
+    """What a sparse gradient adds up for each element of a range; None for a dense gradient."""
     if gradient is None or gradient.layout == torch.strided:
         return None
-    return _dense_part(gradient.detach(), part)[1]
+    rows, values = sparse_terms_of(gradient.detach())
+    sizes = values.abs().to(torch.float64)
+    number, size = (
+        _dense_part(torch.sparse_coo_tensor(rows, values, gradient.shape, check_invariants=False), part)
+        for values in (torch.ones_like(sizes), sizes)
+    )
+    return SparseTerms(number=number, size=size)
 
 
 def _has_sparse_rows(gradient: Tensor) -> bool:
     return gradient.layout == torch.sparse_coo and gradient.sparse_dim() == 1 and not gradient.is_complex()
 
 
-def _dense_part(gradient: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-    """A range of the elements of a tensor with sparse rows, and which of these have a row."""
+def _dense_part(gradient: Tensor, part: slice) -> Tensor:
+    """A range of the elements of a tensor with sparse rows."""
     whole = gradient.coalesce()
     row = math.prod(gradient.shape[1:])
     first, last = part.start // row, -(-part.stop // row)
@@ -303,10 +332,7 @@ def _dense_part(gradient: Tensor, part: slice) -> tuple[Tensor, Tensor]:
     places = numbers[chosen] - first
     values = whole.values().new_zeros(last - first, row)
     values[places] = whole.values()[chosen].reshape(-1, row)
-    rows = torch.zeros_like(values)
-    rows[places] = 1.0
-    within = slice(part.start - first * row, part.stop - first * row)
-    return values.reshape(-1)[within], rows.reshape(-1)[within]
+    return values.reshape(-1)[part.start - first * row : part.stop - first * row]
 
 
 def left_with(optimizer: Optimizer, name: str) -> Tensor | None:

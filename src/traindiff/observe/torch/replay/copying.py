@@ -17,7 +17,7 @@ from traindiff.observe.torch.replay.copied_range import (
     left_with,
     local_part,
     next_part,
-    touched_part,
+    sparse_terms,
 )
 from traindiff.observe.torch.replay.formulas import Known
 
@@ -140,7 +140,7 @@ def copy_elements(
             for name, one in held.state.items()
             if name not in tensors and one is not None
         },
-        touched=touched_part(gradient, part),
+        terms=sparse_terms(gradient, part),
         scale=left_with(optimizer, "grad_scale"),
         overflowed=left_with(optimizer, "found_inf"),
         short=is_compiled or any(bool(group.get(name)) for name in ("capturable", "differentiable", "fused")),

@@ -25,9 +25,10 @@ from traindiff.observe.torch.hooks.followed_modules import HeldHooks
 from traindiff.observe.torch.hooks.loss_scale import ScalerListener, tap_loss_scaler
 from traindiff.observe.torch.hooks.main_gradients import CopiesTap
 from traindiff.observe.torch.hooks.optimizer_replay import OptimizerReplayTap
-from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap, main_gradient
+from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
 from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
 from traindiff.observe.torch.hooks.step_hooks import has_closure, inner_optimizer
+from traindiff.observe.torch.hooks.step_tensors import main_gradient
 from traindiff.observe.torch.sharding.deepspeed_optimizer import EngineOptimizer
 from traindiff.observe.torch.sharding.deepspeed_step import EngineOptimizerTap
 

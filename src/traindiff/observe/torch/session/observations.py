@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -12,18 +12,27 @@ from torch.compiler import is_compiling
 
 from traindiff.core.kernels.store import SummaryStore
 from traindiff.core.kernels.torch_arrays import detail_of, dtype_name, shape_of, sparse_parts
-from traindiff.core.observation import LOSS_SCALE, OPERATOR_STAGES, PRODUCT_STAGES, SAMPLE, Merge, Observation
+from traindiff.core.observation import (
+    LOSS_SCALE,
+    OPERATOR_STAGES,
+    PRODUCT_STAGES,
+    SAMPLE,
+    Merge,
+    Observation,
+    is_of_evaluation,
+)
 from traindiff.core.settings import RecordSettings
 from traindiff.core.shards import Region, Shard
 from traindiff.core.summary import Detail
-from traindiff.core.torch_compat.execution import exclude_from_compilation, is_tracing
+from traindiff.core.torch_compat.execution import exclude_from_compilation, is_capturing, is_tracing
 from traindiff.core.torch_compat.training import arrived, has_arrived, is_asynchronous, versions_of
 from traindiff.errors import UnsupportedTensorError
 from traindiff.observe.common.faults import Faults
 from traindiff.observe.common.progress import Progress
-from traindiff.observe.common.sink import ObservationBuffer, Step
+from traindiff.observe.common.sink import ROW_BYTES, ObservationBuffer, Step
 from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy
 from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
+from traindiff.observe.torch.hooks.repeated import PLAIN, Plan, Repeated, learned
 from traindiff.observe.torch.perturb.replica import NAME as REPLICA
 from traindiff.observe.torch.session.teacher_forcing import ForcedValues
 from traindiff.observe.torch.sharding.layout import Layout, is_before_unscaling
@@ -31,6 +40,12 @@ from traindiff.observe.torch.sharding.layout import Layout, is_before_unscaling
 _REPLICA_FAILED = (
     "traindiff no longer perturbs the training: {message}. The training goes on; the recording says that it is no full "
     "replica, and no floors can be measured from it."
+)
+
+GRAPHS = "CUDA graphs"
+_CAPTURED = (
+    "{message}. The training is not affected, and the recording says what it lacks. To observe these parts, record the "
+    "training without CUDA graphs."
 )
 
 
@@ -49,10 +64,12 @@ class _Guard(InertOnCopy):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_compiling() or is_tracing():
             return None  # compiled code is observed by operators; see traindiff.observe.torch.hooks.compiled
+        if is_capturing() and not self._always:
+            self._containment.leave_out_graph()
+            return None
         alters = self._alters
         with out_of_sight(functions=not alters):
-            hook = partial(self._hook, *args, **kwargs)
-            result = Faults.run(self._containment, self._tap, hook, always=self._always)
+            result = self._containment.call(self._tap, self._hook, args, kwargs, always=self._always)
         return result if alters else None
 
 
@@ -82,8 +99,14 @@ class Containment(Faults):
         """`hook`, made harmless. Its result replaces the tensor that torch gave it, unless the result is None."""
         return _Guard(self, tap, hook, always=False, alters=True)
 
+    def leave_out_graph(self) -> None:
+        """Say once that a CUDA graph is not observed: hooks run when it is captured, and not when it is replayed."""
+        self.disable(GRAPHS, "torch replays a CUDA graph without Python, so nothing inside it is observed")
+
     def template(self, tap: str) -> str:
         """The warning about a tap that failed; a replica's says that the recording is no full replica."""
+        if tap == GRAPHS:
+            return _CAPTURED
         return _REPLICA_FAILED if tap.startswith(REPLICA) else super().template(tap)
 
 
@@ -160,6 +183,11 @@ class Observations(ObservationBuffer):
         late: bool = False,
     ) -> None:
         """`Sink.emit`; `late` files the tensor under the step that has just ended."""
+        if region is None and self._straight(
+            tensor, phase=phase, path=path, slot=slot, stage=stage, call=call, micro_step=micro_step,
+            optimizer=optimizer, shard=shard, merge=merge, weight=weight, scaled=scaled, term=term, late=late,
+        ):  # fmt: skip
+            return
         if phase in _SPARSE_PHASES and (parts := sparse_parts(tensor)):
             with self._not_forcing(f"{path} {slot}", "it is sparse"):
                 for name, dense in parts:
@@ -169,8 +197,7 @@ class Observations(ObservationBuffer):
                         scaled=scaled if name == "values" else False,
                     )  # fmt: skip
             return
-        if self._in_flight:
-            self._read_arrived()
+        self._read_arrived()
         if self._bounds and (phase, path) == ("loss", LOSS_SCALE):
             self._loss_scale = tensor
         if scaled is None:
@@ -192,6 +219,96 @@ class Observations(ObservationBuffer):
                 self._in_flight.append((part.tensor, seen, versions_of(part.tensor)))
             else:
                 self._keep(part.tensor, seen)
+
+    @property
+    def _goes_straight(self) -> bool:
+        """True if a plain tensor is its own part on this rank, and nothing is kept of it but its summary."""
+        layout = self.layout
+        special = self._detail or self._bounds or layout.parameters or self._forced is not None
+        return not (special or layout.data.alike > 1 or self.last_seen is not None or "deepspeed" in sys.modules)
+
+    def _straight(
+        self, tensor: Tensor, *, phase: str, path: str, slot: str, stage: str, call: int, micro_step: int | None,
+        optimizer: str | None, shard: Shard | None, merge: Merge, weight: float, scaled: bool | None,
+        term: int | None, late: bool,
+    ) -> bool:  # fmt: skip
+        """Observe a plain tensor the shortest way, with the same outcome as any other; False if there is none."""
+        if type(tensor) not in PLAIN or self._in_flight or not self._goes_straight:
+            return False
+        progress, layout = self.progress, self.layout
+        shard = shard or Shard.whole(tuple(tensor.shape))
+        name = optimizer or progress.optimizer
+        step = progress.number_of(name) - late
+        observations, summaries, _ = self._of_step(name, step)
+        if not self._summaries.add_to(summaries, tensor, shard):
+            return False
+        if scaled is None:
+            scaled = progress.loss_scaled and is_before_unscaling(phase=phase, stage=stage, slot=slot)
+        evaluation = progress.late_evaluation if late else progress.evaluation
+        factor = 1.0 if layout.data.factor == 1.0 else layout.factor(phase=phase, stage=stage, slot=slot)
+        observations.append(
+            Observation(
+                step, progress.micro_step if micro_step is None else micro_step, name, phase, stage, path, slot, call,
+                progress.next_order(late=late), dtype_name(tensor), shard, merge, weight, factor,
+                layout.data.term if term is None else term, scaled, "",
+                evaluation if evaluation and is_of_evaluation(phase, stage) else 0,
+            )
+        )  # fmt: skip
+        self._bytes += ROW_BYTES
+        if self._is_full:
+            self._on_full()
+        return True
+
+    def repeated(
+        self, known: Repeated, tensors: Sequence[Tensor | None] | None, emit: Callable[[], None], *, about: Any = None
+    ) -> None:
+        """`Sink.repeated`."""
+        about = (self.progress.loss_scaled, about)
+        plan, known.plan = known.plan, None
+        if tensors is None or not self._may_repeat:
+            emit()
+        elif plan is not None and plan.layout is self.layout and plan.fits(tensors, about):
+            known.plan = plan
+            self._repeat(plan, tensors)
+        else:
+            known.plan = self._learn(tensors, emit, about)
+
+    @property
+    def _may_repeat(self) -> bool:
+        """False if more is done with an observation than to keep its summary, or if its place may change."""
+        special = self._detail or self._bounds or self._in_flight or self._forced is not None
+        progress = self.progress
+        in_pipeline = progress.chunk is not None or progress.num_stages > 1
+        return not (special or in_pipeline or self.last_seen is not None or "deepspeed" in sys.modules)
+
+    def _learn(self, tensors: Sequence[Tensor | None], emit: Callable[[], None], about: Any) -> Plan | None:
+        """Observe the tensors the slow way; returns what is known of them now."""
+        before = {key: (step, len(step[0])) for key, step in self._steps.items()}
+        emit()
+        grown = []
+        for key, step in self._steps.items():
+            held, rows = before.get(key, (step, 0))
+            if held is not step or len(step[0]) > rows:
+                grown.append((step, rows))
+        if len(grown) != 1 or self._in_flight:
+            return None
+        (((observations, _, _), start),) = grown
+        return learned(tensors, observations[start:], about, progress=self.progress, layout=self.layout)
+
+    def _repeat(self, plan: Plan, tensors: Sequence[Tensor | None]) -> None:
+        """Observe tensors of which everything but their numbers is known."""
+        progress = self.progress
+        step = progress.number_of(plan.optimizer)
+        for part in plan.parts:
+            observations, summaries, _ = self._of_step(plan.optimizer, step)
+            plan.write(part, tensors, summaries, self._summaries.add)
+            order = progress.next_orders(part.count)
+            observations += part.observations(
+                step=step, micro_step=progress.micro_step, evaluation=progress.evaluation, order=order
+            )
+            self._bytes += ROW_BYTES * part.count
+            if self._is_full:
+                self._on_full()
 
     @contextmanager
     def _not_forcing(self, site: str, why: str) -> Iterator[None]:

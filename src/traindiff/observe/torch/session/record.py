@@ -10,6 +10,7 @@ from traindiff.core.settings import (
     RecordOptions,
     RecordSettings,
     check_names,
+    checked_first_step,
     record_settings,
     recording_path,
     takes_settings,
@@ -27,6 +28,7 @@ def record(
     optimizer: Optimizers = None,
     *,
     overwrite: bool = False,
+    first_step: int = 0,
     **settings: Unpack[RecordOptions],
 ) -> Recorder:
     """Record a training's numbers, without disturbing it.
@@ -52,6 +54,9 @@ def record(
             parameters of one that has stepped, takes its place.
         overwrite: Replace a recording that is already at `path`. One that is being recorded at the moment is refused;
             on file systems without locks, as most URLs, the earlier one ends with a warning instead.
+        first_step: Number of the first step, for a training that continues from a checkpoint: after N steps, write
+            `first_step=N`. Each optimizer counts on from it. Left out, `traindiff.compare` finds the step of the
+            baseline by the parameters with which the recording begins.
         observe: Some of `batch`, `forward`, `loss`, `backward`, `grad`, `optimizer`, `update`,
             `param`, `samples`, `replay`, `grad.micro`, `grad.stages`, and what else docs/observe.md lists. Default:
             all up to `replay`. `update` is
@@ -103,14 +108,15 @@ def record(
         ConfigError: A setting is wrong, `select` matches nothing, `path` is taken or cannot be written, or a replica of
             a compiled model is asked for. Nothing was attached and nothing was written.
     """
-    check_names(settings, known=("optimizer", "overwrite", *SETTINGS))
+    check_names(settings, known=("optimizer", "overwrite", "first_step", *SETTINGS))
     directory = recording_path(path)
     checked = record_settings(**settings)
+    begins = checked_first_step(first_step)
     with out_of_sight():
         targets = find_targets(
             model, optimizer, select=checked.select, shards=checked.shards, operators=checked.operators
         )
-    return recorder_of(directory, targets, checked, overwrite=overwrite)
+    return recorder_of(directory, targets, checked, overwrite=overwrite, first_step=begins)
 
 
 def recorder_of(

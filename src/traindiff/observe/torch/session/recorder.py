@@ -71,7 +71,7 @@ class Recorder(Session[Observations]):
         layout = targets.layout
         progress = Progress(
             optimizer=targets.primary,
-            steps={targets.primary: first_step} if first_step else {},
+            first_step=first_step,
             observing=settings.records(first_step),
             data_rank=layout.data.rank,
             data_size=layout.data.size,

@@ -74,6 +74,8 @@ class EngineOptimizerTap(OptimizerTap):
         optimizer: The optimizer. The other arguments are those of `OptimizerTap`.
     """
 
+    HOLDS_GROUPS = False
+
     def __init__(
         self, optimizer: EngineOptimizer, *, name: str, context: TapContext, on_end: Callable[[str], None]
     ) -> None:
@@ -216,7 +218,7 @@ class EngineOptimizerTap(OptimizerTap):
         parameters = {path: one for group in self._engine.groups for path, one in group.items()}
         for path, parameter in parameters.items():
             if self._selects(path):
-                self._emit(parameter, phase="param", path=path, slot="value")
+                self._sink.emit(parameter, phase="param", path=path, slot="value", optimizer=self.name)
         for tensor, pieces in self.selected():
             apart = [piece for piece in pieces if parameters[piece.path].dtype != tensor.dtype]
             self._emit_pieces(tensor, apart, phase="param", slot=MASTER)

@@ -88,6 +88,8 @@ class Layers:
             name: Name of the parameter in it.
             others: Inputs and outputs of the call.
         """
+        if name in getattr(owner, "parametrizations", ()):
+            return None  # it is computed when it is read: a spectral norm would iterate once more
         own = getattr(owner, name, None)
         if not isinstance(own, Tensor) or not own.requires_grad:
             return None

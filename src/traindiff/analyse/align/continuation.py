@@ -1,0 +1,198 @@
+"""A run that continues another one from a checkpoint: the step of the other run at which it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from traindiff.analyse.align.side import SideStep
+from traindiff.analyse.merge.renames import Rename
+from traindiff.analyse.merge.run_steps import rank_steps
+from traindiff.analyse.merge.site import MergedSite, Part, SiteKey
+from traindiff.analyse.merge.step_table import step_table
+from traindiff.core.observation import BEFORE, EDITED, Observation
+from traindiff.core.summary import number
+from traindiff.storage import Recording
+
+Site = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beginning:
+    """What a step begins with.
+
+    Attributes:
+        optimizer: Name of the optimizer that counts the step.
+        step: Its number.
+        parameters: The parameters as the step finds them, by path.
+        batch: The inputs of the model, by path and slot.
+        random: The states of random generators before the first forward pass, by slot.
+        settings: The settings of the optimizers, by path and slot.
+    """
+
+    optimizer: str
+    step: int
+    parameters: Mapping[str, MergedSite]
+    batch: Mapping[Site, MergedSite]
+    random: Mapping[str, MergedSite]
+    settings: Mapping[Site, float]
+
+
+def beginnings(recording: Recording, rename: Rename = str) -> Iterator[Beginning]:
+    """What each step of a recording begins with; memory holds one step.
+
+    Args:
+        recording: The run.
+        rename: Turns its paths into the baseline's.
+    """
+    held: dict[str, MergedSite] = {}
+    for of_ranks in rank_steps(recording):
+        optimizer, step = of_ranks[0].optimizer, of_ranks[0].step
+        parts: list[Part] = [
+            (seen, one.rank, summary)
+            for one in of_ranks
+            for seen, summary in zip(one.observations, one.summaries, strict=True)
+            if _is_wanted(seen)
+        ]
+        of_ranks.clear()
+        table = step_table(parts)
+        for key, entry in table.items():
+            if _is_value(key) and key.stage in (BEFORE, EDITED):
+                held[rename(key.path)] = entry.without_parts()
+        yield Beginning(
+            optimizer=optimizer,
+            step=step,
+            parameters={path: entry for path, entry in held.items() if not entry.unobserved},
+            batch={
+                (rename(key.path), key.slot): entry
+                for key, entry in table.items()
+                if key[:2] == ("batch", "") and key.path != "rng" and not entry.unobserved
+            },
+            random={
+                key.slot: entry
+                for key, entry in reversed(table.items())
+                if key.path == "rng" and key.stage == BEFORE and not entry.unobserved
+            },
+            settings={
+                (key.path, key.slot): number(entry.summary)
+                for key, entry in table.items()
+                if key.group and not entry.unobserved
+            },
+        )
+        for key, entry in table.items():
+            if _is_value(key) and not key.stage:
+                held[rename(key.path)] = entry.without_parts()
+
+
+def _is_wanted(seen: Observation) -> bool:
+    if seen.phase == "batch":
+        return seen.stage in ("", BEFORE)
+    return seen.phase == "param" or (seen.phase == "optimizer" and ".groups[" in seen.path)
+
+
+def _is_value(key: SiteKey) -> bool:
+    return key.phase == "param" and key.slot == "value"
+
+
+def same_bits(one: MergedSite, other: MergedSite) -> bool:
+    """True if two sites hold the same elements in the same places."""
+    return (
+        (one.dtype, one.shape) == (other.dtype, other.shape)
+        and one.exact
+        and other.exact
+        and all(one.summary[name] == other.summary[name] for name in ("fingerprint", "multiset"))
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continuation:
+    """Where a run begins in another one.
+
+    Attributes:
+        own: The number of its first step, as it counts.
+        step: The step of the baseline that begins with the same parameters.
+        same: Number of parameters that are the same there, of those that tell one step from another.
+        of: Number of parameters that tell one step from another.
+    """
+
+    own: int
+    step: int
+    same: int
+    of: int
+
+    @property
+    def note(self) -> str:
+        """The sentence that tells a reader which steps were compared."""
+        how = "the parameters" if self.same == self.of else f"{self.same} of {self.of} parameters"
+        return (
+            f"Step {self.own} of the candidate begins with {how} of the baseline's step {self.step}, and is compared "
+            f"as step {self.step}; so are the steps after it. --offset 0 compares steps by their own numbers."
+        )
+
+
+def find_continuation(baseline: Recording, candidate: Recording, rename: Rename) -> Continuation | None:
+    """The step of the baseline at which a candidate begins that counts its steps from 0.
+
+    The parameters with which the candidate's first step begins are looked for in the baseline: before its step of the
+    same number, and if they are not there, before every other one. Only parameters with several different elements
+    count, because constant ones (of norms, biases) are the same in many trainings; and more than half of them must be
+    the same, and more than at the step of the same number.
+
+    Args:
+        baseline: The run that is trusted.
+        candidate: The other run.
+        rename: Turns the candidate's paths into the baseline's.
+
+    Returns:
+        The place; None if the candidate begins where the baseline begins, counts its steps from another number than 0,
+        or begins nowhere in the baseline.
+    """
+    first = next(beginnings(candidate, rename), None)
+    if first is None or first.step:
+        return None
+    wanted = {path: entry for path, entry in first.parameters.items() if _tells(entry)}
+    own, found = 0, [(0, -1, False)]
+    for one in beginnings(baseline):
+        if one.optimizer != first.optimizer:
+            continue
+        of = [path for path in wanted if path in one.parameters]
+        same = sum(same_bits(wanted[path], one.parameters[path]) for path in of)
+        if one.step == first.step:
+            own = same
+            if same == len(of):
+                return None
+        elif same and 2 * same > len(of):
+            found.append((same, one.step, _same_batch(first, one)))
+    most = max(same for same, _, _ in found)
+    if most <= own:
+        return None
+    best = [(step, batch) for same, step, batch in found if same == most]
+    step = next((step for step, batch in best if batch), best[0][0])
+    return Continuation(own=first.step, step=step, same=most, of=len(wanted))
+
+
+def _tells(entry: MergedSite) -> bool:
+    return float(entry.summary["minimum"]) < float(entry.summary["maximum"])
+
+
+def _same_batch(one: Beginning, other: Beginning) -> bool:
+    return bool(one.batch) and all(
+        site in other.batch and same_bits(entry, other.batch[site]) for site, entry in one.batch.items()
+    )
+
+
+def with_beginning(side: SideStep, other: SideStep) -> SideStep:
+    """A step in the middle of a training, with the parameters that it finds.
+
+    The other run begins with this step, and has recorded them. What they are in this run follows from its steps before.
+
+    Args:
+        side: The step of the run.
+        other: The step of the run that begins with it.
+    """
+    found = {
+        key: replace(side.before[key.path], key=key, order=entry.order)
+        for key, entry in other.table.items()
+        if key[:2] == ("param", BEFORE) and key.slot == "value" and key not in side.table and key.path in side.before
+    }
+    return replace(side, table={**found, **side.table}) if found else side

@@ -1,0 +1,89 @@
+"""Notice a single bit that flips in a gradient, between a backward pass and whatever reads the gradient next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from traindiff.core.observation import FLIPPED
+from traindiff.core.shards import Piece
+from traindiff.core.torch_compat.execution import version_of
+from traindiff.observe.torch.hooks.context import TapContext
+from traindiff.observe.torch.hooks.marks import flipped_bit, mark_of
+from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
+
+_LEAST = 16
+"""Elements other than zero below which a change of one bit may be a legal edit, such as halving the only element."""
+
+
+def attach(context: TapContext) -> None:
+    """Record which bit flipped in a gradient that nothing wrote to (phase `grad`, stage `flipped`).
+
+    Each gradient is marked after a backward pass (see `marks`), and looked at before the next one, and before an
+    optimizer reads it, or something changes it. Writes through `.data` are not counted. A training that writes so
+    changes more than a bit, and from then on nothing is recorded.
+    """
+    tap = _GradientMarks(context)
+    guarded = context.sink.guarded
+    context.events.after_backward.append(guarded("gradient_marks", tap.take))
+    context.events.before_backward.append(guarded("gradient_marks", tap.look_again))
+    context.events.on_gradients.append(guarded("gradient_marks", tap.look))
+
+
+class _Marked(NamedTuple):
+    """A gradient as a backward pass left it."""
+
+    gradient: Tensor
+    version: int
+    mark: bytes
+
+
+class _GradientMarks:
+    """Marks by id of the parameter."""
+
+    def __init__(self, context: TapContext) -> None:
+        self._context = context
+        self._marked: dict[int, _Marked] = {}
+        self._edits_unseen = False
+
+    def take(self) -> None:
+        """Mark the gradients that a backward pass has left."""
+        self._marked.clear()
+        if self._edits_unseen or self._context.set_back or not self._context.sink.progress.observing:
+            return
+        for tap in self._context.optimizers.values():
+            for parameter, _ in tap.selected():
+                gradient = tap.gradient_of(parameter)
+                if gradient is not None and gradient.is_floating_point() and (mark := mark_of(gradient)) is not None:
+                    self._marked[id(parameter)] = _Marked(gradient, version_of(gradient), mark)
+
+    def look_again(self, *_: Any) -> None:
+        """Before the next backward pass adds to the gradients."""
+        for tap in self._context.optimizers.values() if self._marked else ():
+            self.look(tap, list(tap.selected()))
+
+    def look(self, tap: OptimizerTap, held: Iterable[tuple[Tensor, Sequence[Piece]]], *_: Any) -> None:
+        """Record a bit of one gradient that has flipped."""
+        changed: list[tuple[Tensor, Sequence[Piece], int | None]] = []
+        for parameter, pieces in held:
+            marked = self._marked.pop(id(parameter), None)
+            gradient = None if marked is None else tap.gradient_of(parameter)
+            if marked is None or gradient is not marked.gradient or version_of(gradient) != marked.version:
+                continue
+            now = mark_of(gradient)
+            if now is not None and now != marked.mark:
+                bit = flipped_bit(marked.mark, now, gradient.nbytes, 8 * gradient.element_size())
+                changed.append((gradient, pieces, bit))
+        if not changed:
+            return
+        gradient, pieces, bit = changed[0]
+        if len(changed) > 1 or bit is None or len(pieces) > 1 or int(torch.count_nonzero(gradient)) < _LEAST:
+            self._edits_unseen = True
+            return
+        self._context.sink.emit(
+            torch.tensor(float(bit), dtype=torch.float64, device="cpu"), phase="grad", path=pieces[0].path, slot="grad",
+            stage=FLIPPED, optimizer=tap.name, scaled=False,
+        )  # fmt: skip

@@ -1,0 +1,88 @@
+"""The parameters that an optimizer holds, looked up again only if its groups or the names of parameters changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from traindiff.core.shards import Piece
+
+if TYPE_CHECKING:
+    from traindiff.observe.torch.hooks.context import TapContext
+
+Held = tuple[int, Tensor, Sequence[Piece]]
+"""A parameter with the number of its group, and with the pieces of the model's parameters in it."""
+
+
+class HeldParameters:
+    """What an optimizer holds.
+
+    Args:
+        context: The training.
+        name: Name of the optimizer; parameters that are not the model's are named by it, by group and by position.
+
+    Attributes:
+        all: Each parameter.
+        selected: Each parameter with the pieces in it that are observed; none without such pieces.
+        tensors: The parameters in `selected`.
+        are_whole: Every one of these is one parameter of the model.
+        number: Counts the changes.
+    """
+
+    def __init__(self, context: TapContext, name: str) -> None:
+        self._targets = context.targets
+        self._name = name
+        self._groups: list[list[Tensor]] = []
+        self._paths: list[str | None] = []
+        self._ids: list[int] = []
+        self._num_parameters = -1
+        self.all: Sequence[Held] = ()
+        self.selected: Sequence[tuple[Tensor, Sequence[Piece]]] = ()
+        self.tensors: Sequence[Tensor] = ()
+        self.are_whole = False
+        self.number = 0
+
+    def look(self, groups: Sequence[dict[str, Any]]) -> HeldParameters:
+        """Look them up again if something changed. An engine that flattens parameters may change its own at any time.
+
+        Args:
+            groups: The parameter groups of the optimizer.
+        """
+        if not self._is_same(groups):
+            self._look_up(groups)
+        return self
+
+    def _is_same(self, groups: Sequence[dict[str, Any]]) -> bool:
+        targets = self._targets
+        if len(groups) != len(self._groups) or any(True for _ in targets.layout.flat):
+            return False
+        for entry, before in zip(groups, self._groups, strict=True):
+            now = entry["params"]
+            if len(now) != len(before) or not all(map(is_, now, before)):
+                return False
+        return len(targets.parameters) == self._num_parameters and self._paths == [*map(targets.names.get, self._ids)]
+
+    def _look_up(self, groups: Sequence[dict[str, Any]]) -> None:
+        targets, found = self._targets, []
+        self._groups = [[*entry["params"]] for entry in groups]
+        for number, parameters in enumerate(self._groups):
+            for position, parameter in enumerate(parameters):
+                pieces = targets.pieces_of(parameter)
+                if pieces is None:
+                    pieces = (Piece(path=f"{self._name}.groups[{number}].params[{position}]"),)
+                found.append((number, parameter, pieces))
+        self._ids = [id(parameter) for _, parameter, _ in found]
+        self._paths = [*map(targets.names.get, self._ids)]
+        self._num_parameters = len(targets.parameters)
+        self.all = found
+        self.selected = [
+            (parameter, chosen)
+            for _, parameter, pieces in found
+            if (chosen := [piece for piece in pieces if targets.selects(piece.path)])
+        ]
+        self.tensors = [parameter for parameter, _ in self.selected]
+        self.are_whole = all(len(pieces) == 1 and pieces[0].shard is None for _, pieces in self.selected)
+        self.number += 1

@@ -1,0 +1,194 @@
+"""Observations that repeat step after step: what is known of them is worked out once; the rest is one native call.
+
+The slow way defines what is recorded: `Observations.emit` for each tensor. When it has run, `learned` keeps the rows
+that it made. If tensors come again that look the same, their rows differ from these in the step, micro-step, evaluation
+and order alone, and only the numbers are computed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
+from typing import Any
+
+from torch import Tensor, nn, strided
+
+from traindiff.core.kernels.registry import TABLES
+from traindiff.core.kernels.rows import Rows
+from traindiff.core.kernels.torch_arrays import dtype_name
+from traindiff.core.observation import Observation, is_of_evaluation
+from traindiff.core.summary import empty
+from traindiff.core.torch_compat.alike import looks_like
+from traindiff.observe.common.progress import Progress
+from traindiff.observe.torch.sharding.layout import Layout, kept_here
+
+_MOST_ROWS = 8192
+"""Rows that are summarized in one call, before it is looked how much memory they take."""
+
+_NOTHING = empty().tobytes()
+_STEP, _MICRO_STEP, _ORDER, _EVALUATION = (
+    Observation._fields.index(name) for name in ("step", "micro_step", "order", "evaluation")
+)
+_observation = partial(tuple.__new__, Observation)
+PLAIN = (Tensor, nn.Parameter)
+"""Classes of tensors that are what they seem."""
+
+
+class Repeated:
+    """What is known of a sequence of tensors that a tap hands over in each step; the tap keeps it."""
+
+    __slots__ = ("plan",)
+
+    def __init__(self) -> None:
+        self.plan: Plan | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Consecutive rows of a plan.
+
+    Attributes:
+        first: Number of the first of them in the plan, and `count` of them.
+        table: The kernel's table of them.
+        others: Rows of tensors that the kernel does not read in one stretch, by their place in the part.
+        columns: Their observations by column, without those that differ from step to step.
+        of_evaluation: Whether each belongs to one evaluation of the loss.
+    """
+
+    first: int
+    count: int
+    table: Any
+    others: tuple[tuple[int, Observation], ...]
+    columns: tuple[Any, ...]
+    of_evaluation: tuple[bool, ...]
+
+    def observations(self, *, step: int, micro_step: int, evaluation: int, order: int) -> list[Observation]:
+        """The rows in a step, whose first one has the given place in the order."""
+        columns = [*self.columns]
+        columns[_STEP], columns[_MICRO_STEP] = repeat(step), repeat(micro_step)
+        columns[_ORDER] = range(order, order + self.count)
+        columns[_EVALUATION] = (
+            [evaluation * belongs for belongs in self.of_evaluation] if evaluation else repeat(0)
+        )  # fmt: skip
+        return [_observation(row) for row in zip(*columns, strict=False)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The rows that a sequence of tensors gives.
+
+    Attributes:
+        about: What else they depend on; the plan holds while it is equal.
+        layout: How this rank's tensors lay; the plan holds for this object.
+        looks: Tells whether tensors look like those from which it was learned.
+        absent: Places where there is no tensor, and a row that says why.
+        optimizer: Whose steps the rows belong to.
+        parts: The rows.
+    """
+
+    about: Any
+    layout: Layout
+    looks: Callable[[Sequence[Any]], bool]
+    absent: tuple[int, ...]
+    optimizer: str
+    parts: tuple[_Part, ...]
+
+    def fits(self, tensors: Sequence[Tensor | None], about: Any) -> bool:
+        """True if the tensors give these rows."""
+        if about != self.about:
+            return False
+        if not self.absent:
+            return self.looks(tensors)
+        if tuple(place for place, one in enumerate(tensors) if one is None) != self.absent:
+            return False
+        return self.looks([one for one in tensors if one is not None])
+
+    def addresses(self, part: _Part, tensors: Sequence[Tensor | None]) -> array[int]:
+        """The address of each tensor of a part; 0 where there is none."""
+        if part.count != len(tensors):
+            tensors = tensors[part.first : part.first + part.count]
+        if self.absent:
+            return array("Q", [0 if one is None else one.data_ptr() for one in tensors])
+        return array("Q", map(Tensor.data_ptr, tensors))  # type: ignore[arg-type]
+
+    def write(
+        self, part: _Part, tensors: Sequence[Tensor | None], rows: Rows, summarize: Callable[[Tensor, Any], Any]
+    ) -> None:
+        """Add the summaries of a part to `rows`; `summarize` makes those that the table does not."""
+        addresses = self.addresses(part, tensors)
+        others = [(place, self._other(seen, tensors[part.first + place], summarize)) for place, seen in part.others]
+        first = rows.place(part.count)
+        part.table.summarize(addresses, first)
+        for place, summary in others:
+            ctypes.memmove(first + place * len(summary), summary, len(summary))
+
+    @staticmethod
+    def _other(seen: Observation, tensor: Tensor | None, summarize: Callable[[Tensor, Any], Any]) -> bytes:
+        found: bytes = _NOTHING if tensor is None else summarize(tensor, seen.shard).tobytes()
+        return found
+
+
+def learned(
+    tensors: Sequence[Tensor | None], rows: Sequence[Observation], about: Any, *, progress: Progress, layout: Layout
+) -> Plan | None:
+    """The plan of some tensors and the rows that they have just given; None if they may give others next time."""
+    present = [one for one in tensors if one is not None]
+    if not rows or len(rows) != len(tensors) or not all(map(_is_plain, present)):
+        return None
+    kernel = next((found for one in TABLES if (found := one.load()) is not None), None)
+    looks = looks_like(present)
+    if kernel is None or looks is None or not all(map(_is_of, rows, tensors)):
+        return None
+    step, first = progress.number_of(rows[0].optimizer), rows[0].order
+    now = (step, progress.micro_step, rows[0].optimizer)
+    for place, seen in enumerate(rows):
+        evaluation = progress.evaluation if is_of_evaluation(seen.phase, seen.stage) else 0
+        if (seen.step, seen.micro_step, seen.optimizer) != now or seen.evaluation != evaluation:
+            return None
+        if seen.order != first + place:
+            return None
+    parts = [
+        _part(start, tensors[start : start + _MOST_ROWS], rows[start : start + _MOST_ROWS], kernel)
+        for start in range(0, len(rows), _MOST_ROWS)
+    ]
+    absent = tuple(place for place, one in enumerate(tensors) if one is None)
+    return Plan(
+        about=about, layout=layout, looks=looks, absent=absent, optimizer=rows[0].optimizer, parts=tuple(parts)
+    )  # fmt: skip
+
+
+def _part(first: int, tensors: Sequence[Tensor | None], rows: Sequence[Observation], kernel: Any) -> _Part:
+    from traindiff.core.kernels.cpu.summarize import reads
+
+    in_table = [
+        one is not None and reads(one) and one.is_contiguous() and kernel.is_one_stretch(seen.shard)
+        for one, seen in zip(tensors, rows, strict=True)
+    ]
+    entries = [(seen.dtype, seen.shard) if fast else None for seen, fast in zip(rows, in_table, strict=True)]
+    return _Part(
+        first=first,
+        count=len(rows),
+        table=kernel.Table(entries),
+        others=tuple((place, rows[place]) for place, fast in enumerate(in_table) if not fast),
+        columns=tuple(zip(*rows, strict=True)),
+        of_evaluation=tuple(is_of_evaluation(seen.phase, seen.stage) for seen in rows),
+    )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """True for a dense tensor on the CPU that is on this rank as it is, and whose class has no further state."""
+    if type(tensor) not in PLAIN or tensor.is_nested or tensor.layout is not strided:
+        return False
+    return tensor.is_cpu and kept_here(tensor)[0] is tensor
+
+
+def _is_of(seen: Observation, tensor: Tensor | None) -> bool:
+    """True if the row is that of all of the tensor; without a tensor, if it says why there is none."""
+    if tensor is None:
+        return bool(seen.unobserved)
+    size = tensor.numel() * (1 + tensor.is_complex())
+    return not seen.unobserved and seen.dtype == dtype_name(tensor) and seen.shard.size == size

@@ -1,0 +1,219 @@
+"""Runs that continue the baseline from a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import traindiff
+from traindiff.analyse.compare import Comparison
+from traindiff.errors import ConfigError
+from traindiff.storage import open_recording
+
+SAVED_AFTER, STEPS = 3, 6
+
+
+@dataclass
+class Parts:
+    """A training with everything that a checkpoint has to hold."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+
+    def train(self, first: int, last: int) -> None:
+        """Steps `first` to `last`, the last one excluded; their batches depend on their number only."""
+        for step in range(first, last):
+            batch = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
+            self.model(batch).square().mean().backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+
+
+def begun() -> Parts:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return Parts(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
+
+
+Saved = Mapping[str, Any]
+
+
+@pytest.fixture(scope="module")
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Saved]:
+    """A recording of all steps, and what was saved in the middle."""
+    path, parts = tmp_path_factory.mktemp("resumed") / "baseline", begun()
+    with traindiff.record(path, parts.model, parts.optimizer):
+        parts.train(0, SAVED_AFTER)
+        saved = {
+            "model": parts.model.state_dict(), "optimizer": parts.optimizer.state_dict(),
+            "scheduler": parts.scheduler.state_dict(), "random": torch.get_rng_state(),
+        }  # fmt: skip
+        saved = copy.deepcopy(saved)
+        parts.train(SAVED_AFTER, STEPS)
+    return path, saved
+
+
+Resumed = Callable[..., Comparison]
+
+
+@pytest.fixture
+def resumed(baseline: tuple[Path, Saved], tmp_path: Path) -> Resumed:
+    """Continue the training without parts of what was saved, and compare."""
+    path, saved = baseline
+
+    def run(
+        *, without: str = "", first_batch: int = SAVED_AFTER, first_step: int = 0, offset: int | None = None
+    ) -> Comparison:
+        parts, held = begun(), copy.deepcopy(dict(saved))
+        held["model"] = {name: value for name, value in held["model"].items() if name != without}
+        parts.model.load_state_dict(held["model"], strict=False)
+        if without != "optimizer":
+            parts.optimizer.load_state_dict(held["optimizer"])
+        if without != "scheduler":
+            parts.scheduler.load_state_dict(held["scheduler"])
+        if without != "random":
+            torch.set_rng_state(held["random"])
+        with traindiff.record(tmp_path / "resumed", parts.model, parts.optimizer, first_step=first_step):
+            parts.train(first_batch, first_batch + STEPS - SAVED_AFTER)
+        return traindiff.compare(path, tmp_path / "resumed", offset=offset)
+
+    return run
+
+
+def first_words(comparison: Comparison) -> tuple[str, str, str]:
+    first = comparison.first_divergence
+    assert first is not None
+    return comparison.verdict, first.kind, first.message
+
+
+def test_a_run_whose_first_parameters_are_those_of_a_later_step_is_compared_from_there(resumed: Resumed) -> None:
+    comparison = resumed()
+
+    assert (comparison.verdict, comparison.steps) == ("identical", (3, 4, 5))
+    assert comparison.notes[0] == (
+        "Step 0 of the candidate begins with the parameters of the baseline's step 3, and is compared as step 3; so "
+        "are the steps after it. --offset 0 compares steps by their own numbers."
+    )
+
+
+@pytest.mark.parametrize("numbered", [{"first_step": 3}, {"offset": 3}])
+def test_a_run_that_is_told_where_it_begins_needs_no_search(resumed: Resumed, numbered: Mapping[str, int]) -> None:
+    comparison = resumed(**numbered)
+
+    assert (comparison.verdict, comparison.steps) == ("identical", (3, 4, 5))
+    assert not any("begins with" in note for note in comparison.notes)
+
+
+def test_an_offset_of_0_compares_steps_by_their_numbers(resumed: Resumed) -> None:
+    comparison = resumed(offset=0)
+
+    assert (comparison.steps, first_words(comparison)[:2]) == ((0, 1, 2), ("misaligned", "initial-parameter"))
+
+
+def test_steps_are_numbered_from_the_first_one_on(resumed: Resumed, tmp_path: Path) -> None:
+    resumed(first_step=3)
+    recording = open_recording(str(tmp_path / "resumed"))
+
+    assert [step.step for step in recording.steps(0)] == [3, 4, 5]
+    assert recording.rank_content(0)["ended"]["steps"] == {"optimizer": 6}
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, True, "3"])
+def test_a_first_step_that_is_no_number_is_refused(wrong: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"first_step=.*\n *is not the number of a step"):
+        traindiff.record(tmp_path / "refused", nn.Linear(2, 2), first_step=wrong)
+    assert not (tmp_path / "refused").exists()
+
+
+def test_a_scheduler_that_was_not_restored_is_named(resumed: Resumed) -> None:
+    verdict, kind, message = first_words(resumed(without="optimizer"))  # whose state holds the learning rate as well
+
+    assert (verdict, kind) == ("misaligned", "hyper-parameter")
+    assert message.endswith("The baseline had this value in step 0, as if the scheduler had not been restored.")
+
+
+def test_a_scheduler_alone_that_was_not_restored_shows_when_it_turns(resumed: Resumed) -> None:
+    comparison = resumed(without="scheduler")
+
+    first = comparison.first_divergence
+    assert first is not None
+    assert (first.kind, first.slot, first.step) == ("hyper-parameter", "lr", 4)
+
+
+def test_a_generator_that_was_not_restored_is_named(resumed: Resumed) -> None:
+    verdict, kind, message = first_words(resumed(without="random"))
+
+    assert (verdict, kind) == ("misaligned", "random-state")
+    assert message.endswith("It is the state with which the baseline began step 0: the generator was not restored.")
+
+
+def test_data_that_begins_again_is_named(resumed: Resumed) -> None:
+    verdict, kind, message = first_words(resumed(first_batch=0))
+
+    assert (verdict, kind) == ("misaligned", "batch")
+    assert message.endswith("Batch 3 of the candidate is the baseline's batch 0: the data begins again.")
+
+
+def test_data_that_goes_on_at_another_place_is_named(resumed: Resumed) -> None:
+    assert first_words(resumed(first_batch=2))[2].endswith(
+        "Batch 3 of the candidate is the baseline's batch 2: the data goes on at another place."
+    )
+
+
+def test_a_parameter_that_was_not_loaded_is_named(resumed: Resumed) -> None:
+    comparison = resumed(without="3.weight")
+
+    first = comparison.first_divergence
+    assert first is not None
+    assert (comparison.verdict, first.kind, first.path, first.step) == (
+        "misaligned",
+        "initial-parameter",
+        "3.weight",
+        3,
+    )
+    assert comparison.notes[0].startswith(
+        "Step 0 of the candidate begins with 5 of 6 parameters of the baseline's step 3"
+    )
+
+
+def test_a_buffer_that_was_not_loaded_is_named(resumed: Resumed) -> None:
+    comparison = resumed(without="1.running_mean")
+
+    first = comparison.first_divergence
+    assert first is not None
+    assert (comparison.verdict, first.path, first.step) == ("diverged", "1.running_mean", 3)
+
+
+def test_a_run_that_begins_where_the_baseline_begins_is_compared_by_its_numbers(
+    baseline: tuple[Path, Saved], tmp_path: Path
+) -> None:
+    parts = begun()
+    with traindiff.record(tmp_path / "again", parts.model, parts.optimizer):
+        parts.train(0, 2)
+    comparison = traindiff.compare(baseline[0], tmp_path / "again")
+
+    assert (comparison.findings, comparison.steps) == ((), (0, 1))
+
+
+def test_a_run_that_begins_nowhere_in_the_baseline_is_compared_by_its_numbers(
+    baseline: tuple[Path, Saved], tmp_path: Path
+) -> None:
+    parts = begun()
+    with torch.no_grad():
+        parts.model[0].weight.mul_(2.0)  # type: ignore[operator, index, union-attr]
+        parts.model[3].weight.mul_(2.0)  # type: ignore[operator, index, union-attr]
+    with traindiff.record(tmp_path / "other", parts.model, parts.optimizer):
+        parts.train(0, 2)
+    comparison = traindiff.compare(baseline[0], tmp_path / "other")
+
+    assert (comparison.steps, first_words(comparison)[:2]) == ((0, 1), ("misaligned", "initial-parameter"))
