@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -82,8 +83,11 @@ def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
         "AWS_SHARED_CREDENTIALS_FILE": "/nonexistent",
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
+    request = urllib.request.Request(f"{server.endpoint}/moto-api/reset", method="POST")  # moto keeps its buckets
+    urllib.request.urlopen(request).close()
     fsspec.filesystem("s3").clear_instance_cache()
     fsspec.filesystem("s3").mkdir(BUCKET)
+    server.requests.clear()
     try:
         yield server
     finally:

@@ -100,6 +100,11 @@ def file_system(path: str) -> tuple[Any, str]:
     return (file_system, root) if isinstance(file_system, LocalFileSystem) else (Store(file_system, protocol), root)
 
 
+def lacks_container(file_system: Any, root: str) -> stores.StoreError | None:
+    """The error for a path in a store whose bucket does not exist; None if it does, or for other file systems."""
+    return file_system.lacks_container(root) if isinstance(file_system, Store) else None
+
+
 def _unreachable(path: str, what: str, fix: str) -> ConfigError:
     return ConfigError("the path of a recording", [Problem(where=repr(path), what=what, fix=fix)])
 
@@ -136,7 +141,7 @@ def make_room(
             being written.
     """
     if not file_system.exists(root):
-        if isinstance(file_system, Store) and (missing := file_system.lacks_container(root)) is not None:
+        if (missing := lacks_container(file_system, root)) is not None:
             raise missing
         return
     if not file_system.isdir(root):

@@ -16,10 +16,9 @@ from traindiff.core.untrusted.demands import MOST_JSON_BYTES
 from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import MixedRecordingError, NotARecordingError
 from traindiff.storage import manifest, segments, tensor_files
-from traindiff.storage.location import file_system, rank_directory
+from traindiff.storage.location import file_system, lacks_container, rank_directory
 from traindiff.storage.manifest import ended
 from traindiff.storage.part import Part
-from traindiff.storage.stores import Store
 from traindiff.storage.stream import RankStatus, RankStream, StepObservations
 
 
@@ -243,7 +242,7 @@ class Recording:
 
     def _read_run(self) -> dict[str, Any]:
         if not self._fs.exists(self._root):
-            if isinstance(self._fs, Store) and (missing := self._fs.lacks_container(self._root)) is not None:
+            if (missing := lacks_container(self._fs, self._root)) is not None:
                 raise NotARecordingError(str(missing))
             raise NotARecordingError(
                 f"{self.path} does not exist. Give the directory that traindiff.record(...) wrote."

@@ -82,6 +82,11 @@ class Folder:
         entries = self.file_system.ls(self.root, detail=False)
         return sorted(posixpath.basename(entry.rstrip("/")) for entry in entries)
 
+    def kinds(self) -> dict[str, bool]:
+        """True for each entry of the directory that is itself one, by name, on a file system that is not local."""
+        entries = self.file_system.ls(self.root, detail=True)
+        return {posixpath.basename(one["name"].rstrip("/")): one.get("type") == "directory" for one in entries}
+
     def sizes(self) -> dict[str, int]:
         """Size of each entry of the directory by name, in one request; 0 for what is no regular file."""
         if not self._local:
