@@ -19,6 +19,7 @@ from tests.messages import (
     resuming,
     setups,
     showing,
+    stores,
     training,
     watching,
     weights,
@@ -29,6 +30,7 @@ GOLDEN = Path(__file__).parent / "messages.txt"
 
 CHAPTERS: Sequence[Chapter] = (
     recording.chapter,
+    stores.chapter,
     training.chapter,
     watching.chapter,
     rerunning.chapter,

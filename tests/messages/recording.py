@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -334,14 +334,13 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
 
 @situation("a path where another recording begins at the same moment")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
-    opens, locks = WrittenFiles.open, []
+    opens, locks = WrittenFiles.open_data, []
 
-    def taken(files: WrittenFiles, path: str) -> IO[bytes]:
-        file = opens(files, path)
+    def taken(files: WrittenFiles, path: str) -> None:
+        opens(files, path)
         locks.append(RecordingLock(path))
-        return file
 
-    patched.setattr(WrittenFiles, "open", taken)
+    patched.setattr(WrittenFiles, "open_data", taken)
     try:
         record(here / "run")
     finally:

@@ -70,7 +70,7 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     with traindiff.record(here / "run", model) as run:
         assert isinstance(run._writer, BackgroundWriter)
         files = run._writer._writer
-        files._data = FullDisk(files._data, room=100)  # type: ignore[assignment]
+        files._files.data = FullDisk(files._files.data, room=100)  # type: ignore[assignment]
         for _ in range(3):
             model(torch.ones(3, 4)).sum().backward()
             torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -99,7 +99,7 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
 @situation("the disk is full, and somebody writes on")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     writer = write(here / "run", steps=0, close=False)
-    writer._data = FullDisk(writer._data, room=100)  # type: ignore[assignment]
+    writer._files.data = FullDisk(writer._files.data, room=100)  # type: ignore[assignment]
     try:
         writer.write_step(*step(0))
     except OSError:

@@ -13,16 +13,16 @@ from traindiff.storage import RecordingWriter, open_recording
 STEPS = 3
 
 
-@pytest.mark.parametrize("file", ["_data", "_seals"])
+@pytest.mark.parametrize("file", ["data", "seals"])
 def test_whatever_fitted_on_the_disk_can_be_read(file: str, tmp_path: Path) -> None:
     write(tmp_path / "whole", steps=STEPS)
     whole = content(tmp_path / "whole")
-    name = {"_data": "observations.arrows", "_seals": "observations.crc"}[file]
+    name = {"data": "observations.arrows", "seals": "observations.crc"}[file]
     size = (tmp_path / "whole/rank-00000" / name).stat().st_size
-    rooms = {number * size // 40 for number in range(40)} if file == "_data" else set(range(size))
+    rooms = {number * size // 40 for number in range(40)} if file == "data" else set(range(size))
     for room in sorted(rooms):
         writer = RecordingWriter(str(tmp_path / "run"), run=RUN, overwrite=True)
-        setattr(writer, file, FullDisk(getattr(writer, file), room))
+        setattr(writer._files, file, FullDisk(getattr(writer._files, file), room))
         failed = False
         for number in range(STEPS):
             try:
@@ -43,20 +43,20 @@ def test_whatever_fitted_on_the_disk_can_be_read(file: str, tmp_path: Path) -> N
 
 def test_closing_after_a_failure_closes_the_files(tmp_path: Path) -> None:
     writer = RecordingWriter(str(tmp_path / "run"), run=RUN)
-    writer._data = FullDisk(writer._data, 100)  # type: ignore[assignment]
+    writer._files.data = FullDisk(writer._files.data, 100)  # type: ignore[assignment]
     with pytest.raises(OSError, match="No space left"):
         writer.write_step(*step(0))
 
     writer.close()
     writer.close()
 
-    assert writer._data.closed
-    assert writer._seals.closed
+    assert writer._files.data.closed
+    assert writer._files.seals.closed
 
 
 def test_nothing_is_written_after_a_gap_even_when_there_is_room_again(tmp_path: Path) -> None:
     writer = write(tmp_path / "run", steps=1, close=False)
-    writer._data = FullDisk(writer._data, 100)  # type: ignore[assignment]
+    writer._files.data = FullDisk(writer._files.data, 100)  # type: ignore[assignment]
     with pytest.raises(OSError, match="No space left"):
         writer.write_step(*step(1))
 

@@ -19,10 +19,10 @@ def message(run: Path) -> str:
     return open_recording(str(run)).status(0).message
 
 
-@pytest.mark.parametrize("file", ["_data", "_seals"])
+@pytest.mark.parametrize("file", ["data", "seals"])
 def test_a_step_that_finds_no_room_is_named_with_the_reason(file: str, tmp_path: Path) -> None:
     writer = write(tmp_path / "run", steps=2, close=False)
-    setattr(writer, file, FullDisk(getattr(writer, file), 10))
+    setattr(writer._files, file, FullDisk(getattr(writer._files, file), 10))
 
     with pytest.raises(OSError, match=r"\[Errno 28\] step 2 could not be written: No space left on device"):
         writer.write_step(*step(2))
@@ -74,7 +74,7 @@ def test_a_complete_recording_has_no_file_for_it(tmp_path: Path) -> None:
 
 def test_an_end_that_finds_no_room_is_said(tmp_path: Path) -> None:
     writer = write(tmp_path / "run", steps=2, close=False)
-    writer._data = FullDisk(writer._data, 3)  # type: ignore[assignment]
+    writer._files.data = FullDisk(writer._files.data, 3)  # type: ignore[assignment]
 
     with pytest.raises(OSError, match="its end could not be written: No space left on device"):
         writer.close()

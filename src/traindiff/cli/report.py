@@ -129,7 +129,9 @@ def write_page(result: Comparison | Verdict, output: Path) -> None:
 @app.command(short_help="Show reports of all recordings under a directory in a browser.")
 @says_what_is_wrong
 def view(
-    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Recordings are looked for under it.")],
+    directory: Annotated[
+        str, typer.Argument(metavar="DIRECTORY", help="Recordings are looked for under it. May be a URL.")
+    ],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 for any that is free.")] = 8421,
     browse: Annotated[bool, typer.Option("--open", help="Open the list in the browser.")] = False,
 ) -> None:
@@ -140,9 +142,13 @@ def view(
     """
     from traindiff.errors import ConfigError, Problem
     from traindiff.present.viewer import Viewer
+    from traindiff.storage.location import file_system, lacks_container
 
-    if not directory.is_dir():
-        what = "is not a directory." if directory.exists() else "does not exist."
+    files, root = file_system(directory)
+    if not files.isdir(root):
+        if (missing := lacks_container(files, root)) is not None:
+            raise missing
+        what = "is not a directory." if files.exists(root) else "does not exist."
         fix = "Give the directory that holds recordings."
         raise ConfigError("view", [Problem(where=str(directory), what=what, fix=fix)])
     try:

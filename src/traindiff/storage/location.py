@@ -19,8 +19,9 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from traindiff.errors import ConfigError, Problem
-from traindiff.storage import manifest
+from traindiff.storage import manifest, stores
 from traindiff.storage.gap import GAP_FILE
+from traindiff.storage.stores import Store
 from traindiff.storage.written_files import UNFINISHED
 
 DATA = "observations.arrows"
@@ -28,6 +29,9 @@ DATA = "observations.arrows"
 
 SEALS = "observations.crc"
 """Name of the file with their checksums."""
+
+SEGMENT = re.compile(r"observations-(\d{15})-(\d{10})\.segment", re.ASCII)
+"""Names of files with a part of both, on stores that cannot append: where it begins, and its length."""
 
 LONGEST = 150
 """Limit for the characters of a file name without its ending."""
@@ -62,25 +66,43 @@ def rank_directory(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
+def segment_name(first: int, length: int) -> str:
+    """Name of the object with `length` bytes of the observations from offset `first` on."""
+    return f"observations-{first:015d}-{length:010d}.segment"
+
+
 def file_system(path: str) -> tuple[Any, str]:
     """The fsspec file system of a path or URL, and the path in it.
 
+    Returns:
+        A `LocalFileSystem`, or a `Store` for any other one.
+
     Raises:
-        ConfigError: The protocol is not known or needs a package that is not installed, or the path is relative to
-            a working directory that no longer exists.
+        ConfigError: The protocol is not known or needs a package that is not installed, its credentials or settings
+            are missing, or the path is relative to a working directory that no longer exists.
     """
+    protocol = stores.protocol_of(path)
     try:
         file_system, root = fsspec.core.url_to_fs(path)
     except ImportError as error:
-        fix = "Install that package where traindiff is installed."
-        raise _unreachable(path, f"cannot be reached: {error}.", fix) from None
+        raise _unreachable(path, f"cannot be reached: {error}.", stores.missing_package(path)) from None
     except OSError as error:  # the working directory was deleted
         fix = "Write an absolute path, or change to a directory that is there."
         raise _unreachable(path, f"cannot be reached: {error.strerror or error}.", fix) from None
-    except ValueError as error:
+    except Exception as error:
+        if stores.is_known(protocol):  # the store's package wants settings or credentials
+            said = stores.explained(error, protocol, path.partition("://")[2])
+            raise _unreachable(path, f"cannot be reached: {said.what}.", said.fix) from error
+        if not isinstance(error, ValueError):
+            raise
         fix = f"Write a local path, or a URL of one of: {', '.join(sorted(fsspec.available_protocols())[:12])}, ..."
         raise _unreachable(path, f"cannot be reached: {error}.", fix) from None
-    return file_system, root
+    return (file_system, root) if isinstance(file_system, LocalFileSystem) else (Store(file_system, protocol), root)
+
+
+def lacks_container(file_system: Any, root: str) -> stores.StoreError | None:
+    """The error for a path in a store whose bucket does not exist; None if it does, or for other file systems."""
+    return file_system.lacks_container(root) if isinstance(file_system, Store) else None
 
 
 def _unreachable(path: str, what: str, fix: str) -> ConfigError:
@@ -119,6 +141,8 @@ def make_room(
             being written.
     """
     if not file_system.exists(root):
+        if (missing := lacks_container(file_system, root)) is not None:
+            raise missing
         return
     if not file_system.isdir(root):
         raise unusable(
@@ -160,7 +184,8 @@ def _other_things(file_system: Any, root: str, names: set[str], *, ranks: set[st
         if manifest.FORMAT_NAME.encode() not in run:  # damaged or newer is still a recording
             other.add("run.json")
     for name in ranks:
-        other |= {f"{name}/{inner}" for inner in _names(file_system, posixpath.join(root, name)) - _FILES}
+        inside = _names(file_system, posixpath.join(root, name)) - _FILES
+        other |= {f"{name}/{inner}" for inner in inside if not SEGMENT.fullmatch(inner)}
     return other
 
 

@@ -15,8 +15,8 @@ from traindiff.core.shards import Shard
 from traindiff.core.untrusted.demands import MOST_JSON_BYTES
 from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import MixedRecordingError, NotARecordingError
-from traindiff.storage import manifest, tensor_files
-from traindiff.storage.location import file_system, rank_directory
+from traindiff.storage import manifest, segments, tensor_files
+from traindiff.storage.location import file_system, lacks_container, rank_directory
 from traindiff.storage.manifest import ended
 from traindiff.storage.part import Part
 from traindiff.storage.stream import RankStatus, RankStream, StepObservations
@@ -242,6 +242,8 @@ class Recording:
 
     def _read_run(self) -> dict[str, Any]:
         if not self._fs.exists(self._root):
+            if (missing := lacks_container(self._fs, self._root)) is not None:
+                raise NotARecordingError(str(missing))
             raise NotARecordingError(
                 f"{self.path} does not exist. Give the directory that traindiff.record(...) wrote."
             )
@@ -260,7 +262,7 @@ class Recording:
 
     def _stream(self, rank: int) -> RankStream:
         if rank not in self._streams:
-            self._streams[rank] = RankStream(self._folder.within(rank_directory(rank)), rank)
+            self._streams[rank] = RankStream(segments.of_rank(self._folder.within(rank_directory(rank))), rank)
         return self._streams[rank]
 
 

@@ -23,6 +23,9 @@ from traindiff.storage.columns import Columns
 from traindiff.storage.gap import GAP_FILE, Gap, ReservedNote, dumped, reason_of
 from traindiff.storage.location import DATA, SEALS, RecordingLock, file_system, make_room, rank_directory, unusable
 from traindiff.storage.schema import SCHEMA, Stored
+from traindiff.storage.stored_files import StoredFiles
+from traindiff.storage.stores import Store
+from traindiff.storage.uploads import UploadError
 from traindiff.storage.written_files import Lost, WrittenFiles
 
 _HEAD = {"format": manifest.FORMAT_NAME, "version": manifest.FORMAT_VERSION}
@@ -78,7 +81,10 @@ class RecordingWriter:
         self._crc = posixpath.join(self._directory, SEALS)
         recorded = run.get("settings", {}).get("ranks") or range(world_size)
         self._leads = rank == min(recorded)
-        self._files = WrittenFiles(self._fs, self._root)
+        self._files: WrittenFiles | StoredFiles = (
+            StoredFiles(self._fs, self._directory) if isinstance(self._fs, Store) else WrittenFiles(self._root)
+        )
+        self._is_closed = False
         self._lock: RecordingLock | None = None
         self._note: ReservedNote | None = None
         self._gap: Gap | None = None
@@ -102,29 +108,28 @@ class RecordingWriter:
             )
             self._open(run)
         except OSError as error:
-            raise unusable(
-                path,
-                what=f"cannot be written: {reason_of(error)}.",
-                fix="Give the path of a directory that does not exist yet, where you may write and there is room.",
-            ) from error
+            fix = "Give the path of a directory that does not exist yet, where you may write and there is room."
+            fix = getattr(error, "fix", fix)
+            raise unusable(path, what=f"cannot be written: {reason_of(error)}.", fix=fix) from error
 
     def _open(self, run: Mapping[str, Any]) -> None:
         """Make the files, or none of them."""
         with ExitStack() as undo:
             undo.callback(self._files.discard)
-            self._files.make_directories(self._directory)
-            self._data = undo.enter_context(self._files.open(self._arrows))
-            if self._files.is_local:
+            if isinstance(self._files, WrittenFiles):
+                self._files.make_directories(self._directory)
+                self._files.open_data(self._arrows)
                 self._lock = RecordingLock(self._arrows)
                 undo.callback(self._lock.release)
                 if self._lock.is_taken:
                     raise FileExistsError(errno.EEXIST, "another recording has just begun there")
                 self._note = ReservedNote(posixpath.join(self._directory, GAP_FILE))
                 undo.callback(self._note.close, keep=False)
-            self._seals = undo.enter_context(self._files.open(self._crc))
+                self._files.open_seals(self._crc)
             if self._leads:
                 self._files.put(posixpath.join(self._root, "run.json"), manifest.dump({**_HEAD, **run}))
             self._append(self._header)
+            self._files.begin()
             undo.pop_all()
 
     def write_run(self, run: Mapping[str, Any]) -> None:
@@ -177,6 +182,8 @@ class RecordingWriter:
             if lost is not None:
                 self.give_up(Gap(reason=lost.message))
                 raise self._lost(lost) from error
+            if isinstance(error, UploadError) and error.step is not None:  # an earlier one, that waited
+                step, optimizer = error.step, error.optimizer
             self.give_up(Gap(reason=reason, step=step, optimizer=optimizer))
             if isinstance(error, OSError):
                 raise _saying(f"step {step} could not be written: {reason}", error) from error
@@ -185,6 +192,11 @@ class RecordingWriter:
         if step is not None and self._latest.get(optimizer) != step:
             self._latest[optimizer] = step
             self._num_steps += 1
+
+    @property
+    def is_local(self) -> bool:
+        """False if the recording is on an object store."""
+        return self._files.is_local
 
     @property
     def is_incomplete(self) -> bool:
@@ -199,8 +211,8 @@ class RecordingWriter:
         try:
             if self._note is not None:
                 self._note.write(gap)
-            else:
-                self._files.put(posixpath.join(self._directory, GAP_FILE), dumped(gap))
+            elif isinstance(self._files, StoredFiles):
+                self._files.put_last(posixpath.join(self._directory, GAP_FILE), dumped(gap))
         except Exception:  # the disk may refuse this, too
             _logger.debug("the recording does not say why it ends early", exc_info=True)
 
@@ -211,18 +223,29 @@ class RecordingWriter:
             OSError: The mark could not be written.
             LostFilesError: A file that was written is no longer there.
         """
-        if self._data.closed:
+        if self._is_closed:
             return
+        self._is_closed = True
         with ExitStack() as files:
             if self._lock is not None:
                 files.callback(self._lock.release)
             files.callback(self._close_note)
-            files.callback(self._data.close)
-            files.callback(self._seals.close)
+            files.callback(self._files.close)
             if self._gap is None:
                 self._end()
+            else:
+                self._upload_rest(self._gap)
         if self._gap is None and not self._files.is_local and (lost := self._files.lost_at_the_end()) is not None:
             raise self._lost(lost)
+
+    def _upload_rest(self, gap: Gap) -> None:
+        """Have a store take what still waits to be uploaded of the steps before a gap."""
+        try:
+            self._files.end()
+        except UploadError as error:
+            if error.step is not None and error.step != gap.step:  # the gap begins earlier
+                self._gap = None
+                self.give_up(Gap(reason=reason_of(error), step=error.step, optimizer=error.optimizer))
 
     def _end(self) -> None:
         if self._files.is_local and (lost := self._files.lost_at_the_end()) is not None:
@@ -234,9 +257,14 @@ class RecordingWriter:
             self._write_unwritten()
             self._stream.close()
             self._append(self._message())
+            self._files.end()
         except OSError as error:
             message = f"its end could not be written: {reason_of(error)}"
-            self.give_up(Gap(reason=message))
+            gap = Gap(reason=message)
+            if isinstance(error, UploadError) and error.step is not None:
+                message = f"step {error.step} could not be written: {reason_of(error)}"
+                gap = Gap(reason=reason_of(error), step=error.step, optimizer=error.optimizer)
+            self.give_up(gap)
             raise _saying(message, error) from error
 
     def _write_again(self) -> None:
@@ -275,7 +303,8 @@ class RecordingWriter:
                 site = label(seen.path, seen.slot)
                 content = tensor_files.dump(detail.tensors, site=site)
                 files[row] = tensor_files.tensor_file(step=seen.step, row=self._rows + row, site=site, content=content)
-                self._files.put_in_folder(posixpath.join(self._directory, files[row]), content)
+                path = posixpath.join(self._directory, files[row])
+                self._files.put_in_folder(path, content, step=seen.step, optimizer=seen.optimizer)
         exponents = {row: one.exponents for row, one in details.items() if one.exponents is not None}
         batch = self._columns.batch(observations, summaries, Stored(exponents=exponents, files=files))
         stream = self._stream if batch.nbytes < _THREADED_BYTES else self._threaded
@@ -283,7 +312,8 @@ class RecordingWriter:
         self._rows += len(observations)
         message = self._message()
         # Readers refuse a message that expands to more, as an attack.
-        self._append(batch.serialize().to_pybytes() if too_much(batch.nbytes, len(message)) else message)
+        message = batch.serialize().to_pybytes() if too_much(batch.nbytes, len(message)) else message
+        self._append(message, step=observations[0].step, optimizer=observations[0].optimizer)
 
     def _message(self) -> bytes:
         """The bytes that Arrow has written since the last message, without the schema."""
@@ -292,13 +322,14 @@ class RecordingWriter:
         self._buffer.truncate()
         return message.removeprefix(self._header)
 
-    def _append(self, message: bytes) -> None:
-        # Nothing may follow a half-written message (the disk is full), so the seal comes first.
-        self._files.append(self._crc, self._seals, seal(self._offset, message))
-        self._files.append(self._arrows, self._data, message)
+    def _append(self, message: bytes, *, step: int | None = None, optimizer: str = "") -> None:
+        self._files.append(seal(self._offset, message), message, step, optimizer)
         self._offset += len(message)
 
 
 def _saying(message: str, error: OSError) -> OSError:
-    """An error with the same number and another message."""
-    return OSError(error.errno, message) if error.errno else OSError(message)
+    """An error with the same number and advice, and another message."""
+    said = OSError(error.errno, message) if error.errno else OSError(message)
+    if (fix := getattr(error, "fix", "")) != "":
+        said.fix = fix  # type: ignore[attr-defined]
+    return said

@@ -1,4 +1,4 @@
-"""The files of a recording that is being written, and checks that they are still there."""
+"""The local files of a recording that is being written, and checks that they are still there."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import io
 import os
 import posixpath
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import IO, Any, TypeVar
-
-from fsspec.implementations.local import LocalFileSystem
+from typing import IO, TypeVar
 
 UNFINISHED = ".unfinished"
 _T = TypeVar("_T")
@@ -53,23 +51,28 @@ class UnbufferedFile(io.FileIO):
 
 
 class WrittenFiles:
-    """Makes the files of one rank, and checks that they are still there.
+    """Makes the local files of one rank, and checks that they are still there.
 
     Args:
-        file_system: An fsspec file system.
         root: Directory of the recording.
 
     Attributes:
-        is_local: Whether the file system is local. Then files can be checked at each step, and locked.
+        data: The open file with messages, after `open_data`.
+        seals: The open file with their seals, after `open_seals`.
     """
 
-    def __init__(self, file_system: Any, root: str) -> None:
-        self._fs = file_system
+    data: IO[bytes]
+    seals: IO[bytes]
+
+    is_local = True
+    """Local files are checked at each step, and locked."""
+
+    def __init__(self, root: str) -> None:
         self._root = root
-        self.is_local = isinstance(file_system, LocalFileSystem)
         self._written: dict[str, _Written] = {}
         self._folders: dict[str, _Folder] = {}
         self._made: list[str] = []
+        self._streams: dict[str, str] = {}
 
     def make_directories(self, path: str) -> None:
         """Make a directory and its parents, or none of them if one cannot be made.
@@ -77,9 +80,6 @@ class WrittenFiles:
         Raises:
             OSError: One cannot be made.
         """
-        if not self.is_local:
-            self._fs.makedirs(path, exist_ok=True)
-            return
         with suppress(FileNotFoundError):
             os.stat(path)  # noqa: PTH116  a path that is too long is an error before anything is made
         missing = []
@@ -95,54 +95,72 @@ class WrittenFiles:
             raise
         self._made += made
 
-    def open(self, path: str) -> IO[bytes]:
-        """Open a new file that `append` writes piece by piece."""
-        if not self.is_local:
-            self._written[path] = _Written(size=0)
-            file: IO[bytes] = self._fs.open(path, "wb")
-            return file
+    def open_data(self, path: str) -> None:
+        """Open the new file to which `append` writes messages."""
+        self._streams["data"], self.data = path, self._open(path)
+
+    def open_seals(self, path: str) -> None:
+        """Open the new file to which `append` writes seals."""
+        self._streams["seals"], self.seals = path, self._open(path)
+
+    def _open(self, path: str) -> IO[bytes]:
         file = UnbufferedFile(path, "xb")
         self._written[path] = _Written(size=0, fd=file.fileno())
         return file
 
-    def append(self, path: str, file: IO[bytes], content: bytes) -> None:
-        """Write to the end of an open file, and hand it to the file system."""
-        write_all(file, content)
-        file.flush()
-        self._written[path].size += len(content)
+    def append(self, seal: bytes, message: bytes, step: int | None, optimizer: str) -> None:  # noqa: ARG002
+        """Write a message and its seal to the end of the open files, and hand them to the file system.
+
+        Args:
+            seal: The line of its seal. Nothing may follow a half-written message (the disk is full), so it is first.
+            message: The message.
+            step: The step that the message belongs to, if it does; a local file does not need that.
+            optimizer: Whose step it is.
+        """
+        for name, content in (("seals", seal), ("data", message)):
+            file: IO[bytes] = getattr(self, name)
+            write_all(file, content)
+            file.flush()
+            self._written[self._streams[name]].size += len(content)
+
+    def begin(self) -> None:
+        """Nothing: what was written was handed to the file system at once."""
+
+    def end(self) -> None:
+        """Nothing: what was written was handed to the file system at once."""
+
+    def close(self) -> None:
+        """Close the open files."""
+        with ExitStack() as files:
+            for name in self._streams:
+                files.callback(getattr(self, name).close)
 
     def put(self, path: str, content: bytes) -> None:
         """Write a whole file atomically: a reader sees the old file or the new file, never a part."""
         unfinished = path + UNFINISHED
-        if self.is_local:
-            with open(unfinished, "wb", buffering=0) as file:  # noqa: PTH123
-                write_all(file, content)
-            os.replace(unfinished, path)  # noqa: PTH105
-        else:
-            with self._fs.open(unfinished, "wb") as file:
-                write_all(file, content)
-            self._fs.mv(unfinished, path)
+        with open(unfinished, "wb", buffering=0) as file:  # noqa: PTH123
+            write_all(file, content)
+        os.replace(unfinished, path)  # noqa: PTH105
         self._written[path] = _Written(size=len(content))
 
-    def put_in_folder(self, path: str, content: bytes) -> None:
+    def put_in_folder(self, path: str, content: bytes, *, step: int, optimizer: str) -> None:  # noqa: ARG002
         """Write a file that readers only open once its name is written elsewhere."""
         folder = posixpath.dirname(path)
         if folder not in self._folders:
             self.make_directories(folder)
             self._folders[folder] = _Folder()
-        with self._fs.open(path, "wb") as file:
+        with open(path, "wb") as file:  # noqa: PTH123
             write_all(file, content)
         self._folders[folder].num_files += 1
         self._folders[folder].size += len(content)
 
     def lost(self) -> Lost | None:
         """The first file that is missing or was changed; None if all are intact, or only `lost_at_the_end` can tell."""
-        return self._first_lost(_changed, self._written) if self.is_local else None
+        return self._first_lost(_changed, self._written)
 
     def lost_at_the_end(self) -> Lost | None:
-        """As `lost`, when all files are complete: also in folders, and on file systems that are not local."""
-        changed = _changed if self.is_local else self._changed_elsewhere
-        return self._first_lost(changed, self._written) or self._first_lost(self._emptied, self._folders)
+        """As `lost`, when all files are complete: also in folders."""
+        return self._first_lost(_changed, self._written) or self._first_lost(_emptied, self._folders)
 
     def _first_lost(self, changed: Callable[[str, _T], str], kept: Mapping[str, _T]) -> Lost | None:
         for path, one in kept.items():
@@ -156,31 +174,19 @@ class WrittenFiles:
                 return Lost(path=path, message=f"{path} can no longer be reached: {error.strerror or error}")
         return None
 
-    def _changed_elsewhere(self, path: str, written: _Written) -> str:
-        size = self._fs.size(path)
-        return "" if size is None or size >= written.size else _short(size, written.size)
-
-    def _emptied(self, path: str, folder: _Folder) -> str:
-        if self.is_local:
-            sizes = _sizes(path)
-        else:
-            sizes = [entry["size"] or 0 for entry in self._fs.ls(path, detail=True, refresh=True)]
-        if len(sizes) < folder.num_files:
-            return f"holds {len(sizes):,} of the {folder.num_files:,} files that were written"
-        return _short(sum(sizes), folder.size) if sum(sizes) < folder.size else ""
-
     def _uppermost_gone(self, path: str) -> str:
         gone = path
-        while self.is_local and gone != self._root and not os.path.lexists(above := posixpath.dirname(gone)):
+        while gone != self._root and not os.path.lexists(above := posixpath.dirname(gone)):
             gone = above
         return gone
 
     def discard(self) -> None:
         """Remove the files and directories that were made here, as far as possible."""
+        self.close()
         for path in self._written:
             for one in (path, path + UNFINISHED):
-                with suppress(Exception):  # as far as that is possible
-                    self._fs.rm(one)
+                with suppress(OSError):  # as far as that is possible
+                    os.unlink(one)  # noqa: PTH108
         _remove_directories(self._made)
 
 
@@ -204,6 +210,13 @@ def _changed(path: str, written: _Written) -> str:
     if is_another and (not is_open.st_nlink or there.st_size != is_open.st_size):
         return "is another file now: what was written was moved, deleted or replaced"
     return ""
+
+
+def _emptied(path: str, folder: _Folder) -> str:
+    sizes = _sizes(path)
+    if len(sizes) < folder.num_files:
+        return f"holds {len(sizes):,} of the {folder.num_files:,} files that were written"
+    return _short(sum(sizes), folder.size) if sum(sizes) < folder.size else ""
 
 
 def _short(size: int, written: int) -> str:

@@ -145,7 +145,7 @@ def test_a_step_whose_summaries_never_come_is_an_error_and_nothing_follows_it(
 def test_a_step_that_cannot_be_written_is_an_error_of_a_later_call_and_nothing_follows_it(
     files: RecordingWriter, tmp_path: Path
 ) -> None:
-    files._data = FullDisk(files._data, room=20_000)  # type: ignore[assignment]
+    files._files.data = FullDisk(files._files.data, room=20_000)  # type: ignore[assignment]
     writer = BackgroundWriter(files)
 
     def write_many() -> None:
@@ -162,11 +162,11 @@ def test_a_step_that_cannot_be_written_is_an_error_of_a_later_call_and_nothing_f
     assert 0 < len(written) < 10
     assert open_recording(str(tmp_path / "run")).status(0).ending == "truncated"
     assert not writer._thread.is_alive()
-    assert files._data.closed
+    assert files._files.data.closed
 
 
 def test_an_error_of_the_last_step_is_an_error_of_closing(files: RecordingWriter) -> None:
-    files._data = FullDisk(files._data, room=100)  # type: ignore[assignment]
+    files._files.data = FullDisk(files._files.data, room=100)  # type: ignore[assignment]
     writer = BackgroundWriter(files)
     writer.write_step(*step(0))
 
@@ -174,7 +174,7 @@ def test_an_error_of_the_last_step_is_an_error_of_closing(files: RecordingWriter
         writer.close()
 
     assert not writer._thread.is_alive()
-    assert files._data.closed
+    assert files._files.data.closed
 
 
 def test_closing_twice_is_closing_once(files: RecordingWriter) -> None:
@@ -182,7 +182,7 @@ def test_closing_twice_is_closing_once(files: RecordingWriter) -> None:
     writer.close()
     writer.close()
 
-    assert files._data.closed
+    assert files._files.data.closed
 
 
 def test_closing_takes_a_limited_time_and_can_be_tried_again(
@@ -229,9 +229,9 @@ def test_a_file_system_that_does_not_answer_is_a_clear_error(tmp_path: Path) -> 
 
     released.set()  # what comes late is closed, so that its path is free again
     until = time.monotonic() + 20
-    while not (made and made[0]._data.closed) and time.monotonic() < until:
+    while not (made and made[0]._files.data.closed) and time.monotonic() < until:
         time.sleep(0.01)
-    assert made[0]._data.closed
+    assert made[0]._files.data.closed
 
 
 FORKING = """

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import posixpath
 import stat
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,6 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 from numpy.typing import NDArray
 
 from traindiff.core.untrusted.demands import Refuse, damaged
+from traindiff.core.untrusted.ranges import ranged_file
 
 _OPEN = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOCTTY", 0)
 _OPEN |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
@@ -33,9 +36,9 @@ class Folder:
     """
 
     def __init__(self, file_system: Any, root: str, *, refuse: Refuse = damaged) -> None:
-        self._fs = file_system
+        self.file_system = file_system
         self._local = isinstance(file_system, LocalFileSystem)
-        self._refuse = refuse
+        self.refuse = refuse
         self.root = root
 
     @classmethod
@@ -52,7 +55,7 @@ class Folder:
         path = self.path(name)
         if self._local:
             self._resolved(name)
-        return Folder(self._fs, path, refuse=self._refuse)
+        return Folder(self.file_system, path, refuse=self.refuse)
 
     def path(self, name: str) -> str:
         """The path of a file, for messages.
@@ -62,22 +65,40 @@ class Folder:
         """
         parts = name.split("/")
         if name.startswith(("/", "\\")) or ".." in parts or os.path.isabs(name) or os.path.splitdrive(name)[0]:  # noqa: PTH117
-            raise self._refuse(self.root, f"it names the file {name[:80]!r}, which lies outside of it")
+            raise self.refuse(self.root, f"it names the file {name[:80]!r}, which lies outside of it")
         if "\0" in name or "\\" in name or not all(parts) or "." in parts:
-            raise self._refuse(self.root, f"it names the file {name[:80]!r}, which is not a relative path")
+            raise self.refuse(self.root, f"it names the file {name[:80]!r}, which is not a relative path")
         return posixpath.join(self.root, name)
 
     def exists(self, name: str) -> bool:
         """True if anything has this name, even something unreadable: `read` then says what is wrong with it."""
         path = self.path(name)
-        return os.path.lexists(path) if self._local else bool(self._fs.exists(path))
+        return os.path.lexists(path) if self._local else bool(self.file_system.exists(path))
 
     def names(self) -> list[str]:
         """Sorted names of the entries of the directory, without those of directories below it."""
         if self._local:
             return sorted(os.listdir(self.root))  # noqa: PTH208  a Path for each of a million costs
-        entries = self._fs.ls(self.root, detail=False)
+        entries = self.file_system.ls(self.root, detail=False)
         return sorted(posixpath.basename(entry.rstrip("/")) for entry in entries)
+
+    def kinds(self) -> dict[str, bool]:
+        """True for each entry of the directory that is itself one, by name, on a file system that is not local."""
+        entries = self.file_system.ls(self.root, detail=True)
+        return {posixpath.basename(one["name"].rstrip("/")): one.get("type") == "directory" for one in entries}
+
+    def sizes(self) -> dict[str, int]:
+        """Size of each entry of the directory by name, in one request; 0 for what is no regular file."""
+        if not self._local:
+            entries = self.file_system.ls(self.root, detail=True)
+            return {posixpath.basename(one["name"].rstrip("/")): int(one.get("size") or 0) for one in entries}
+        found = {}
+        with os.scandir(self.root) as listed:
+            for one in listed:
+                with suppress(FileNotFoundError):  # removed meanwhile
+                    status = one.stat(follow_symlinks=True) if one.is_file() else None
+                    found[one.name] = status.st_size if status else 0
+        return found
 
     def size(self, name: str) -> int:
         """Size of a file in bytes.
@@ -87,8 +108,7 @@ class Folder:
         """
         if self._local:
             return self._status(self._resolved(name), name).st_size
-        self._about(self.path(name))
-        return int(self._fs.size(self.path(name)))
+        return self._about(self.path(name))
 
     def open(self, name: str, *, limit: int | None = None) -> IO[bytes]:
         """Open a file, which may have `limit` bytes, to read it piece by piece.
@@ -100,7 +120,7 @@ class Folder:
         file = self._opened(name)
         if limit is not None and (size := file.seek(0, os.SEEK_END)) > limit:
             file.close()
-            raise self._refuse(self.path(name), f"it has {size} bytes, and may have {limit}")
+            raise self.refuse(self.path(name), f"it has {size} bytes, and may have {limit}")
         if limit is not None:
             file.seek(0)
         return file
@@ -108,9 +128,7 @@ class Folder:
     def _opened(self, name: str) -> IO[bytes]:
         path = self.path(name)
         if not self._local:
-            self._about(path)
-            file: IO[bytes] = self._fs.open(path, "rb")
-            return file
+            return ranged_file(self.file_system, path, self._about(path))
         resolved = self._resolved(name)
         self._status(resolved, name)  # opening a device may do something
         try:
@@ -120,7 +138,7 @@ class Folder:
         opened = os.fdopen(descriptor, "rb") if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
         if opened is None:  # replaced since
             os.close(descriptor)
-            raise self._refuse(path, "it is not a regular file")
+            raise self.refuse(path, "it is not a regular file")
         return opened
 
     def read(self, name: str, *, limit: int) -> bytes:
@@ -135,7 +153,7 @@ class Folder:
             file.seek(0)
             content = file.read(size + 1)  # not the limit: as many bytes are allocated at once
         if len(content) > limit:
-            raise self._refuse(self.path(name), f"it has more than the {limit} bytes that it may have")
+            raise self.refuse(self.path(name), f"it has more than the {limit} bytes that it may have")
         return content
 
     def read_range(self, name: str, first: int, count: int) -> NDArray[np.uint8]:
@@ -146,22 +164,52 @@ class Folder:
             OSError: It may not be read.
         """
         if not self._local:
-            self._about(self.path(name))
-            return np.frombuffer(self._fs.cat_file(self.path(name), start=first, end=first + count), dtype=np.uint8)
+            end = min(first + count, self._about(self.path(name)))  # stores refuse a range behind the end
+            content = self._content(self.path(name), first, end) if first < end else b""
+            return np.frombuffer(content, dtype=np.uint8)
         with self._opened(name) as file:
             length = os.fstat(file.fileno()).st_size
             found = np.empty(max(0, min(count, length - first)), dtype=np.uint8)
             file.seek(first)
             return found[: file.readinto(found.data)]  # type: ignore[attr-defined]
 
-    def _about(self, path: str) -> None:
-        """Refuse anything but a regular file, on a file system that is not local."""
+    def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
+        """Several ranges (name, first byte, count) that exist; stores are asked for all of them at once.
+
+        Raises:
+            TraindiffError: There is no regular file of a name inside the directory.
+            OSError: One may not be read.
+        """
+        if self._local:
+            return [self.read_range(*one).tobytes() for one in ranges]
+        paths = [self.path(name) for name, _, _ in ranges]
+        starts = [first for _, first, _ in ranges]
+        found = self.file_system.cat_ranges(
+            paths, starts, [first + count for _, first, count in ranges], on_error="return"
+        )
+        for path, content in zip(paths, found, strict=True):
+            if isinstance(content, FileNotFoundError):
+                raise self._missing(path)
+            if isinstance(content, Exception):
+                raise content
+        return list(found)
+
+    def _content(self, path: str, first: int, end: int) -> bytes:
+        """A range that exists, on a file system that is not local."""
         try:
-            about = self._fs.info(path)
+            return bytes(self.file_system.cat_file(path, start=first, end=end))
+        except FileNotFoundError:
+            raise self._missing(path) from None
+
+    def _about(self, path: str) -> int:
+        """Size of a regular file on a file system that is not local; anything else is refused."""
+        try:
+            about = self.file_system.info(path)
         except FileNotFoundError:
             raise self._missing(path) from None
         if about.get("type") != "file" or about.get("islink"):
-            raise self._refuse(path, "it is not a regular file")
+            raise self.refuse(path, "it is not a regular file")
+        return int(about.get("size") or 0)
 
     def _resolved(self, name: str) -> str:
         """The path of this name with all links resolved."""
@@ -169,9 +217,9 @@ class Folder:
         try:
             root, resolved = os.path.realpath(self.root), os.path.realpath(path)
         except ValueError:  # not a path on this system
-            raise self._refuse(self.root, f"it names the file {name[:80]!r}, which cannot be a path") from None
+            raise self.refuse(self.root, f"it names the file {name[:80]!r}, which cannot be a path") from None
         if not Path(resolved).is_relative_to(root):
-            raise self._refuse(path, f"it is a link that leads outside of {self.root}")
+            raise self.refuse(path, f"it is a link that leads outside of {self.root}")
         return resolved
 
     def _status(self, resolved: str, name: str) -> os.stat_result:
@@ -181,17 +229,17 @@ class Folder:
         except FileNotFoundError:
             raise self._missing(path) from None
         except NotADirectoryError:
-            raise self._refuse(path, "a part of its path is a file") from None
+            raise self.refuse(path, "a part of its path is a file") from None
         except OSError as error:
             if isinstance(error, PermissionError):
                 raise
-            raise self._refuse(path, f"it cannot be opened ({error.strerror})") from None
+            raise self.refuse(path, f"it cannot be opened ({error.strerror})") from None
         if not stat.S_ISREG(status.st_mode):
-            raise self._refuse(path, f"it is {_KINDS.get(stat.S_IFMT(status.st_mode), 'something else')}, not a file")
+            raise self.refuse(path, f"it is {_KINDS.get(stat.S_IFMT(status.st_mode), 'something else')}, not a file")
         return status
 
     def _missing(self, path: str) -> Exception:
-        return self._refuse(path, "the file is missing")
+        return self.refuse(path, "the file is missing")
 
 
 _KINDS = {

@@ -19,8 +19,9 @@ TAP_FAILED = (
 )
 _WRITER_FAILED = (
     "traindiff could not write the recording, and records nothing more: {message}. The training is not affected; what "
-    "was written before is kept. Make room, or give record(...) another path."
+    "was written before is kept. {fix}"
 )
+_ROOM = "Make room, or give record(...) another path."
 _FILES_LOST = (
     "traindiff records nothing more: {message} The training is not affected. Record again, into a directory that "
     "nothing else changes."
@@ -115,7 +116,8 @@ class Faults:
             _logger.debug("the fault could not be recorded", exc_info=True)
         try:
             template = _FILES_LOST if isinstance(error, LostFilesError) else self.template(tap)
-            warnings.warn(template.format(tap=tap, message=message), TraindiffWarning, stacklevel=3)
+            fix = getattr(error, "fix", _ROOM)
+            warnings.warn(template.format(tap=tap, message=message, fix=fix), TraindiffWarning, stacklevel=3)
         except TraindiffWarning as warning:  # the user turned warnings into errors
             _logger.warning("%s", warning)
 

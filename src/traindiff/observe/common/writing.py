@@ -23,12 +23,22 @@ DEPTH = 2
 """The most steps that wait to be written. With one more that is being written, this bounds the memory."""
 
 PATIENCE_SECONDS = 60.0
-"""The longest that a step of the training waits for a file system that does not answer."""
+"""The longest that a step of the training waits for a file system that does not answer; for an object store, all steps.
+"""
+
+SHARE = 0.01
+"""The part of its time that a training waits for a store beside that, over the whole recording."""
 
 PROMPT_SECONDS = 0.25
 """The longest that a step of the training waits until it is on disk, if its numbers are there already."""
 
 Task = tuple[Callable[[], None], threading.Event]
+
+
+class SlowStoreError(TimeoutError):
+    """A store does not take steps as fast as they are made."""
+
+    fix = "Record less (observe=, select=, every=), or to a store that is nearer."
 
 
 class StepListener(Protocol):
@@ -85,7 +95,8 @@ class BackgroundWriter:
     The training waits until its step is written, so that a run that is killed keeps it, unless that takes longer than
     `PROMPT_SECONDS` (a slow file system) or a GPU is still making its summaries. Then up to `DEPTH` steps wait to be
     written, and would be lost; only beyond that does the training wait for the file system, for `PATIENCE_SECONDS` at
-    most. Nothing is dropped in silence: if a step cannot be written, a later call raises, nothing is written after the
+    most. For an object store, that is the limit for all steps together, and `SHARE` of the time since the recording
+    began. Nothing is dropped in silence: if a step cannot be written, a later call raises, nothing is written after the
     gap, and the recording gives the reason as soon as the file system accepts it. In a fork of the process every method
     does nothing.
 
@@ -108,6 +119,8 @@ class BackgroundWriter:
         self._listener = listener
         self._patience = patience_seconds
         self._prompt = prompt_seconds
+        self._began = time.monotonic()
+        self._waited = 0.0
         self._tasks: queue.Queue[Task | None] = queue.Queue(DEPTH)
         self._error: BaseException | None = None
         self._incomplete = False
@@ -175,6 +188,9 @@ class BackgroundWriter:
         self._thread.join(max(0.0, until - time.monotonic()))
         self._raise_error()
         if self._thread.is_alive():
+            if not self._writer.is_local:
+                seconds = f"{self._patience:g} seconds"
+                raise TimeoutError(f"the store did not take the rest within {seconds}; the last steps may be missing")
             raise TimeoutError(f"{self._timeout()} at the end; the last {DEPTH + 1} steps may be missing")
 
     @property
@@ -194,12 +210,21 @@ class BackgroundWriter:
     def _hand_over(self, task: Callable[[], None], *, waits: bool) -> None:
         is_slow = not self._tasks.empty()
         done = threading.Event()
+        began = time.monotonic()
         try:
-            self._tasks.put((task, done), timeout=self._patience)
+            self._tasks.put((task, done), timeout=self._allowed_wait())
         except queue.Full:
             raise self._timeout() from None
         if waits and not is_slow:
             done.wait(self._prompt)
+        self._waited += time.monotonic() - began
+
+    def _allowed_wait(self) -> float:
+        """How long the training may wait now."""
+        if self._writer.is_local:
+            return self._patience
+        allowed = self._patience + SHARE * (time.monotonic() - self._began)
+        return max(0.0, min(self._patience, allowed - self._waited))
 
     def _drop(self, gap: Gap) -> None:
         self._dropped = gap
@@ -211,7 +236,11 @@ class BackgroundWriter:
             raise error
 
     def _timeout(self) -> TimeoutError:
-        return TimeoutError(f"the file system took no data for {self._patience:g} seconds")
+        if self._writer.is_local:
+            return TimeoutError(f"the file system took no data for {self._patience:g} seconds")
+        return SlowStoreError(
+            f"the store takes less than the recording makes: the training has waited {self._waited:.0f} seconds for it"
+        )
 
     def _write(
         self, observations: Sequence[Observation], summaries: Sequence[Any], details: Mapping[int, Detail]

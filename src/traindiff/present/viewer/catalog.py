@@ -7,11 +7,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import quote
 
 from traindiff.errors import RecordingError
 from traindiff.present.page.writing import environment, policy, styles
-from traindiff.storage import open_recording
+from traindiff.storage import Recording, open_recording
 
 DEPTH = 6
 """Levels of directories in which recordings are looked for."""
@@ -57,7 +58,7 @@ class Catalog:
         """The recordings, the latest first."""
         until = time.monotonic() + SECONDS
         found = [
-            _listed(path, name) if time.monotonic() < until else _without_details(name, ending="unread", message=UNREAD)
+            _listed(path, name) if time.monotonic() < until else without_details(name, ending="unread", message=UNREAD)
             for name, path in self._found()
         ]
         return sorted(found, key=lambda one: (one.created, one.name), reverse=True)
@@ -109,7 +110,8 @@ def _size(file: Path) -> str:
         return ""
 
 
-def _without_details(name: str, *, ending: str, message: str) -> Listed:
+def without_details(name: str, *, ending: str, message: str) -> Listed:
+    """A recording of the list that was not, or could not be, looked into."""
     return Listed(name=name, created="", ranks=0, size_bytes=0, ending=ending, message=message)
 
 
@@ -122,22 +124,47 @@ def _ending(of_ranks: set[str]) -> str:
 
 def _listed(path: Path, name: str) -> Listed:
     try:
-        recording = open_recording(str(path))
-        statuses = [recording.status(rank) for rank in recording.ranks]
         size = sum(file.lstat().st_size for file in path.glob("rank-*/*"))
+        return described(open_recording(str(path)), name, size_bytes=size)
     except (RecordingError, OSError) as error:
-        return _without_details(name, ending="unreadable", message=str(error))
+        return without_details(name, ending="unreadable", message=str(error))
+
+
+def described(recording: Recording, name: str, *, size_bytes: int) -> Listed:
+    """A recording of the list, with how its ranks ended.
+
+    Raises:
+        RecordingError: A rank is damaged.
+    """
+    statuses = [recording.status(rank) for rank in recording.ranks]
     return Listed(
         name=name,
         created=str(recording.run.get("created", "")),
         ranks=recording.world_size,
-        size_bytes=size,
+        size_bytes=size_bytes,
         ending=_ending({one.ending for one in statuses}),
         message=next((status.message for status in statuses if status.message), ""),
     )
 
 
-def write_listing(catalog: Catalog) -> str:
+class Recordings(Protocol):
+    """Recordings under a directory, or under a URL."""
+
+    @property
+    def root(self) -> Path | str:
+        """The directory or the URL."""
+
+    def recordings(self) -> list[Listed]:
+        """The recordings, the latest first."""
+
+    def find(self, name: str) -> Path | str | None:
+        """Where a recording is, by the name in an address; None if it is not under the root."""
+
+    def state(self, name: str) -> str:
+        """A text that changes when the recording grows."""
+
+
+def write_listing(catalog: Recordings) -> str:
     """The page that lists the recordings under a directory."""
     found = catalog.recordings()
     return (

@@ -25,7 +25,8 @@ from traindiff.analyse.check import check
 from traindiff.analyse.compare import compare
 from traindiff.errors import TraindiffError
 from traindiff.present.page import page_of, write
-from traindiff.present.viewer.catalog import Catalog
+from traindiff.present.viewer.catalog import Catalog, Recordings
+from traindiff.present.viewer.stored_catalog import StoredCatalog
 from traindiff.storage import open_recording
 
 NO_PAGE = 3
@@ -34,7 +35,12 @@ NO_PAGE = 3
 NO_SUCH_RECORDING = "There is no such recording under the directory."
 
 
-def written(catalog: Catalog, names: Sequence[str]) -> str:
+def catalog_of(root: str | Path) -> Recordings:
+    """The recordings under a directory, or under a URL."""
+    return StoredCatalog(root) if isinstance(root, str) and "://" in root else Catalog(Path(root))
+
+
+def written(catalog: Recordings, names: Sequence[str]) -> str:
     """The page of one recording, or of the comparison of two, by their names in an address.
 
     Raises:
@@ -57,7 +63,7 @@ def main(root: str, names: Sequence[str]) -> int:
     Thread(target=_end_with_parent, daemon=True).start()
     code = NO_PAGE
     try:
-        text, code = written(Catalog(Path(root)), names), 0
+        text, code = written(catalog_of(root), names), 0
     except FileNotFoundError:
         text = _no_page(HTTPStatus.NOT_FOUND, NO_SUCH_RECORDING)
     except (TraindiffError, OSError) as error:
@@ -135,7 +141,7 @@ class _Job:
 class Pages:
     """Pages of one recording, or of two. Each is written once for each state of the recordings."""
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Recordings) -> None:
         self._catalog = catalog
         self._done: OrderedDict[_Key, Answer] = OrderedDict()
         self._jobs: dict[_Key, _Job] = {}

@@ -16,8 +16,8 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from traindiff.errors import TraindiffError
-from traindiff.present.viewer.catalog import Catalog, message_page, write_listing
-from traindiff.present.viewer.pages import Answer, Pages
+from traindiff.present.viewer.catalog import Recordings, message_page, write_listing
+from traindiff.present.viewer.pages import Answer, Pages, catalog_of
 
 PATIENCE_SECONDS = 1.0
 """Time that a new connection waits until the thread of a closed one has ended."""
@@ -99,15 +99,15 @@ class Viewer:
     pages.
 
     Args:
-        root: The directory.
+        root: The directory, or the URL of one on a store.
         port: The port; 0 for any free port.
 
     Raises:
         OSError: The port is in use.
     """
 
-    def __init__(self, root: Path, *, port: int = 0) -> None:
-        self.catalog = Catalog(root)
+    def __init__(self, root: Path | str, *, port: int = 0) -> None:
+        self.catalog = catalog_of(root)
         self._server = _Server((ADDRESS, port), _Handler)
         self._server.catalog = self.catalog
         self._server.pages = Pages(self.catalog)
@@ -141,7 +141,7 @@ class _Server(ThreadingHTTPServer):
 
     daemon_threads = True  # the program ends without them
     request_queue_size = 128
-    catalog: Catalog
+    catalog: Recordings
     pages: Pages
     hosts: frozenset[str]
 

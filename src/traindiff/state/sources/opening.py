@@ -15,7 +15,7 @@ from traindiff.state.sources.index_files import of_index
 from traindiff.state.sources.live import of_object
 from traindiff.state.sources.recordings import of_recording
 from traindiff.state.stored import Checkpoint, StoredTensor, unreadable
-from traindiff.storage.location import file_system
+from traindiff.storage.location import file_system, lacks_container
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLE = (
@@ -43,6 +43,8 @@ def open_checkpoint(source: Any) -> Checkpoint:
     path = os.fspath(source)
     files, root = file_system(path)
     if not files.exists(root):
+        if (missing := lacks_container(files, root)) is not None:
+            raise CheckpointError(str(missing))
         raise CheckpointError(f"{path} does not exist. Give a file or a directory of saved weights.")
     if files.isdir(root):
         return _checked(_of_directory(path, Folder(files, root, refuse=unreadable)))
