@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from tests.observe.sharding.deepspeed_training import NEEDS_DEEPSPEED
 from tests.run.verify.recipes import one_thread
 from traindiff.cli.commands import app
 
@@ -76,3 +77,13 @@ def test_verify_resumes_its_candidate_if_asked_to(tmp_path: Path) -> None:
     result = json.loads(found.stdout)
     assert (found.exit_code, result["schema"]["name"], result["at"]) == (1, "traindiff-resumption", 2)
     assert [one["what"] for one in result["differences"]] == ["scheduler"]
+
+
+@NEEDS_DEEPSPEED
+def test_a_training_under_deepspeed_goes_on_exactly(tmp_path: Path) -> None:
+    found = resume(
+        tmp_path, "traindiff.run.demo.recipes:mlp", "--at", "2", "--engine", "deepspeed", "--zero-stage", "2"
+    )  # fmt: skip
+
+    assert found.exit_code == 0
+    assert found.stdout.startswith("identical: ")
