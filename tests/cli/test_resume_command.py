@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from tests.observe.sharding.deepspeed_training import NEEDS_DEEPSPEED
 from tests.run.verify.recipes import one_thread
 from traindiff.cli.commands import app
 
@@ -63,3 +65,25 @@ def test_a_training_with_too_few_batches_says_so(tmp_path: Path) -> None:
 
     assert found.exit_code == 2
     assert "recipe mlp, batches\n    are 100 and step 100 needs another." in found.stderr
+
+
+def test_verify_resumes_its_candidate_if_asked_to(tmp_path: Path) -> None:
+    command = ["verify", "traindiff.run.demo.recipes:mlp"]
+    command += ["--candidate", "tests.run.resume.recipes:without_scheduler"]
+    command += ["--resume-at", "2", "--steps", "1", "-o", str(tmp_path / "runs"), "--json"]
+    with one_thread():
+        found = CliRunner().invoke(app, command, catch_exceptions=False)
+
+    result = json.loads(found.stdout)
+    assert (found.exit_code, result["schema"]["name"], result["at"]) == (1, "traindiff-resumption", 2)
+    assert [one["what"] for one in result["differences"]] == ["scheduler"]
+
+
+@NEEDS_DEEPSPEED
+def test_a_training_under_deepspeed_goes_on_exactly(tmp_path: Path) -> None:
+    found = resume(
+        tmp_path, "traindiff.run.demo.recipes:mlp", "--at", "2", "--engine", "deepspeed", "--zero-stage", "2"
+    )  # fmt: skip
+
+    assert found.exit_code == 0
+    assert found.stdout.startswith("identical: ")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +21,7 @@ from traindiff.cli.setup_options import (
 )
 
 if TYPE_CHECKING:
+    from traindiff.analyse.compare.resumption import Resumption
     from traindiff.run.config.setup import Setup
 
 
@@ -28,6 +30,27 @@ def _ranks(text: str) -> tuple[int, int]:
     if not match:
         raise typer.BadParameter(f"{text!r} is not a number of ranks. Write 2, or 2:4 for 2 before saving and 4 after.")
     return int(match[1]), int(match[2] or match[1])
+
+
+def print_resumed(
+    recipe: str, output: Path, *, at: int, steps: int, setup: Setup, resumed_ranks: int, seed: int,
+    timeout: float | None, top: int, as_json: bool,
+) -> int:  # fmt: skip
+    """Run a resume, print its result, and return the exit code."""
+    from traindiff.present.data import write_json
+    from traindiff.present.text.resumption import print_resumption
+    from traindiff.run.resume.resume import resume as run_resume
+
+    with run_progress(messages, steps=2 * (at + steps)) as on_step:
+        result: Resumption = run_resume(
+            recipe, output, at=at, steps=steps, setup=setup, resumed_ranks=resumed_ranks, seed=seed, timeout=timeout,
+            progress=on_step,
+        )  # fmt: skip
+    if as_json:
+        write_json(result, sys.stdout)
+    else:
+        print_resumption(results, result, top=top)
+    return result.exit_code
 
 
 @app.command(context_settings=OTHER_SPELLINGS, short_help="Save, load in a fresh process, train on: is it the same?")
@@ -63,28 +86,12 @@ def resume(
     Everything must be as it was saved before the first step after loading. Exits with 0 if the training goes on as
     if it had never stopped, 1 if it does not, 2 if the input cannot be used, and 3 if not all could be compared.
     """
-    from traindiff.present.data import write_json
-    from traindiff.present.text.resumption import print_resumption
     from traindiff.run.config.options import setups
-    from traindiff.run.resume.resume import resume as run_resume
 
     _, setup = setups(options.requested(), world_size=None)
     before, after = _ranks(ranks) if ranks else (setup.nproc, setup.nproc)
-    setup = _on(setup, before)
-    num_steps = options.steps(steps)
-    with run_progress(messages, steps=2 * (at + num_steps)) as on_step:
-        result: Any = run_resume(
-            recipe, output, at=at, steps=num_steps, setup=setup, resumed_ranks=after, seed=seed, timeout=timeout,
-            progress=on_step,
-        )  # fmt: skip
-    if as_json:
-        import sys
-
-        write_json(result, sys.stdout)
-    else:
-        print_resumption(results, result, top=top)
-    raise typer.Exit(result.exit_code)
-
-
-def _on(setup: Setup, ranks: int) -> Setup:
-    return replace(setup, nproc=ranks)
+    code = print_resumed(
+        recipe, output, at=at, steps=options.steps(steps), setup=replace(setup, nproc=before), resumed_ranks=after,
+        seed=seed, timeout=timeout, top=top, as_json=as_json,
+    )  # fmt: skip
+    raise typer.Exit(code)

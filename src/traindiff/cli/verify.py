@@ -11,6 +11,7 @@ import typer
 
 from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_result, results, says_what_is_wrong
 from traindiff.cli.report import IdenticalOption
+from traindiff.cli.resume import print_resumed
 from traindiff.cli.setup_options import (
     OTHER_SPELLINGS,
     AsInCompareOption,
@@ -89,6 +90,16 @@ def verify(
             metavar="FILE", help="Verify every combination of the grid in this file, TOML or JSON (docs/verify.md)."
         ),
     ] = None,
+    resume_at: Annotated[
+        int | None,
+        typer.Option(
+            "--resume-at",
+            min=1,
+            metavar="N",
+            help="Save the candidate after N steps, load it in fresh processes, train on, and compare it with itself "
+            "without a stop, as traindiff resume does.",
+        ),
+    ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Run combinations again that are finished.")] = False,
     top: Annotated[int, typer.Option(min=0, help="Rows of each table.")] = 12,
     form: FormatOption = "text",
@@ -110,6 +121,14 @@ def verify(
 
     given, num_steps = options.requested(), options.steps(steps)
     replicas = REPLICAS if replica is None else tuple(replica)
+
+    if resume_at is not None:
+        _, setup = setups(given, world_size=None)
+        code = print_resumed(
+            candidate or recipe, output, at=resume_at, steps=num_steps, setup=setup, resumed_ranks=setup.nproc,
+            seed=seed, timeout=timeout, top=top, as_json=as_json or form == "json",
+        )  # fmt: skip
+        raise typer.Exit(code)
 
     def decide(ranks: PresentRanks | None) -> int:
         baseline_setup, setup = setups(given, world_size=launched_ranks())

@@ -217,3 +217,19 @@ def test_a_run_that_begins_nowhere_in_the_baseline_is_compared_by_its_numbers(
     comparison = traindiff.compare(baseline[0], tmp_path / "other")
 
     assert (comparison.steps, first_words(comparison)[:2]) == ((0, 1), ("misaligned", "initial-parameter"))
+
+
+def test_a_run_of_its_own_that_was_recorded_late_is_no_continuation(
+    baseline: tuple[Path, Saved], tmp_path: Path
+) -> None:
+    """Its parameters differ by rounding when its recording begins; that is no other initialization."""
+    parts = begun()
+    with torch.no_grad():
+        for parameter in parts.model.parameters():
+            parameter.mul_(1.0 + 2.0**-22)
+    with traindiff.record(tmp_path / "late", parts.model, parts.optimizer, steps="3-"):
+        parts.train(0, STEPS)
+    comparison = traindiff.compare(baseline[0], tmp_path / "late")
+
+    assert comparison.steps == (3, 4, 5)
+    assert [one for one in comparison.findings if one.kind == "initial-parameter"] == []

@@ -395,3 +395,47 @@ def test_two_optimizers_go_on_where_each_of_them_was(tmp_path: Path) -> None:
     found = resumed(recipe, begun(recipe, tmp_path / "saved"), tmp_path)
 
     assert (found.verdict, says(found)) == ("identical", [])
+
+
+def _hand_written(*, forgets: bool) -> traindiff.Training:
+    """Sets the learning rate and the generator anew in each step."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    steps = iter(range(100))
+    done = [0]
+
+    def step(batch: Tensor) -> Tensor:
+        number = done[0] + next(steps)
+        torch.manual_seed(number)
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
+        loss: Tensor = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    def save(path: Path) -> None:
+        torch.save([model.state_dict(), optimizer.state_dict()], path / "a.pt")
+
+    def load(path: Path) -> int:
+        weights, state = torch.load(path / "a.pt", weights_only=True)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        if forgets:
+            optimizer.param_groups[0]["lr"] = 0.1
+        done[0] = AT
+        return AT
+
+    return traindiff.Training(
+        model=model, optimizer=optimizer, batches=torch.randn(8, 16, 4), step=step, save=save, load=load
+    )  # fmt: skip
+
+
+def test_what_each_step_sets_anew_need_not_be_restored(tmp_path: Path) -> None:
+    directory = begun(lambda: _hand_written(forgets=False), tmp_path / "saved")
+
+    found = resumed(lambda: _hand_written(forgets=True), directory, tmp_path)
+
+    assert (found.verdict, says(found)) == ("identical", [])
+    assert found.notes[0].endswith("The steps after it agree: the training sets it anew.")
+    assert "Torch's generator was not restored: these steps have the same bits in spite of it." in found.notes

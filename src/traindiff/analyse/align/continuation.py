@@ -185,6 +185,9 @@ def with_beginning(side: SideStep, other: SideStep) -> SideStep:
     """A step in the middle of a training, with the parameters that it finds.
 
     The other run begins with this step, and has recorded them. What they are in this run follows from its steps before.
+    They are held against each other only if the other run continues this one: more than half of those that tell one
+    step from another have the same bits. Otherwise it may be a run of its own that was recorded late, in which
+    rounding has changed all of them.
 
     Args:
         side: The step of the run.
@@ -195,4 +198,6 @@ def with_beginning(side: SideStep, other: SideStep) -> SideStep:
         for key, entry in other.table.items()
         if key[:2] == ("param", BEFORE) and key.slot == "value" and key not in side.table and key.path in side.before
     }
-    return replace(side, table={**found, **side.table}) if found else side
+    telling = [key for key, entry in found.items() if not entry.unobserved and _tells(entry)]
+    same = sum(same_bits(found[key], other.table[key]) for key in telling)
+    return replace(side, table={**found, **side.table}) if 2 * same > len(telling) else side

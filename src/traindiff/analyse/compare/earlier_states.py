@@ -51,7 +51,7 @@ def _remark(finding: Finding, first: Beginning, earlier: Sequence[Beginning]) ->
     if finding.kind == "random-state":
         step = next((one.step for one in earlier if _has_random_state(one, first)), None)
         if step is None:
-            return "Was the state of the generator restored at the resume?"
+            return "If the candidate continues from a checkpoint: was the state of the generator restored?"
         return f"It is the state with which the baseline began step {step}: the generator was not restored."
     value = finding.evidence.get("candidate")
     settings = [(one.step, number) for one in earlier for (_, slot), number in one.settings.items()

@@ -30,6 +30,7 @@ def object_differences(
     *,
     whole: tuple[Sequence[Objects], Sequence[Objects]],
     steps_agree: bool,
+    same_bits: bool,
 ) -> tuple[list[StateDifference], list[str]]:
     """Objects that were not restored, and notes on those that are not judged.
 
@@ -40,6 +41,7 @@ def object_differences(
         whole: In the training that never stopped, at the same step and at its end.
         steps_agree: Whether the steps after loading agree with those without a stop. A number that the training holds
             may be a mere count of its own, so it is told as a difference only if they do not.
+        same_bits: Whether they have the same bits. A generator whose numbers make no difference is no difference.
     """
     found: list[StateDifference] = []
     notes: list[str] = []
@@ -62,7 +64,9 @@ def object_differences(
                     continue
                 drawn = not _same(whole[0][rank].get((name, "")), whole[1][rank].get((name, "")))
                 was_fresh = _same(fresh[rank].get((name, "")), resumed[rank].get((name, "")))
-                _add(found, notes, _of_generator(name, restored=not was_fresh, drawn=drawn), finding=drawn)
+                effect = _without_effect(drawn=drawn, same_bits=same_bits)
+                one = _of_generator(name, restored=not was_fresh, effect=effect)
+                _add(found, notes, one, finding=not effect)
                 continue
             if len(unsteady) == len(leaves) and what in ("counter", "object"):
                 notes.append(f"{name} is another one in each run of the training, and was not compared.")
@@ -103,14 +107,17 @@ def _are_nan(one: Leaf, other: Leaf) -> bool:
     return all(isinstance(value, float) and value != value for value in values)
 
 
-def _of_generator(name: str, *, restored: bool, drawn: bool) -> StateDifference:
+def _without_effect(*, drawn: bool, same_bits: bool) -> str:
+    """Why it makes no difference that a generator was not restored; empty if it may make one."""
+    if not drawn:
+        return "the training did not draw from it in these steps"
+    return "these steps have the same bits in spite of it" if same_bits else ""
+
+
+def _of_generator(name: str, *, restored: bool, effect: str) -> StateDifference:
     state = "is not in the state in which it was saved" if restored else "was not restored"
     begin = f"{name[:1].upper()}{name[1:]}" if "'s generator" in name else f"The generator {name}"
-    effect = (
-        "dropout masks, shuffles and samples cannot be the same"
-        if drawn
-        else "the training did not draw from it in these steps"
-    )
+    effect = effect or "dropout masks, shuffles and samples cannot be the same"
     return StateDifference(what="generator", sites=(name,), message=f"{begin} {state}: {effect}.", evidence={})
 
 

@@ -73,14 +73,16 @@ class Told:
     notes: tuple[str, ...]
 
 
-def compare_states(states: Mapping[str, State], *, at: int, steps_agree: bool) -> Told:
+def compare_states(states: Mapping[str, State], *, at: int, steps_agree: bool, same_bits_after: bool) -> Told:
     """Everything that was not restored.
 
     Args:
         states: `saved` and `after-saving`, the state before and after saving; `fresh` and `resumed`, before and after
             loading; `whole` and `end`, of the training that never stopped, at the same step and at its end.
         at: Number of the first step after loading.
-        steps_agree: Whether the steps after loading agree with those without a stop.
+        steps_agree: Whether the steps after loading agree with those without a stop. A setting of the optimizer is
+            compared in each of them, so that one which differs before them is then set anew by the training.
+        same_bits_after: Whether they have the same bits.
     """
     whole, saved, after = states["whole"], states["saved"], states["after-saving"]
     fresh, resumed = states["fresh"], states["resumed"]
@@ -91,10 +93,15 @@ def compare_states(states: Mapping[str, State], *, at: int, steps_agree: bool) -
             "restored is judged, and the steps after it are compared with those of another run."
         )
     found = [*_by_saving(saved, after), *_parameters(saved, fresh, resumed)]
-    found += [*_optimizer_state(saved, resumed), *_settings(saved, fresh, resumed, at=at)]
+    found += _optimizer_state(saved, resumed)
+    settings = [*_settings(saved, fresh, resumed, at=at)]
+    if steps_agree:
+        notes += [f"{one.message} The steps after it agree: the training sets it anew." for one in settings]
+    else:
+        found += settings
     more, further = object_differences(
         saved.objects, fresh.objects, resumed.objects, whole=(whole.objects, states["end"].objects),
-        steps_agree=steps_agree,
+        steps_agree=steps_agree, same_bits=same_bits_after,
     )  # fmt: skip
     return Told(differences=(*found, *more), notes=(*notes, *further))
 

@@ -230,10 +230,12 @@ def _arrays(value: Any) -> Any:
 
 def global_generators() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
     """Getter and setter of the state of every global random generator, by its name in sentences."""
-    legacy: Any = np.random.mtrand._rand  # the RandomState behind `numpy.random.seed`
     found: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         "torch's generator": (torch.get_rng_state, torch.set_rng_state),
-        "NumPy's generator": (partial(get_state, legacy), partial(set_state, legacy)),
+        "NumPy's generator": (
+            lambda: plain(np.random.get_state(legacy=False)),
+            lambda state: np.random.set_state(_arrays(state)),
+        ),
         "Python's generator": (random.getstate, lambda state: random.setstate((state[0], tuple(state[1]), state[2]))),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():

@@ -123,7 +123,9 @@ def result_of(recipe: str, stages: Stages, costs: tuple[RunCost, ...] = ()) -> R
     names = (WHOLE, SAVED, AFTER_SAVING, FRESH, RESUMED, END)
     states = {name: _state(directory, name, (resumed if name in (FRESH, RESUMED) else whole).setup) for name in names}
     comparison = compare(directory / WHOLE, directory / RESUMED, steps=f"{at}-", offset=0)
-    told = compare_states(states, at=at, steps_agree=not comparison.findings)
+    told = compare_states(
+        states, at=at, steps_agree=not comparison.findings, same_bits_after=comparison.verdict == "identical"
+    )  # fmt: skip
     return Resumption(
         recipe=recipe, setups=(whole.setup.message, resumed.setup.message), at=at, differences=told.differences,
         notes=told.notes, comparison=comparison, runs=costs,
