@@ -47,13 +47,13 @@ def _values(entry: MergedSite) -> Iterator[float]:
 
 def _hash(value: float, dtype: str) -> int | None:
     """What one element of a value adds to the fingerprint without places; None if the dtype does not hold the value."""
-    kind = np.dtype({"bfloat16": "float32", "bool": "uint8"}.get(dtype, dtype))
-    if kind.kind in "iu" and not np.iinfo(kind).min <= value <= np.iinfo(kind).max:
+    number_type = np.dtype({"bfloat16": "float32", "bool": "uint8"}.get(dtype, dtype))
+    if number_type.kind in "iu" and not np.iinfo(number_type).min <= value <= np.iinfo(number_type).max:
         return None
-    element = np.array(value).astype(kind)
+    element = np.array(value).astype(number_type)
     if float(element) != value:
         return None
-    bits = element.view(f"u{kind.itemsize}").astype(np.uint64)
+    bits = element.view(f"u{number_type.itemsize}").astype(np.uint64)
     short = 16 if dtype == "bfloat16" else 0
-    wide = kind.itemsize == 8
+    wide = number_type.itemsize == 8
     return int(multiset_hash(fold(bits) if wide else bits >> np.uint64(short), wide=wide))

@@ -55,8 +55,8 @@ def _around(*runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
             texts = _differences(before[where], after[where], what="it")
         else:
             run, held = ("candidate", after) if where in after else ("baseline", before)
-            kind = held[where].get("class")  # an optimizer's implementation has none: it was known later in one run
-            texts = {"class": f"only the {run} has one ({_short(kind)})"} if kind else {}
+            name = held[where].get("class")  # an optimizer's implementation has none: it was known later in one run
+            texts = {"class": f"only the {run} has one ({_short(name)})"} if name else {}
         if texts:
             differing[where] = texts
     return differing
