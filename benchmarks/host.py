@@ -129,7 +129,7 @@ CASES = (
     Case(name="ResNet-18, 32 images of 32 x 32", model=resnet18, batch=(32, 3, 32, 32), goal="<= 1.20 x", rounds=7,
          first=2),
     Case(name="20,000 parameters of 4 elements", model=lambda: Scales(20_000), batch=(4,), goal="<= 1.5 x", rounds=5,
-         first=2),
+         first=4),
 )  # fmt: skip
 
 
