@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.made_up import BATCH, FC, HEAD, Compared, Edit, Measured, Seen, Step, both, rotated, scaled
+from tests.made_up import BATCH, FC, HEAD, Compared, Edit, Measured, Seen, Step, both, plain_step, rotated, scaled
 from traindiff.analyse.compare import Comparison
 from traindiff.analyse.compare.verdict import joined_rows
 from traindiff.analyse.findings import SITE_WORDS, word_of
@@ -303,3 +303,17 @@ def test_rows_of_consecutive_comparisons_are_joined_site_by_site(compared: Compa
     }
     fc = found["forward", "fc"]
     assert (fc.num_steps, fc.num_identical_steps, fc.first_other_bits, fc.step) == (6, 4, 1, 2)
+
+
+def test_an_update_that_only_the_baseline_loses_follows_from_a_divergence(compared: Compared) -> None:
+    """Rounding may take a whole update away in one run, and not in one whose gradient is another one."""
+
+    def lost(step: int, sites: Step) -> None:
+        if step == 1:
+            sites[WEIGHT].values = plain_step(0)[WEIGHT].values
+
+    alone = compared(lambda step, sites: None, baseline_edit=lost, steps=2)
+    after = compared(once(rotated(FC, 0.05), step=1), baseline_edit=lost, steps=2)
+
+    assert places(alone) == [("update", "fc.weight")]
+    assert places(after) == [("forward", "fc")]

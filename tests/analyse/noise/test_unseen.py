@@ -57,3 +57,29 @@ def test_a_fault_beside_it_is_still_found(tmp_path: Path) -> None:
     found = traindiff.compare(recorded(tmp_path / "a"), recorded(tmp_path / "b", order=order, wrong=1.001))
     assert found.verdict not in ("equivalent", "identical")
     assert math.isfinite(max(row.difference for row in found.differences if row.phase == "grad"))
+
+
+@pytest.mark.parametrize(("axis", "verdict"), [(0, "equivalent"), (1, "misaligned")], ids=["samples", "channels"])
+def test_under_autocast_only_another_order_of_samples_is_a_representation(
+    axis: int, verdict: str, tmp_path: Path
+) -> None:
+    """Gradients are float32 there, and their floors are those of bfloat16."""
+
+    def run(path: Path, *, other: bool) -> str:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        generator = torch.Generator().manual_seed(1)
+        with traindiff.record(path, model, optimizer):
+            for _ in range(2):
+                x, y = torch.rand(8, 3, 6, 6, generator=generator), torch.arange(8) % 4
+                if other:
+                    x, y = x.flip(axis), y.flip(0) if axis == 0 else y
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = nn.functional.cross_entropy(model(x), y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return str(path)
+
+    assert traindiff.compare(run(tmp_path / "a", other=False), run(tmp_path / "b", other=True)).verdict == verdict

@@ -317,7 +317,7 @@ class StepJudge:
             return None
         self._judge.other_loss |= baseline.key.phase == "loss" and not self._judge.forced
         finding = self._as_finding(pair, size, floor, self._shape(pair, size, floor))
-        if not undisturbed < floor:
+        if not undisturbed < floor or baseline.key.slot == "buffer":  # which may be a copy of another one
             return finding
         # Its inputs differ, too.
         return replace(

@@ -291,6 +291,7 @@ class SiteFloors:
         """Norm of a parameter over norm of its update; 0 for anything but updates.
 
         If the baseline lost its whole update to rounding, the candidate's may be as large as rounding loses: then inf.
+        Nothing bounds what follows from a divergence there.
         """
         key = pair.baseline.key
         before, size = self._parameters.get(key.path), float(norm(pair.baseline.summary))
@@ -299,7 +300,7 @@ class SiteFloors:
         whole, u = float(norm(before.baseline.summary)), UNIT_ROUNDOFF.get(pair.baseline.dtype, 0.0)
         if size:
             return whole / size
-        return math.inf if float(norm(pair.candidate.summary)) <= 2.0 * u * whole else 0.0
+        return math.inf if self.parted or float(norm(pair.candidate.summary)) <= 2.0 * u * whole else 0.0
 
     def _joined(self, pair: Pair, measured: float | None, derived: float) -> float:
         """One floor from the measured one and the one that follows from rounding and inputs."""

@@ -22,12 +22,15 @@ class UnseenNoise:
 
     def __init__(self) -> None:
         self._squares = 0.0
+        self._coarsest = 0.0
         self._gates = 0  # elements of the largest gradient of which gates have set some to zero
 
     def saw(self, pair: Pair) -> None:
         """Note a site on the data's path."""
         summary, dtypes = pair.baseline.summary, (pair.baseline.dtype, pair.candidate.dtype)
-        self._squares += (max(rounding(dtype) for dtype in dtypes) / 2) ** 2
+        once = max(rounding(dtype) for dtype in dtypes)
+        self._squares += (once / 2) ** 2
+        self._coarsest = max(self._coarsest, once)
         if pair.baseline.key.phase == "backward" and 0 < int(summary["zero"]) < int(summary["count"]):
             self._gates = max(self._gates, int(summary["count"]))
 
@@ -43,7 +46,7 @@ class UnseenNoise:
             floor: The site's own floor.
             dtype: The site's dtype.
         """
-        once = rounding(dtype)
+        once = max(rounding(dtype), self._coarsest)  # a floor under autocast is that of the shorter dtype
         if not (math.isinf(flow) and once):
             return 0.0
         rounded = math.sqrt(self._squares)
