@@ -176,3 +176,15 @@ def test_the_ends_of_a_dtype_are_those_that_torch_says(name: str) -> None:
 
     assert summary.LARGEST[name] == about.max
     assert summary.SMALLEST_NORMAL.get(name, about.smallest_normal) == about.smallest_normal
+
+
+@given(st.integers(0, 2**32))
+def test_differences_of_many_tensors_are_those_of_each(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    after, before = (np.array([of(generator.standard_normal(12) * 10.0**power) for power in (-9, 0, 7)]) for _ in "ab")
+    after[0], same = before[0], np.array([False, True, False])
+    found = summary.differences(after, before, same)
+    for row, (one, other, equal) in enumerate(zip(after, before, same, strict=True)):
+        expected = add([one], [0.0]) if equal else add([one, other], [1.0, -1.0])
+        for name in SUMMARY_NAMES:
+            np.testing.assert_array_equal(found[row][name], expected[name], err_msg=name)

@@ -179,6 +179,30 @@ def add(parts: Sequence[Any] | Summaries, weights: Sequence[float] | NDArray[np.
     return result if result.shape else result[()]
 
 
+def differences(after: Summaries, before: Summaries, same: NDArray[np.bool_]) -> Summaries:
+    """The linear parts of the summaries of `after - before`, of many tensors at once.
+
+    Each is that of `add([after, before], [1, -1])`, or of `add([after], [0])` where the bits are the same: then nothing
+    is left, not even what the sums of the same numbers over other shards differ by.
+
+    Args:
+        after: Summaries, one for each tensor.
+        before: The same of the tensors that are subtracted.
+        same: Whether both hold the same bits.
+    """
+    result = empty(len(after))
+    for name in ("minimum", "maximum", "smallest", *MAXIMA, "row_squares", "column_squares"):
+        result[name] = np.nan
+    for name in ("count", "nan", "positive_infinity", "negative_infinity"):
+        result[name] = np.where(same, after[name], np.maximum(after[name], before[name]))
+    with np.errstate(over="ignore", invalid="ignore"):  # moments that overflowed float64
+        for name in ("sum", "sketch"):
+            alike = same if name == "sum" else same[:, None]
+            result[name] = np.where(alike, 0.0 * after[name], after[name] - before[name]) + 0.0  # of zeros 0, not -0
+        result["sum_of_squares"] = np.square(result["sketch"]).sum(axis=-1)
+    return result
+
+
 def norm(summaries: Any) -> NDArray[np.float64]:
     """Euclidean norm of the finite elements; NaN if the sum of squares is NaN."""
     squares = summaries["sum_of_squares"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
 
 from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.site import MergedSite, Part, SiteKey, origin
 from traindiff.core.observation import EDITED
-from traindiff.core.summary import add
+from traindiff.core.summary import SUMMARY, differences
 from traindiff.storage import Run, StepObservations
 
 
@@ -33,25 +34,25 @@ class Updates:
                     continue
                 if key.stage == "before" and self._ended.get(key.path, -1) >= step:
                     continue  # of another optimizer, which has taken this step before: what it found is past
-                self._parameters[key.path] = entry.without_parts()
+                self._parameters[key.path] = entry.without_parts(np.array(entry.summary)[()])
                 self._ended.pop(key.path, None)
         # An update is unknown if ranks are missing before or after it.
         before = {path: entry for path, entry in self._parameters.items() if not entry.unobserved}
-        found: list[MergedSite] = []
-        for key, entry in table.items():
-            if key.phase != "param" or key.stage or key.slot != "value":
-                continue
-            old = before.get(key.path)
+        moved: list[tuple[MergedSite, MergedSite]] = []
+        after = [entry for key, entry in table.items() if key[:2] == ("param", "") and key.slot == "value"]
+        kept = np.array([entry.summary for entry in after], dtype=SUMMARY)  # a view would keep the step in memory
+        for summary, entry in zip(kept, after, strict=True):
+            path, old = entry.key.path, before.get(entry.key.path)
             if (
                 old is not None
                 and not entry.unobserved
                 and old.shape == entry.shape
-                and self._ended.get(key.path, step - 1) == step - 1
+                and self._ended.get(path, step - 1) == step - 1
             ):
-                found.append(_update(key, old, entry))
-            self._parameters[key.path] = entry.without_parts()
-            self._ended[key.path] = step
-        return found, {**before, **{path: entry for path, entry in elsewhere.items() if not entry.unobserved}}
+                moved.append((old, entry))
+            self._parameters[path] = entry.without_parts(summary)
+            self._ended[path] = step
+        return _updates(moved), {**before, **{path: entry for path, entry in elsewhere.items() if not entry.unobserved}}
 
 
 def _of_same_copy(edited: MergedSite, after: MergedSite | None) -> bool:
@@ -63,23 +64,27 @@ def _of_same_copy(edited: MergedSite, after: MergedSite | None) -> bool:
 
 def movement(path: str, before: MergedSite, after: MergedSite) -> MergedSite:
     """The change of a parameter between two evaluations of a step, as an entry of phase `update`."""
-    return _update(SiteKey("param", "", path, "value"), before, after)
+    (update,) = _updates([(before, after)], path)
+    return update
 
 
-def _update(key: SiteKey, before: MergedSite, after: MergedSite) -> MergedSite:
-    same = before.exact and after.exact and before.summary["fingerprint"] == after.summary["fingerprint"]
-    summary: Any = add([after.summary, before.summary], [1.0, -1.0])
-    if same:
-        summary = add([after.summary], [0.0])
-    return MergedSite(
-        key=SiteKey("update", "", key.path, "update"),
-        order=after.order,
-        dtype=after.dtype,
-        shape=after.shape,
-        summary=summary,
-        exact=False,
-        origin=origin([before, after]),
-    )
+def _updates(moved: Sequence[tuple[MergedSite, MergedSite]], path: str | None = None) -> list[MergedSite]:
+    """The update of each parameter from its entries before and after; under another path if that is given."""
+    summaries = [np.array([pair[side].summary for pair in moved], dtype=SUMMARY) for side in (0, 1)]
+    exact = np.array([before.exact and after.exact for before, after in moved], dtype=np.bool_)
+    same = exact & (summaries[0]["fingerprint"] == summaries[1]["fingerprint"])
+    return [
+        MergedSite(
+            key=SiteKey("update", "", after.key.path if path is None else path, "update"),
+            order=after.order,
+            dtype=after.dtype,
+            shape=after.shape,
+            summary=summary,
+            exact=False,
+            origin=origin([before, after]),
+        )
+        for (before, after), summary in zip(moved, differences(summaries[1], summaries[0], same), strict=True)
+    ]
 
 
 Copies = Mapping[int, Mapping[str, str]]

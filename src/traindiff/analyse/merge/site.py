@@ -101,9 +101,10 @@ class MergedSite:
     placed: bool = True
     origin: tuple[Bits, ...] = ()
 
-    def without_parts(self) -> MergedSite:
-        """A copy without parts, which would keep the whole step in memory."""
-        return filled([() if name == "parts" else getattr(self, name) for name in NAMES])
+    def without_parts(self, summary: Any = None) -> MergedSite:
+        """A copy without parts, which would keep the whole step in memory; with a copy of its summary, if given."""
+        own = {"parts": ()} if summary is None else {"parts": (), "summary": summary}
+        return filled([own[name] if name in own else getattr(self, name) for name in NAMES])
 
 
 NAMES = tuple(one.name for one in fields(MergedSite))
