@@ -21,13 +21,13 @@ class Expected:
     """What `traindiff check` says of a faulty program.
 
     Attributes:
-        kind: Of a finding or warning; empty if the run ends in the middle, and a note says where.
+        kind: Of a finding or warning.
         path: Where the first such finding is.
         step: Its step.
-        says: A part of its sentence, or of the note.
+        says: A part of its sentence.
     """
 
-    kind: str = ""
+    kind: str
     path: str = ""
     step: int = 0
     says: str
@@ -40,7 +40,9 @@ FOUND = {
     "deepspeed_1801": Expected(
         kind="ranks-disagree", path="norm.weight", says="Were gradients clipped or scaled on some ranks only?"
     ),
-    "deepspeed_5794": Expected(says="Its last finished step is 3"),
+    "deepspeed_5794": Expected(
+        kind="interrupted", path="experts", step=4, says="after experts.gate had returned and before experts did"
+    ),
     "lightning_thunder_725": Expected(
         kind="missed-by-autocast", path="layers.2", says="autocast does not reach its product"
     ),
@@ -90,9 +92,9 @@ NOT_FOUND = {
 NAMES = sorted(path.stem for path in PROGRAMS.glob("*.py") if path.stem not in ("__init__", "tasks"))
 
 
-def test_there_are_18_errors_of_which_a_rule_finds_15() -> None:
+def test_there_are_18_errors_of_which_a_rule_finds_16() -> None:
     assert sorted([*FOUND, *NOT_FOUND]) == NAMES
-    assert (len(NAMES), sum(bool(one.kind) for one in FOUND.values())) == (18, 15)
+    assert (len(NAMES), sum(bool(one.kind) for one in FOUND.values())) == (18, 16)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -108,10 +110,6 @@ def test_a_faulty_program_is_found(name: str, tmp_path: Path) -> None:
 
     verdict = checked(name, tmp_path / "run", faulty=True)
 
-    if not expected.kind:
-        assert verdict.verdict == "incomplete"
-        assert any(expected.says in note for note in verdict.notes)
-        return
     found = [one for one in (*verdict.findings, *verdict.warnings) if one.kind == expected.kind]
     assert (found[0].step, found[0].path) == (expected.step, expected.path)
     assert expected.says in found[0].message

@@ -7,6 +7,7 @@ from traindiff.analyse.rules.edits import OptimizersAloneChangeParameters
 from traindiff.analyse.rules.evaluation import EvaluationDrawsNothing, SpectralNormsAreEstimated
 from traindiff.analyse.rules.flips import TensorsKeepTheirBits
 from traindiff.analyse.rules.inputs import InputsHaveAllSamples, SamplesArrive
+from traindiff.analyse.rules.interrupted import ForwardPassesEnd
 from traindiff.analyse.rules.layers import EvaluationIsCertain, UnitsAreSensitive, UnitsLive
 from traindiff.analyse.rules.losses import LossDecreases, LossDoesNotDiverge, NothingSpikes
 from traindiff.analyse.rules.lost_weights import StepsKeepWeights
@@ -83,6 +84,7 @@ RULES: tuple[type[Rule], ...] = (
     SpectralNormsAreEstimated,
     ScheduleIsFollowed,
     TyingStays,
+    ForwardPassesEnd,
 )
 """All rules: `traindiff check` asks each of them, `traindiff compare` those that tell runs apart."""
 

@@ -12,7 +12,7 @@ from traindiff.analyse.merge.parameters import Groups, parameter_groups
 from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.site import MergedSite, StepTable, finding_at
 from traindiff.analyse.products import ProductCheck
-from traindiff.storage import Run
+from traindiff.storage import Run, ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +31,7 @@ class RunFacts:
         autocast: The dtype to which autocast converted before the first forward pass with gradients; empty if it was
             off, or not recorded.
         sees_changes: Whether each change of a parameter between two steps was recorded, on all ranks.
+        errors: The errors that ended ranks, by rank; not interrupts by users.
     """
 
     complete: bool = False
@@ -43,6 +44,7 @@ class RunFacts:
     settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     autocast: str = ""
     sees_changes: bool = False
+    errors: Mapping[int, str] = field(default_factory=dict)
 
 
 def run_facts(recording: Run, rename: Rename = str) -> RunFacts:
@@ -68,6 +70,11 @@ def run_facts(recording: Run, rename: Rename = str) -> RunFacts:
         autocast=_autocast(contents),
         sees_changes=bool(contents) and all(one.get("sees_changes_between_steps") for one in contents),
         optimizers={one["name"]: one["type"] for content in contents for one in content.get("optimizers", ())},
+        errors={
+            rank: error
+            for rank, content in zip(recording.ranks, contents, strict=True)
+            if (error := ended(content).error) and "KeyboardInterrupt" not in error
+        },
     )
 
 
