@@ -1,0 +1,94 @@
+"""The recordings under a URL: the counterpart of `Catalog` for object stores."""
+
+from __future__ import annotations
+
+import hashlib
+import posixpath
+import time
+from collections.abc import Iterator
+
+from traindiff.core.untrusted.folder import Folder
+from traindiff.errors import RecordingError, TraindiffError
+from traindiff.present.viewer.catalog import DEPTH, MOST, SECONDS, UNREAD, Listed, described, without_details
+from traindiff.storage import open_recording
+from traindiff.storage.location import file_system
+
+_RANKS = 32
+"""Ranks that are asked whether a recording has grown."""
+
+
+class StoredCatalog:
+    """The recordings under a directory of a store. Nothing outside the directory is ever read.
+
+    Args:
+        url: URL of the directory.
+
+    Attributes:
+        root: The same without a slash at its end.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.root = url.rstrip("/")
+        store, path = file_system(self.root)
+        self._folder = Folder(store, path)
+
+    def recordings(self) -> list[Listed]:
+        """The recordings, the latest first."""
+        until = time.monotonic() + SECONDS
+        found = [
+            self._listed(name) if time.monotonic() < until else without_details(name, ending="unread", message=UNREAD)
+            for name in self._found()
+        ]
+        return sorted(found, key=lambda one: (one.created, one.name), reverse=True)
+
+    def find(self, name: str) -> str | None:
+        """The URL of a recording, by the name in an address; None if it is not under the root.
+
+        Args:
+            name: Its path below the root; `.` for the root itself.
+        """
+        try:
+            there = self._within(name).exists("run.json")
+        except TraindiffError:  # a name that leads outside
+            return None
+        return self._url(name) if there else None
+
+    def state(self, name: str) -> str:
+        """A digest of the sizes of a recording's files, which changes when the recording grows."""
+        if self.find(name) is None:
+            return "gone"
+        folder = self._within(name)
+        digest = hashlib.sha256(str(folder.sizes().get("run.json")).encode())
+        for rank in [one for one in folder.names() if one.startswith("rank-")][:_RANKS]:
+            digest.update(repr(sorted(folder.within(rank).sizes().items())).encode())
+        return digest.hexdigest()
+
+    def _listed(self, name: str) -> Listed:
+        try:
+            recording = open_recording(self._url(name))
+            folders = (self._within(name).within(f"rank-{rank:05d}") for rank in recording.ranks)
+            return described(recording, name, size_bytes=sum(sum(one.sizes().values()) for one in folders))
+        except (RecordingError, OSError) as error:
+            return without_details(name, ending="unreadable", message=str(error))
+
+    def _found(self) -> Iterator[str]:
+        """Names of the recordings, from the top down."""
+        waiting, count = ["."], 0
+        while waiting and count < MOST:
+            name = waiting.pop(0)
+            try:
+                entries = self._within(name).kinds()
+            except FileNotFoundError:
+                continue
+            if "run.json" in entries:
+                count += 1
+                yield name
+            elif name.count("/") < DEPTH - 1:
+                below = sorted(one for one, is_folder in entries.items() if is_folder and not one.startswith("."))
+                waiting += [one if name == "." else f"{name}/{one}" for one in below]
+
+    def _within(self, name: str) -> Folder:
+        return self._folder if name == "." else self._folder.within(name)
+
+    def _url(self, name: str) -> str:
+        return self.root if name == "." else posixpath.join(self.root, name)
