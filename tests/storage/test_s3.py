@@ -87,7 +87,7 @@ def test_a_training_that_is_killed_keeps_its_steps() -> None:
 
 
 @pytest.mark.usefixtures("server")
-@pytest.mark.parametrize(("how", "ending"), [("late", "closed"), ("error", "aborted")])
+@pytest.mark.parametrize(("how", "ending"), [("exit", "closed"), ("error", "aborted")])
 def test_a_training_that_ends_without_closing_uploads_everything(how: str, ending: str, server: S3Server) -> None:
     named = os.environ | {"AWS_ENDPOINT_URL": server.endpoint.replace("127.0.0.1", "localhost")}
     ended = subprocess.run([sys.executable, "-c", TRAINING, URL, how], env=named, capture_output=True, check=False)
