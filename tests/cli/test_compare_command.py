@@ -35,7 +35,7 @@ def test_a_divergence_is_printed_and_exits_with_one(traindiff: Traindiff) -> Non
         "",
         "Largest differences, in execution order",
         "phase    site            at step  difference    floor  x floor",
-        "forward  fc output[0]          2       0.033      0.2     0.16  follows",
+        "forward  fc output[0]          2       0.033      0.4    0.082  follows",
         "grad     fc.weight grad        1           1  2.9e-06  3.4e+05  above",
         "",
         "Not judged after the first divergence: grad of (all parameters) norm, from step 1 on, and 2 more sites. What "

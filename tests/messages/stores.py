@@ -14,6 +14,7 @@ from tests.messages.recording import Small
 from tests.storage.failing_store import ClientError, FailingStore, failing, s3_in_memory
 from tests.storage.samples import RUN, step
 from traindiff.observe.common.writing import BackgroundWriter
+from traindiff.state.sources.opening import open_checkpoint
 from traindiff.storage import RecordingWriter, open_recording, uploads
 
 chapter = Chapter("Recordings on object stores", [])
@@ -36,6 +37,12 @@ def store(patched: pytest.MonkeyPatch) -> FailingStore:
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     store(patched)
     open_recording("s3://buckte/run")
+
+
+@situation("weights are read from a bucket that there is not")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    store(patched)
+    open_checkpoint("s3://buckte/model")
 
 
 @situation("a recording is begun in a bucket that there is not")

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from tests.storage.s3_server import S3Server, answering, cut, s3_server, slow
 from tests.storage.samples import RUN, step, write
-from traindiff.cli.app import app
+from traindiff.cli.commands import app
 from traindiff.errors import ConfigError, NotARecordingError
 from traindiff.present.viewer.catalog import write_listing
 from traindiff.present.viewer.pages import catalog_of, written

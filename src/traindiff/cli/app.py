@@ -114,7 +114,8 @@ class ScriptReady(Exception):  # noqa: N818  not an error
 MODULES = {
     "check": "check", "compare": "compare", "demo": "demo", "doctor": "doctor", "explain": "explain",
     "export": "recordings", "import": "recordings", "investigate": "investigate", "report": "report",
-    "rerun": "rerun", "run": "run", "show": "recordings", "verify": "verify", "view": "report", "weights": "weights",
+    "rerun": "rerun", "resume": "resume", "run": "run", "show": "recordings", "verify": "verify", "view": "report",
+    "weights": "weights",
 }  # fmt: skip
 """The module of each command, beside this one."""
 

@@ -114,7 +114,7 @@ class StoredFiles:
     def lost_at_the_end(self) -> Lost | None:
         """The first file that is missing or has become shorter, when everything is uploaded."""
         there: dict[str, int] = {}
-        for folder in {posixpath.dirname(path) for path in self._sizes}:
+        for folder in dict.fromkeys(posixpath.dirname(path) for path in self._sizes):
             try:
                 listed = self._store.ls(folder, detail=True)
             except FileNotFoundError:

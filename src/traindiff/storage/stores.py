@@ -185,9 +185,9 @@ def explained(error: BaseException, protocol: str, path: str) -> StoreError:
 
 def no_container(protocol: str, bucket: str) -> StoreError:
     """The error for a bucket that does not exist."""
-    kind = _CONTAINER.get(EXTRAS.get(protocol, ""), "bucket")
-    fix = f"Make it first, or correct the name; traindiff makes no {kind}s."
-    return StoreError(url_of(protocol, bucket), what=f"there is no {kind} {bucket!r}", fix=fix, lasts=True)
+    container = _CONTAINER.get(EXTRAS.get(protocol, ""), "bucket")
+    fix = f"Make it first, or correct the name; traindiff makes no {container}s."
+    return StoreError(url_of(protocol, bucket), what=f"there is no {container} {bucket!r}", fix=fix, lasts=True)
 
 
 def url_of(protocol: str, path: str) -> str:

@@ -304,6 +304,9 @@ class Progress:
     def __init__(self) -> None:
         self.steps: dict[str, int] = {}
 
+    def number_of(self, optimizer: str) -> int:
+        return self.steps.get(optimizer, 0)
+
 
 class Sink:
     """Counts elements by path and step."""

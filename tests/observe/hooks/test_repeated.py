@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,12 @@ import traindiff
 from traindiff.observe.torch.session.observations import Observations
 
 STEPS = 7
+
+
+@pytest.fixture(autouse=True)
+def without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is imported, as by other tests of this process, tensors may be those of an engine."""
+    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
 
 
 class Mixed(nn.Module):

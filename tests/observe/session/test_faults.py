@@ -187,7 +187,8 @@ def test_a_kernel_that_fails_disables_every_tap_that_uses_it_and_the_training_go
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = TRAINING(lambda *_: nullcontext())
-    monkeypatch.setattr("traindiff.core.kernels.store.summarize", broken)
+    for way in ("add", "add_to"):
+        monkeypatch.setattr(f"traindiff.core.kernels.store.SummaryStore.{way}", broken)
 
     with pytest.warns(traindiff.TraindiffWarning) as caught:
         actual = train(tmp_path / "run")

@@ -198,10 +198,9 @@ def test_what_is_correct_is_equivalent(baseline: str, candidate: str, runs: Path
 
 
 def test_a_loss_normalized_by_each_ranks_own_count_shows_where_masks_are_unequal(runs: Path) -> None:
-    first, following, *_ = compared(runs, "masked", "local-count").findings
+    (first,) = compared(runs, "masked", "local-count").findings  # the gradients follow from it
 
     assert (first.step, first.phase, first.path, first.slot) == (0, "loss", "loss", "backward")
-    assert (following.step, following.phase, following.path) == (0, "backward", "head")
 
 
 @pytest.mark.parametrize(

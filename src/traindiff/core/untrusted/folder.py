@@ -88,14 +88,17 @@ class Folder:
         return {posixpath.basename(one["name"].rstrip("/")): one.get("type") == "directory" for one in entries}
 
     def sizes(self) -> dict[str, int]:
-        """Size of each entry of the directory by name, in one request; 0 for what is no regular file."""
+        """Size of each entry of the directory by name, in one request; 0 for what is no regular file.
+
+        Nothing if the directory cannot be listed: whoever reads a file in it is told why.
+        """
         if not self._local:
             entries = self.file_system.ls(self.root, detail=True)
             return {posixpath.basename(one["name"].rstrip("/")): int(one.get("size") or 0) for one in entries}
         found = {}
-        with os.scandir(self.root) as listed:
+        with suppress(OSError), os.scandir(self.root) as listed:
             for one in listed:
-                with suppress(FileNotFoundError):  # removed meanwhile
+                with suppress(OSError):  # removed meanwhile, or a link that leads nowhere
                     status = one.stat(follow_symlinks=True) if one.is_file() else None
                     found[one.name] = status.st_size if status else 0
         return found

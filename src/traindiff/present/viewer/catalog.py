@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import quote
@@ -124,8 +124,8 @@ def _ending(of_ranks: set[str]) -> str:
 
 def _listed(path: Path, name: str) -> Listed:
     try:
-        size = sum(file.lstat().st_size for file in path.glob("rank-*/*"))
-        return described(open_recording(str(path)), name, size_bytes=size)
+        listed = described(open_recording(str(path)), name, size_bytes=0)  # first: it refuses links to other places
+        return replace(listed, size_bytes=sum(file.lstat().st_size for file in path.glob("rank-*/*")))
     except (RecordingError, OSError) as error:
         return without_details(name, ending="unreadable", message=str(error))
 
