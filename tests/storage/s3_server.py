@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,11 +20,6 @@ BUCKET = "recordings"
 def answering(status: str, code: str) -> Fault:
     """A fault: every request is answered with an error of S3."""
     return lambda _: (status, f"<Error><Code>{code}</Code><Message>{code} on purpose</Message></Error>".encode())
-
-
-def slow(seconds: float) -> Fault:
-    """A fault: every request takes longer."""
-    return lambda _: time.sleep(seconds)  # type: ignore[func-returns-value]
 
 
 def cut(request: Mapping[str, Any]) -> None:

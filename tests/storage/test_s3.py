@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
-from tests.storage.s3_server import S3Server, answering, cut, s3_server, slow
+from tests.storage.s3_server import S3Server, answering, cut, s3_server
 from tests.storage.samples import RUN, step, write
 from traindiff.cli.commands import app
 from traindiff.errors import ConfigError, NotARecordingError
@@ -66,8 +67,6 @@ for number in range(5):
 print("trained", flush=True)
 if sys.argv[2] == "killed":
     time.sleep(60)
-elif sys.argv[2] == "late":
-    time.sleep(13)  # longer than connections are kept, so that the end needs a new one
 elif sys.argv[2] == "error":
     raise ValueError("enough")
 """
@@ -112,11 +111,17 @@ def test_a_few_failures_change_nothing(fault: object, server: S3Server) -> None:
 
 def test_the_training_does_not_wait_for_a_slow_store(server: S3Server) -> None:
     writer = RecordingWriter(URL, run=RUN)
-    server.always = slow(0.5)
+    answers = threading.Event()
+
+    def held(_: object) -> None:
+        answers.wait(60.0)
+
+    server.always = held
     before = len(server.requests)
     for number in range(20):
         writer.write_step(*step(number))
     assert len(server.requests) - before <= 1, "no step has waited for its upload"
+    answers.set()
     writer.close()
     server.always = None
     assert steps() == list(range(20))

@@ -259,7 +259,7 @@ def std(summaries: Any) -> NDArray[np.float64]:
     `sqrt(E[x^2] - E[x]^2)` loses digits when the mean is much larger than the deviation; the
     float64 moments leave about 1e-8 of the mean as its resolution.
     """
-    with np.errstate(invalid="ignore", divide="ignore"):
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         variance = summaries["sum_of_squares"] / finite_count(summaries) - mean(summaries) ** 2
     return np.asarray(np.sqrt(np.maximum(variance, 0.0)))
 
