@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from traindiff.analyse.align.batch_indices import count_within
 from traindiff.analyse.align.computed_rows import without_other_rows
+from traindiff.analyse.align.paired_calls import with_paired_calls
 from traindiff.analyse.align.regrouped_calls import regrouped
 from traindiff.analyse.align.side import Tables
 from traindiff.analyse.findings import Finding, more_text
@@ -53,7 +54,7 @@ class Unplaced:
         Nothing changes if both runs cut the batch in the same way: then micro-batches are compared one by one.
         """
         self._lacking = set()
-        rows = without_other_rows(tables)
+        rows = without_other_rows(with_paired_calls(tables))
         self.computed.update(dict.fromkeys(label(one.key.path, one.key.slot) for one in rows.without))
         calls = regrouped(rows.tables)
         tables, self.scalars = calls.tables, bool(calls.paths)
