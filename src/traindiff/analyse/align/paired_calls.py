@@ -41,7 +41,7 @@ def with_paired_calls(tables: Tables) -> Tables:
     """
     inputs = _inputs(tables[0]), _inputs(tables[1])
     numbers: tuple[dict[_Call, int], dict[_Call, int]] = {}, {}
-    for root in inputs[0].keys() & inputs[1].keys():
+    for root in [root for root in inputs[0] if root in inputs[1]]:
         own, other = inputs[0][root], inputs[1][root]
         if len(own) == len(other) or len(own) * len(other) > _MOST:
             continue
