@@ -81,10 +81,10 @@ class _GradientMarks:
         count = len(self._marked)
         unwritten: list[tuple[_Marked, Sequence[Piece]]] = []
         for parameter, pieces in held:
-            marked = self._marked.pop(id(parameter), None)
-            gradient = None if marked is None else tap.gradient_of(parameter)
-            if marked is not None and gradient is marked.gradient and version_of(gradient) == marked.version:
-                unwritten.append((marked, pieces))
+            found = self._marked.pop(id(parameter), None)
+            gradient = None if found is None else tap.gradient_of(parameter)
+            if found is not None and gradient is found.gradient and version_of(gradient) == found.version:
+                unwritten.append((found, pieces))
         if not unwritten or (len(unwritten) == count and self._are_the_same([one.gradient for one, _ in unwritten])):
             return
         marks = self._marks
@@ -92,8 +92,9 @@ class _GradientMarks:
             assert self._together is not None
             marks = self._marks = [*self._together.parts(marks)]
         changed: list[tuple[Tensor, Sequence[Piece], int | None]] = []
-        for (gradient, _, number), pieces in unwritten:
-            before, now = marks[number], mark_of(gradient)
+        for marked, pieces in unwritten:
+            gradient, before = marked.gradient, marks[marked.number]
+            now = mark_of(gradient)
             if before is not None and now is not None and now != before:
                 changed.append((
                     gradient, pieces, flipped_bit(before, now, gradient.nbytes, 8 * gradient.element_size())

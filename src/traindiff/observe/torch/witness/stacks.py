@@ -46,8 +46,7 @@ def stack_of(place: Place) -> _Stack | None:
         axes = axes[1:]
     while len(axes) > 2 and axes[0] == ():
         axes = axes[1:]
-    found = tuple(axis for group in axes for axis in group)
-    return _Stack(found, number) if len(axes) == 2 and sorted(found) == [1, 2] and all(axes) else None
+    return _Stack((axes[0][0], axes[1][0]), number) if axes in (((1,), (2,)), ((2,), (1,))) else None
 
 
 def is_grouped(place: Place) -> bool:
