@@ -128,6 +128,14 @@ class Problem:
         return cls(where=where, what=f'"{found}" is not {kind}.', fix=f"{suggestion}Known: {choices}.")
 
 
+_LONGEST_PLACE = 400
+
+
+def _shortened(where: str) -> str:
+    """A place without the middle of what was written there: that may be a whole model, or a thousand names."""
+    return where if len(where) <= _LONGEST_PLACE else f"{where[: _LONGEST_PLACE - 100]} ... {where[-95:]}"
+
+
 class ConfigError(TraindiffError, ValueError):
     """Raised if traindiff cannot do what the user asked for. Lists every problem, not only the first.
 
@@ -148,7 +156,7 @@ class ConfigError(TraindiffError, ValueError):
         for problem in self.problems:
             # A file of a stranger may have put anything into these texts.
             where, what, fix = map(printable, (problem.where, problem.what, problem.fix))
-            lines += ["", f"  {where}", f"    {what}", f"    {fix}"]
+            lines += ["", f"  {_shortened(where)}", f"    {what}", f"    {fix}"]
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[Any, ...]:

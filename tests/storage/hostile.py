@@ -83,7 +83,7 @@ def change_buffer(rank: Path, column: str, buffer: int, change: Callable[[bytear
 def compressed_buffers(message: bytes) -> Iterator[int]:
     """Where in a message each compressed buffer begins: with its size when it is decoded."""
     at = -1
-    while (at := message.find(b"\x28\xb5\x2f\xfd", at + 1)) >= 0:  # the magic number of zstd
+    while (at := message.find(b"\x04\x22\x4d\x18", at + 1)) >= 0:  # the magic number of LZ4 frames
         yield at - 8
 
 

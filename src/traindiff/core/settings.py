@@ -284,6 +284,8 @@ def recording_path(value: object) -> str:
     if isinstance(text, str) and text and "\0" not in text:
         return text
     problem = Problem(
-        where=f"record(path={value!r})", what="is not a path.", fix='Write the directory to make, e.g. "runs/baseline".'
+        where=f"record(path={value!r})",
+        what="is not a path.",
+        fix='Write the directory to make first: record("runs/baseline", model, optimizer).',
     )
     raise ConfigError("record(...)", [problem], consequence="nothing was attached to the model")

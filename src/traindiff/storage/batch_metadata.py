@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
 
 from traindiff.core.summary import SUMMARY
 from traindiff.storage.schema import SCHEMA, Malformed
+
+CODEC: Final = "lz4"
+"""Codec of the buffers of a message. It begins fast: most messages have 80 buffers, and they are small."""
 
 MOST_MESSAGE_BYTES = 1 << 28
 """Size of a message at most."""
@@ -25,7 +29,7 @@ EXPANSION = 32
 
 _CONTINUATION = b"\xff\xff\xff\xff"
 _RECORD_BATCH = 3
-_ZSTD = 1
+_LZ4_FRAME = 0
 _NOT_COMPRESSED = -1
 
 
@@ -83,8 +87,8 @@ def _checked_size(message: bytes) -> int:
 def _decoded_bytes(batch: _Table, body: memoryview) -> int:
     """Size of all buffers when they are decoded."""
     compression, nodes, buffers = batch.table(3), batch.pairs(1), batch.pairs(2)
-    if compression is not None and compression.number(0, "<b") != _ZSTD:
-        raise Malformed("its buffers are compressed, and not with zstd")
+    if compression is not None and compression.number(0, "<b") != _LZ4_FRAME:
+        raise Malformed("its buffers are compressed, and not with LZ4")
     if (len(nodes), len(buffers)) != (_NUM_NODES, _NUM_BUFFERS):
         raise Malformed(f"it has {len(buffers)} buffers of {len(nodes)} columns, not {_NUM_BUFFERS} of {_NUM_NODES}")
     if any(num_null for _, num_null in nodes):

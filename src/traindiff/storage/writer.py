@@ -18,7 +18,7 @@ from traindiff.core.site import label
 from traindiff.core.summary import Detail, Summaries
 from traindiff.errors import LostFilesError
 from traindiff.storage import manifest, tensor_files
-from traindiff.storage.batch_metadata import too_much
+from traindiff.storage.batch_metadata import CODEC, too_much
 from traindiff.storage.columns import Columns
 from traindiff.storage.gap import GAP_FILE, Gap, ReservedNote, dumped, reason_of
 from traindiff.storage.location import DATA, SEALS, RecordingLock, file_system, make_room, rank_directory, unusable
@@ -34,9 +34,6 @@ _WITHOUT = {
     "rank.json": "Without it the recording does not say what the rank holds of the model.",
 }
 _logger = logging.getLogger("traindiff")
-
-_THREADED_BYTES = 1 << 20
-"""From this size on, Arrow compresses the columns of a message on several threads. Below, waking them costs more."""
 
 NO_DETAILS: Mapping[int, Detail] = {}
 """Details of a step without details."""
@@ -97,8 +94,8 @@ class RecordingWriter:
         self._says_of_rank = False
         self._buffer = io.BytesIO()
         self._columns = Columns()
-        options = (pa.ipc.IpcWriteOptions(compression="zstd", use_threads=threads) for threads in (False, True))
-        self._stream, self._threaded = (pa.ipc.new_stream(self._buffer, SCHEMA, options=one) for one in options)
+        options = pa.ipc.IpcWriteOptions(compression=CODEC, use_threads=False)
+        self._stream = pa.ipc.new_stream(self._buffer, SCHEMA, options=options)
         # Arrow writes the schema together with the first batch; a run killed before its first step
         # should leave a readable stream too.
         self._header = SCHEMA.serialize().to_pybytes()
@@ -307,8 +304,7 @@ class RecordingWriter:
                 self._files.put_in_folder(path, content, step=seen.step, optimizer=seen.optimizer)
         exponents = {row: one.exponents for row, one in details.items() if one.exponents is not None}
         batch = self._columns.batch(observations, summaries, Stored(exponents=exponents, files=files))
-        stream = self._stream if batch.nbytes < _THREADED_BYTES else self._threaded
-        stream.write_batch(batch)
+        self._stream.write_batch(batch)
         self._rows += len(observations)
         message = self._message()
         # Readers refuse a message that expands to more, as an attack.

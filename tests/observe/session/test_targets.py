@@ -71,6 +71,14 @@ def test_what_is_no_path_is_said(path: object) -> None:
         traindiff.record(path, mlp())
 
 
+def test_a_model_in_place_of_the_path_is_not_printed_as_a_whole(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        traindiff.record(nn.Sequential(*(nn.Linear(2, 2) for _ in range(200))), str(tmp_path / "run"))  # type: ignore[arg-type]
+
+    assert len(str(caught.value)) < 700
+    assert 'Write the directory to make first: record("runs/baseline", model, optimizer).' in str(caught.value)
+
+
 def test_a_selection_that_matches_nothing_of_a_single_module_shows_what_there_is(tmp_path: Path) -> None:
     assert message(tmp_path, nn.ReLU(), select="x").endswith(
         "    matches none of the model's 1 modules and parameters.\n"
