@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from traindiff.core.maps.accepted import accepted_of
-from traindiff.core.maps.entries import entries_of
+from traindiff.core.maps.shipped import map_of
 from traindiff.core.untrusted.demands import quoted
 from traindiff.errors import CheckpointError
 from traindiff.state.accepted import with_accepted
@@ -46,8 +46,9 @@ def weights(
             directory, torch.distributed.checkpoint, DeepSpeed ZeRO) or of a recording, a model, or a state dict.
         candidate: What is compared with it, likewise.
         base: A third set, e.g. the model before fine-tuning: tensors of the candidate that are still its are named.
-        map: File that says which tensors of the two are which, and in which layout (docs/weights.md).
-        accept: File of intended differences, which are listed and not judged (docs/weights.md).
+        map: File that says which tensors of the two are which, and in which layout, or the name of a map that
+            traindiff has (docs/maps.md).
+        accept: File of intended differences, which are listed and not judged (docs/maps.md).
         progress: Is called with the number of bytes that have been read, and of all.
 
     Returns:
@@ -58,7 +59,7 @@ def weights(
         ConfigError: A URL cannot be reached, or `map` or `accept` cannot be used.
         RecordingError: A recording is damaged.
     """
-    entries = [] if map is None else entries_of(map)
+    entries = map_of(map, elements=True)
     accepted = accepted_of(accept)
     sides = (open_checkpoint(baseline), open_checkpoint(candidate))
     third = None if base is None else open_checkpoint(base)

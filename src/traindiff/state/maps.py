@@ -39,7 +39,7 @@ def mapped(
             parts = [sides[side].pop(part) for part in names[side]]
             made[side][name] = _joined(parts, (baseline, candidate)[1 - side][name], entry.layout, number + 1)
             made[1 - side][name] = sides[1 - side].pop(name)
-        if not used:
+        if not used and not entry.is_optional:
             shown = printable(entry.baseline[0])
             notes.append(f"Warning: entry {number + 1} of the map ({shown}) names tensors that are not there.")
     for own, new in zip(sides, made, strict=True):

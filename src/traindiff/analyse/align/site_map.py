@@ -115,7 +115,7 @@ class SiteMap:
                 named += [(here[0], there[0]) for here, there in found]
             else:
                 pairs += [(here, there, entry) for here, there in found]
-            if not found:
+            if not found and not entry.is_optional:
                 shown = printable(entry.baseline[0])
                 self.notes.append(f"Warning: entry {number + 1} of the map ({shown}) names what is not there.")
         for here, there, entry in pairs:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from traindiff.core.maps.toml_files import toml_of, unusable
@@ -15,6 +15,9 @@ from traindiff.errors import ConfigError
 
 PLACE = "{n}"
 """Stands for the number of a layer in the names of an entry: the same number in all of them."""
+
+PLACES = (PLACE, "{m}")
+"""The second one is for the number of an expert."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,28 +54,41 @@ class Entry:
         candidate: Names in the candidate, likewise. One of the two lists has one name.
         layout: How the several make up the one.
         is_module: Whether the names are of modules that return the same, not of tensors.
+        is_optional: Whether its tensors may be missing: a map that traindiff has knows several variants of a layout.
     """
 
     baseline: tuple[str, ...]
     candidate: tuple[str, ...]
     layout: Layout
     is_module: bool = False
-
-    def turned(self) -> Entry:
-        """The entry with the two sides exchanged."""
-        return replace(self, baseline=self.candidate, candidate=self.baseline)
+    is_optional: bool = False
 
     def expanded(self, baseline: Collection[str], candidate: Collection[str]) -> Iterator[tuple[list[str], list[str]]]:
         """The names of the entry for each layer that has all of them on both sides."""
-        layers = [""]
-        if PLACE in self.baseline[0]:
-            pattern = re.compile(re.escape(self.baseline[0]).replace(re.escape(PLACE), r"(\d{1,18})"))
-            layers = [match[1] for name in baseline if (match := pattern.fullmatch(name))]
-        for layer in layers:
-            here = [name.replace(PLACE, layer) for name in self.baseline]
-            there = [name.replace(PLACE, layer) for name in self.candidate]
+        for numbers in self._numbers(baseline):
+            here, there = ([_at(name, numbers) for name in side] for side in (self.baseline, self.candidate))
             if all(name in baseline for name in here) and all(name in candidate for name in there):
                 yield here, there
+
+    def _numbers(self, names: Collection[str]) -> list[dict[str, str]]:
+        """The numbers for which the first name of the baseline is there, by place."""
+        first = self.baseline[0]
+        places = [place for place in PLACES if place in first]
+        if not places:
+            return [{}]
+        expression = re.escape(first)
+        for number, place in enumerate(places):
+            once, again = rf"(?P<p{number}>\d{{1,18}})", rf"(?P=p{number})"
+            expression = expression.replace(re.escape(place), once, 1).replace(re.escape(place), again)
+        pattern = re.compile(expression)
+        found = (pattern.fullmatch(name) for name in names)
+        return [dict(zip(places, match.groups(), strict=True)) for match in found if match]
+
+
+def _at(name: str, numbers: Mapping[str, str]) -> str:
+    for place, number in numbers.items():
+        name = name.replace(place, number)
+    return name
 
 
 _NAMES = {"baseline": listed(TEXT, least=1), "candidate": listed(TEXT, least=1)}
@@ -128,8 +144,9 @@ def _entry(content: Any, place: str, where: str) -> Entry:
     heads = tuple(content.get("heads", (0,) * parts))
     if len(heads) != parts:
         raise _refused(where, place, f"heads has {len(heads)} numbers, and there are {parts} tensors")
-    if len({PLACE in name for name in (*baseline, *candidate)}) > 1:
-        raise _refused(where, place, f"{PLACE} is in some of its names only")
+    for number in PLACES:
+        if len({number in name for name in (*baseline, *candidate)}) > 1:
+            raise _refused(where, place, f"{number} is in some of its names only")
     join, groups = content.get("join", "concat"), content.get("groups", 1)
     if (join == "interleave") != (groups > 1):
         raise _refused(where, place, 'groups belongs to join = "interleave", and is more than 1 there')
@@ -147,8 +164,9 @@ def _module(content: Any, place: str, where: str) -> Entry:
     if extra := sorted({*content} - {"baseline", "candidate"}):
         raise _refused(where, place, f'"{printable(extra[0])}" is not known')
     names = content["baseline"], content["candidate"]
-    if len({PLACE in name for name in names}) > 1:
-        raise _refused(where, place, f"{PLACE} is in one of its names only")
+    for number in PLACES:
+        if len({number in name for name in names}) > 1:
+            raise _refused(where, place, f"{number} is in one of its names only")
     return Entry(baseline=names[:1], candidate=names[1:], layout=Layout(), is_module=True)
 
 
