@@ -70,7 +70,8 @@ class Unplaced:
         same_cut = cuts[0] == cuts[1] or not all(cuts)
         self.latest = rows.without
         sides = _by_site(tables[0]), _by_site(tables[1])
-        moved = {key for side in sides for key, entries in side.items() if not all(one.placed for one in entries)}
+        # Sites that a map has joined are no sites of exact summaries any more, and need nothing further.
+        moved = {key for side in sides for key, of in side.items() if any(one.exact and not one.placed for one in of)}
         self.other_form = has_other_form(tables, self.classes)
         if same_cut and not calls.sites and not moved and not self.other_form:
             return tables
@@ -251,7 +252,8 @@ def _pooled(site: SiteKey, entries: Sequence[MergedSite], *, whole_numbers: bool
 
     Also None for whole numbers, unless it is known that they do not count within a micro-batch.
     """
-    if any(not one.exact or (one.dtype not in UNIT_ROUNDOFF and not whole_numbers) for one in entries):
+    known = [one.exact or not one.placed for one in entries]  # of joined sites, norms and sums are known as well
+    if not all(known) or (entries[0].dtype not in UNIT_ROUNDOFF and not whole_numbers):
         return None
     first = entries[0]
     summary = merge([one.summary for one in entries]) if len(entries) > 1 else first.summary.copy()

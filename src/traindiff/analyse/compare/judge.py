@@ -18,6 +18,7 @@ from traindiff.analyse.compare.verdict import SiteDifference
 from traindiff.analyse.findings import UNJUDGED, Finding, SiteWord, word_of
 from traindiff.analyse.merge.distance import Pair, difference, equal_bits, same_bits, size_of
 from traindiff.analyse.merge.history import DifferenceHistory
+from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.site import GRADIENT_NORM, MergedSite, SiteKey, StepTable
 from traindiff.analyse.noise.run_floors import RunFloors
 from traindiff.analyse.noise.tolerance import Tolerances
@@ -322,12 +323,14 @@ class BothRuns:
 
     Args:
         facts: Facts about each run.
+        common: By run, a function that turns its paths into those that both have in common.
 
     Attributes:
         shared: Faults of both runs, which do not tell them apart: one sentence per kind.
     """
 
-    def __init__(self, facts: Sequence[RunFacts]) -> None:
+    def __init__(self, facts: Sequence[RunFacts], common: Sequence[Rename] = (str, str)) -> None:
+        self._common = common
         rules = [rule for rule in RULES if rule.tells_runs_apart]
         self._strict = [RunJudge(rules, one) for one in facts]
         self._lenient = [RunJudge(rules, one, strictness=LENIENT) for one in facts]
@@ -348,24 +351,21 @@ class BothRuns:
             judge.note_unknown(table)
         strict = [judge.step(table, step=step) for judge, table in zip(self._strict, tables, strict=True)]
         lenient = [
-            {_what(one) for one in judge.step(table, step=step)}
-            for judge, table in zip(self._lenient, tables, strict=True)
+            {(one.kind, common(one.path)) for one in judge.step(table, step=step)}
+            for judge, table, common in zip(self._lenient, tables, self._common, strict=True)
         ]
         found = []
-        for name, own, other in zip(RUNS, strict, lenient[::-1], strict=True):
+        for name, own, other, common in zip(RUNS, strict, lenient[::-1], self._common, strict=True):
             for one in own:
-                if one.kind == "lost-update" and one.path in {path for _, path in other - {_what(one)}}:
+                what = one.kind, common(one.path)
+                if one.kind == "lost-update" and what[1] in {path for _, path in other - {what}}:
                     continue  # the other run has a worse finding there
-                if _what(one) in other:
+                if what in other:
                     self.shared.setdefault(one.kind, f"In both runs: {_within(one.message)}")
                 else:
                     message = f"In the {name}, {_within(one.message)}"
                     found.append(replace(one, message=message, evidence={**one.evidence, "run": name}))
         return found
-
-
-def _what(finding: Finding) -> tuple[str, str]:
-    return finding.kind, finding.path
 
 
 def _within(sentence: str) -> str:
