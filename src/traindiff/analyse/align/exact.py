@@ -290,6 +290,11 @@ def check_random_state(baseline: StepTable, candidate: StepTable, *, step: int) 
             return
 
 
+def draws(table: StepTable) -> bool:
+    """True if a forward pass of the step draws random numbers."""
+    return bool(_drawing(table))
+
+
 def _drawing(table: StepTable) -> StepTable:
     """The states of generators before forward passes that draw from them."""
     return {

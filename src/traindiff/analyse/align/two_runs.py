@@ -69,6 +69,7 @@ class AlignedStep:
         recorded: The step in each run, with all its evaluations of the loss.
         evaluation: Number of the evaluation of the loss; None in a step with one.
         unplaced: The baseline's entries of sites whose rows could not be brought together, in execution order.
+        other_form: Whether both runs were given the same samples, padded or ordered otherwise.
         earlier: The evaluations before this one, which are compared first.
         sources: Inputs of each run that are its own outputs, as `ReturnedStates.sources`.
     """
@@ -84,6 +85,7 @@ class AlignedStep:
     recorded: tuple[SideStep, SideStep]
     evaluation: int | None = None
     unplaced: tuple[MergedSite, ...] = ()
+    other_form: bool = False
     earlier: tuple[AlignedStep, ...] = ()
     sources: Sources = ({}, {})
 
@@ -158,7 +160,8 @@ class TwoRuns:
         self.alone: tuple[list[int], list[int]] = ([], [])
         self.behind: tuple[dict[int, int], dict[int, int]] = ({}, {})
         self._selection = selection
-        self.uneven = Unplaced()
+        modules = [run.rank_content(rank).get("modules", {}) for run in runs for rank in run.ranks]
+        self.uneven = Unplaced(classes={name for one in modules for name in one.values()})
         self.passes = UsedPasses(rename)
         self._states = (ReturnedStates(), ReturnedStates())
 
@@ -231,7 +234,8 @@ class TwoRuns:
         return AlignedStep(
             step=steps[0].step, first=len(self.compared) == 1 and not evaluation, baseline=steps[0], sides=sides,
             tables=tables, aligned=aligned, pairs=pairs, findings=findings, evaluation=evaluation, recorded=sides,
-            unplaced=self.uneven.latest, sources=(self._states[0].sources, self._states[1].sources),
+            unplaced=self.uneven.latest, other_form=self.uneven.other_form,
+            sources=(self._states[0].sources, self._states[1].sources),
         )  # fmt: skip
 
     def _comparable(self, tables: Tables, steps: tuple[RunStep, RunStep]) -> Tables:

@@ -45,7 +45,7 @@ from traindiff.analyse.compare.explanations import (
     with_each_ranks_own,
     with_names,
 )
-from traindiff.analyse.compare.judge import BothRuns, Judge, is_uncalled
+from traindiff.analyse.compare.judge import OTHER_FORM, BothRuns, Judge, comes_last, is_uncalled
 from traindiff.analyse.compare.limits import choices_notes, hints, limits, not_followed, returned_note, unjudged_note
 from traindiff.analyse.compare.operator_search import OperatorSearch
 from traindiff.analyse.compare.step_input import StepInput
@@ -290,7 +290,7 @@ class RunningComparison:
         found += check_random_state(*tables, step=step)
         if not self._forced:  # in a forced run no operation computes it
             pairs = [*pairs, *gradient_norms(pairs)]
-        agreed = all(map(is_uncalled, self._judge.findings))
+        agreed = all(map(comes_last, self._judge.findings))
         found = judge_step(
             self._judge,
             StepInput(
@@ -320,12 +320,13 @@ class RunningComparison:
                 leaky=self._leaky,
                 norms=self._norms,
                 unplaced=given.unplaced,
+                other_form=given.other_form,
                 sources=given.sources,
             ),
         )
-        if agreed and self._judge.findings and not is_uncalled(self._judge.findings[0]):
+        if agreed and self._judge.findings and not comes_last(self._judge.findings[0]):
             first = self._judge.findings[0]
-            hop, self._evidence = surroundings(first, pairs, given.aligned)
+            hop, self._evidence = surroundings(first, pairs, given.aligned, other_form=given.other_form)
             divided = (micro_steps[0], micro_steps[1])
             recorded = [side.table for side in given.sides]
             statistics = batch_statistics_message(first, self._facts[0].modules, recorded, divided)
@@ -350,12 +351,13 @@ class RunningComparison:
         if first is not self._judge.findings[0]:  # what surrounds the accepted one says nothing of this one
             return tuple(map(self._configurations.explained, findings))
         evidence = {**first.evidence, **self._evidence}
-        remarks = self._remarks + self.runs.uneven.remark(first)
+        form = next((one.message for one in rest if one.evidence.get(OTHER_FORM)), "")
+        remarks = self._remarks + self.runs.uneven.remark(first, form)
         first = replace(first, message=first.message + remarks, evidence=evidence)
         sizes = (self.runs.sides[0].data_parallel, self.runs.sides[1].data_parallel)
         first = with_each_ranks_own(first, self._facts[sizes.index(max(sizes))].modules, sizes)
         first = self._operators.told(explained(first, *(run.run for run in self.runs.runs)))
-        first = self._configurations.surrounded(first)
+        first = self._configurations.surrounded(first, self.runs.uneven.unseen)
         late = self._evidence.get("one_hop_late", ())
         uncalled = [one for one in rest if is_uncalled(one) and label(one.path, one.slot) in late]
         rest = [one for one in rest if one not in uncalled]

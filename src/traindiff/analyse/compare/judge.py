@@ -12,6 +12,7 @@ from traindiff.analyse.align.returned_states import check_state
 from traindiff.analyse.align.side import RUNS
 from traindiff.analyse.compare.bits import bit_difference
 from traindiff.analyse.compare.moved_moments import KIND as SYSTEMATIC
+from traindiff.analyse.compare.other_loss import SEEN_AT
 from traindiff.analyse.compare.step_input import StepInput
 from traindiff.analyse.compare.verdict import SiteDifference
 from traindiff.analyse.findings import UNJUDGED, Finding, SiteWord, word_of
@@ -35,6 +36,15 @@ _LEARNING = frozenset({"loss", "grad", "update"})
 def is_uncalled(finding: Finding) -> bool:
     """True if a finding says that one run does not call a module."""
     return finding.kind in ("missing", "extra") and finding.phase == "forward"
+
+
+OTHER_FORM = "other_form"
+"""Evidence of a batch that holds the same samples, padded or ordered otherwise."""
+
+
+def comes_last(finding: Finding) -> bool:
+    """True if a finding matters only if something else differs too: if it did, that would show in what follows it."""
+    return is_uncalled(finding) or bool(finding.evidence.get(OTHER_FORM))
 
 
 class Judge:
@@ -132,15 +142,17 @@ class Judge:
     def findings(self) -> tuple[Finding, ...]:
         """All findings so far, in execution order: each site once, with its number of steps.
 
-        Modules that one run does not call come last: if that matters, what follows them differs.
+        Modules that one run does not call, and batches that are padded or ordered otherwise, come last: if that
+        matters, what follows them differs.
         """
-        return tuple(sorted(self._found.values(), key=is_uncalled))
+        return tuple(sorted(self._found.values(), key=comes_last))
 
     def add(self, found: Iterable[Finding]) -> None:
         """Note the findings of a step."""
         for finding in found:
             key = SiteKey(finding.phase, finding.stage, finding.path, finding.slot, finding.call)
-            site = (key, finding.kind if finding.kind in ("hyper-parameter", "reported-norm") else "")
+            own = finding.kind in ("hyper-parameter", "reported-norm")
+            site = (key, finding.kind if own else OTHER_FORM if finding.evidence.get(OTHER_FORM) else "")
             first = self._found.get(site, finding)
             count = first.evidence.get("num_steps", 0) if site in self._found else 0
             count += self._counted.get(site) != finding.step  # a step may evaluate the loss several times
@@ -167,7 +179,7 @@ class Judge:
 
         What is within its floor agrees, unless a finding before it may have raised that floor.
         """
-        has_raised = not all(map(is_uncalled, self._found.values()))
+        has_raised = not all(map(comes_last, self._found.values()))
         return self.learning_compared and not (has_raised and self.run.learning_differs)
 
     @property
@@ -204,7 +216,7 @@ class Judge:
         if finding.kind in ("missing", "extra", "non-finite", "shape", "recomputed", SYSTEMATIC):
             return False
         if finding.phase == "loss":  # gradients may be handed on by losses of another value
-            return "losses" in finding.evidence
+            return "losses" in finding.evidence or SEEN_AT in finding.evidence
         return finding.phase in ("forward", "backward") or finding.path in self.run.permuted
 
     def floor(self, pair: Pair, floor: float) -> float:
