@@ -133,19 +133,28 @@ class Configurations:
         told = list(self._differing.get(path, {}).values())[:_MOST_NAMED]
         if path in self._evaluates and self._evaluates[path][1] <= finding.step:
             told.insert(0, self._evaluates_text(path))
-        if not told:
+        clause = f"{path or ROOT}: {'; '.join(told)}"
+        if not told or clause in finding.evidence.get("surroundings", ()):
             return finding
-        message = f"{path or ROOT}: {'; '.join(told)}. {finding.message}"
+        message = f"{clause}. {finding.message}"
         return replace(finding, message=message, evidence={**finding.evidence, "settings": told})
 
-    def surrounded(self, first: Finding) -> Finding:
-        """The first finding, after what differs around the computation and may explain it."""
+    def surrounded(self, first: Finding, unseen: Iterable[str] = ()) -> Finding:
+        """The first finding, after what differs around the computation and may explain it.
+
+        Args:
+            first: The first finding.
+            unseen: Modules of which what they return was not compared.
+        """
         told = [
             f"{where}: {'; '.join(texts.values())}"
             for where, texts in self._around.items()
             if first.phase in _EXPLAINS.get(_what(where), ())
         ]
         told += self._modes_before_loss(first) + self._cut_before_gradient(first)
+        if first.phase in ("loss", "backward", "grad"):
+            differing = {path: self._differing[path] for path in unseen if path in self._differing}
+            told += [f"{path or ROOT}: {'; '.join(texts.values())}" for path, texts in differing.items()]
         if not told:
             return first
         evidence = {**first.evidence, "surroundings": told}
@@ -283,11 +292,24 @@ def _differences(baseline: Mapping[str, str], candidate: Mapping[str, str], *, w
         before, after = baseline.get(name), candidate.get(name)
         if name == _GRADIENT and None in (before, after):
             continue  # one run did not see the graph
-        if before != after:
+        if before != after and not _are_of_one_script(before, after):
             found[name] = _clause(name, before, after, what)
     if "class" in found:  # which has other settings
         return {name: found[name] for name in ("class", "forward", _GRADIENT) if name in found}
     return found
+
+
+_SCRIPTS = ("__main__.", "__mp_main__.")
+"""What the names of a script's own classes begin with: in its first process, and in those that it starts."""
+
+
+def _are_of_one_script(baseline: str | None, candidate: str | None) -> bool:
+    """True for two names of one class or function: of a script that runs, is run by `spawn`, or is imported."""
+    for own, other in ((baseline, candidate), (candidate, baseline)):
+        for script in _SCRIPTS:
+            if own and other and own.startswith(script) and other.endswith(f".{own.removeprefix(script)}"):
+                return True
+    return False
 
 
 def _clause(name: str, before: str | None, after: str | None, what: str) -> str:

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from traindiff.analyse.merge.distance import Pair, equal_bits
+from traindiff.analyse.merge.distance import Pair, equal_bits, size_of
 from traindiff.analyse.merge.site import SiteKey, StepTable
 from traindiff.analyse.noise.gradients import Terms
 from traindiff.analyse.noise.uncalibrated import GAIN, Floors
+from traindiff.core.site import is_of_no_module
 from traindiff.core.summary import distance, nonfinite_count, norm, rounding
 
 LINEAR_STATE = frozenset({"momentum_buffer", "step"})
@@ -136,9 +137,13 @@ class RunFloors:
 def at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> tuple[Floors, Floors]:
     """Floors at the beginning of a step, from the parameters and from earlier steps; then the undisturbed ones."""
     squares: dict[str, tuple[float, float, float]] = {}
-    for path, pair in parameters.items():
+    alone = 0.0
+    # Where a map joins parameters last: how far these are apart is not known, and taken from the others.
+    for path, pair in sorted(parameters.items(), key=lambda item: not item[1].baseline.placed):
         equal = equal_bits(pair)
         apart = 0.0 if equal else float(distance(pair.baseline.summary, pair.candidate.summary))
+        if not (equal or pair.baseline.placed):
+            apart = _apart_like_others(pair, squares, disturbed=path in run.disturbed)
         if not equal and nonfinite_count(pair.candidate.summary) != nonfinite_count(pair.baseline.summary):
             apart = math.inf  # the distance leaves out NaN, and all that is computed from it may be NaN
             run.disturbed.add(path)
@@ -147,6 +152,8 @@ def at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> tuple[Fl
         calm = 0.0 if path in run.disturbed else apart
         apart = max(apart, pair.baseline.spread, pair.candidate.spread)
         size = float(norm(pair.baseline.summary))
+        if size and is_of_no_module(path):  # a loss may be proportional to it, however small it is beside the model
+            alone = max(alone, apart / size)
         for owner in (path.rpartition(".")[0], "*"):
             before = squares.get(owner, (0.0, 0.0, 0.0))
             squares[owner] = before[0] + apart * apart, before[1] + calm * calm, before[2] + size * size
@@ -156,7 +163,7 @@ def at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> tuple[Fl
     )
     return (
         Floors(
-            parameters=disturbed.pop("*", 0.0), own=disturbed, gradients=run.gradients,
+            parameters=max(alone, disturbed.pop("*", 0.0)), own=disturbed, gradients=run.gradients,
             settings_differ=run.settings_differ, coefficients=run.coefficients,
         ),
         Floors(
@@ -164,6 +171,15 @@ def at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> tuple[Fl
             coefficients=run.coefficients,
         ),
     )  # fmt: skip
+
+
+def _apart_like_others(pair: Pair, squares: Mapping[str, tuple[float, float, float]], *, disturbed: bool) -> float:
+    """How far two parameters without places may be apart: as far as all others are; any distance after a finding."""
+    size, known = float(norm(pair.baseline.summary)), size_of(pair)
+    if disturbed or not math.isfinite(known):
+        return size
+    of_all, _, whole = squares.get("*", (0.0, 0.0, 0.0))
+    return max(known, math.sqrt(of_all / whole) if whole else 0.0) * size
 
 
 class GradientsTogether:
