@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median, quantiles
-from time import process_time
+from time import process_time, thread_time
+from typing import Any
 
 import torch
 from gpt import Training
@@ -22,8 +24,10 @@ from torch import Tensor, nn
 
 import traindiff
 from traindiff.core.tap_registry import OBSERVED_BY_DEFAULT
+from traindiff.observe.common.faults import Faults
 
 WITH = dict.fromkeys((*OBSERVED_BY_DEFAULT, "witness"))
+TAPS = ("witness", "layer_products", "state_marks", "gradient_marks")
 SMALL_LAYERS = 200
 
 
@@ -86,13 +90,65 @@ def in_turns(
     return seconds
 
 
+@contextmanager
+def timed() -> Iterator[dict[str, float]]:
+    """CPU seconds inside hooks, by the tap that a hook belongs to."""
+    seconds: dict[str, float] = defaultdict(float)
+    call = Faults.call
+
+    def timed_call(self: Faults, tap: str, *args: Any, **kwargs: Any) -> Any:
+        before = thread_time()
+        try:
+            return call(self, tap, *args, **kwargs)
+        finally:
+            seconds[tap] += thread_time() - before
+
+    Faults.call = timed_call  # type: ignore[method-assign]
+    try:
+        yield seconds
+    finally:
+        Faults.call = call  # type: ignore[method-assign]
+
+
+def inside(dtype: torch.dtype, *, rounds: int) -> dict[str, float]:
+    """The share of a plain step that is spent inside the hooks of each tap of the witness; medians of rounds."""
+    plain, witnessed = in_dtype(dtype), in_dtype(dtype)
+    shares: dict[str, list[float]] = {tap: [] for tap in TAPS}
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        traindiff.record(directory, witnessed.model, witnessed.optimizer, observe=("grad", "witness"), strict=True),
+        timed() as seconds,
+    ):
+        for number in range(-2, rounds):
+            before = process_time()
+            plain.step()
+            whole = process_time() - before
+            seconds.clear()
+            witnessed.step()
+            for tap in TAPS if number >= 0 else ():
+                shares[tap].append(seconds[tap] / whole)
+    return {tap: median(each) for tap, each in shares.items()}
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9, help="rounds per row")
-    rounds = parser.parse_args().rounds
+    parser.add_argument(
+        "--inside", action="store_true", help="only say how much time hooks take: other work harms less"
+    )
+    given = parser.parse_args()
+    rounds = given.rounds
     torch.set_num_threads(1)
     print(machine())
+    if given.inside:
+        print("| dtype | " + " | ".join(TAPS) + " | sum |")
+        print("| --- " * (len(TAPS) + 2) + "|")
+        for dtype in (torch.float32, torch.bfloat16):
+            shares = inside(dtype, rounds=rounds)
+            cells = [*shares.values(), sum(shares.values())]
+            print(f"| {str(dtype).removeprefix('torch.')} | " + " | ".join(f"{one:.3f}" for one in cells) + " |")
+        return
     print("| training | plain step | default / plain | the witness adds | quartiles | goal |")
     print("| --- | --- | --- | --- | --- | --- |")
     for name, dtype, goal in (("float32", torch.float32, 0.04), ("bfloat16", torch.bfloat16, 0.06)):

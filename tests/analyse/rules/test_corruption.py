@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from benchmarks.corruption import healthy_kinds, outcome
+from benchmarks.corruption import healthy_kinds, outcome, outcomes_on_ranks
 
 
 @pytest.mark.parametrize("kind", ["parameter", "exp_avg", "exp_avg_sq"])
@@ -27,3 +27,11 @@ def test_a_bit_that_changes_a_thousandth_of_the_tensor_is_found(kind: str) -> No
 
 def test_without_a_flip_nothing_is_found() -> None:
     assert healthy_kinds(0, torch.float32) == frozenset()
+
+
+def test_a_bit_that_flips_in_one_ranks_copy_of_a_reduced_gradient_is_found_in_its_step() -> None:
+    (found,) = outcomes_on_ranks(("all-reduce, one copy",), 1, "float32")
+
+    assert found.flip.rank is not None
+    assert found.at_step
+    assert found.at_site

@@ -53,7 +53,7 @@ FAULTS: dict[str, tuple[str, list[Loses]]] = {
         "traindiff.observe.torch.hooks.layer_products._LayerProducts._emit",
         [{"stage": "witness product"}],
     ),
-    "gradient_marks": ("traindiff.observe.torch.hooks.gradient_marks.mark_of", []),
+    "gradient_marks": ("traindiff.observe.torch.hooks.gradient_marks._GradientMarks.take", []),
     "parameter_gradients": ("traindiff.observe.torch.hooks.parameter_gradients._contribution", [{"stage": "micro"}]),
 }
 """By tap: what is made to fail, and the observations that are lost; none of one that a right training never needs."""

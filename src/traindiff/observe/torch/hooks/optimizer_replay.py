@@ -70,7 +70,7 @@ class OptimizerReplayTap:
     """Compares the updates of an optimizer with its own formula and settings, in some steps.
 
     The first three recorded steps are replayed, then one in a hundred. Before such a step parameters, gradients and
-    states are copied: at most 65,536 elements of each parameter, and at most 64 MiB in all. Parameters and ranges that
+    states are copied: at most 16,384 elements of each parameter, and at most 64 MiB in all. Parameters and ranges that
     have no room take their turn in the next replayed step. After the step, recorded per parameter (phase `update`):
 
     * stage `replayed`: the update that the formula gives;

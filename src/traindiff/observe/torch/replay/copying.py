@@ -21,7 +21,7 @@ from traindiff.observe.torch.replay.copied_range import (
 )
 from traindiff.observe.torch.replay.formulas import Known
 
-RANGE = 2**16
+RANGE = 2**14
 """The number of elements of a parameter that are replayed in a step; the next replay takes the next ones."""
 
 WHOLE = 2**22

@@ -63,7 +63,7 @@ def record(
             the difference of two `param` observations and makes sure that these are recorded. `grad` is what
             the optimizer sees; `grad.micro` adds each micro-batch's share of it, and `grad.stages` what it was
             before a loss scaler unscaled it and before it was clipped, in trainings that do so.
-            `replay` computes in float64 what the optimizer should do with up to 65,536 elements of
+            `replay` computes in float64 what the optimizer should do with up to 16,384 elements of
             each parameter, in the first three recorded steps and then in one of a hundred. In such a step it holds
             at most 64 MiB more, and takes as long as summarizing four tensors of these elements. See docs/replay.md.
         select: Globs over canonical paths of modules and parameters, e.g. `"transformer.h.3.*"`.
