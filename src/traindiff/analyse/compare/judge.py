@@ -297,6 +297,16 @@ class Judge:
             )
         self.differences[key] = row
 
+    def count_again(self, step: int, num_steps: int) -> None:
+        """Count further steps, before this one, in which the sites of this one were compared and had the same bits."""
+        for key, (noted, _) in self._noted.items():
+            if noted == step and num_steps:
+                row = self.differences[key]
+                self.differences[key] = replace(
+                    row, num_steps=row.num_steps + num_steps,
+                    num_identical_steps=row.num_identical_steps + num_steps,
+                )  # fmt: skip
+
 
 LENIENT = 2.0
 """A fault that shows half as clearly in the other run counts for both, so it does not tell them apart."""
