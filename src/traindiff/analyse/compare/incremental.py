@@ -163,7 +163,7 @@ class RunningComparison:
         assert baseline is not None
         assert candidate is not None
         turns, own = self._turns.findings(baseline, candidate), self._of_one_run(given)
-        if self._same is not None and not (turns or own) and self._same.waits(given, baseline, candidate):
+        if self._same is not None and not (turns or own) and self._same.waits(given, baseline):
             return ComparedStep(aligned=given, findings=())
         self._judge_waiting()
         findings = self._step(given, turns, own)
@@ -216,7 +216,7 @@ class RunningComparison:
             unaligned=self.runs.presence.sides(),
             steps=self._steps(findings),
             notes=tuple(notes),
-            differences=tuple(sorted(self._judge.differences.values(), key=lambda row: row.order)),
+            differences=self._judge.sites.rows(),
             history=self._history,
             zooms=tuple(self._operators.found),
             first_bit_difference=self._judge.first_bit_difference,
@@ -262,7 +262,7 @@ class RunningComparison:
         """Faults that only one run has."""
         return [
             with_names(one, self.runs.copies[RUNS.index(one.evidence["run"])], self._rename)
-            for one in self._both.findings(given.tables, step=given.step)
+            for one in self._both.findings(given.tables, step=given.step, same=given.same)
         ]
 
     def _evaluation(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from traindiff.analyse.align.side import gradient_norms
 from traindiff.analyse.align.two_runs import AlignedStep
 from traindiff.analyse.compare.judge import Judge
-from traindiff.analyse.merge.distance import Pair, equal_bits
+from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.recorded_calls import clips
 from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.site import SiteKey
@@ -37,11 +37,11 @@ class SameSoFar:
         self._waiting: AlignedStep | None = None
         self._num_waiting = 0
 
-    def waits(self, given: AlignedStep, baseline: RunStep, candidate: RunStep) -> bool:
+    def waits(self, given: AlignedStep, baseline: RunStep) -> bool:
         """True if a step need not be judged before the next one; it is kept in place of the one before."""
-        if self._layout is None or baseline.layout is not self._layout or not self._is_plain(given, baseline):
+        if self._layout is None or baseline.layout is not self._layout or not given.same:
             return False
-        if baseline.bits is not candidate.bits or not all(map(_is_same, given.pairs)):
+        if not self._is_plain(given, baseline):
             return False
         lost = _without_floors(given.pairs)
         if [pair.baseline.key for pair in given.pairs] != self._sites or (self._num_waiting and not lost <= self._lost):
@@ -68,7 +68,7 @@ class SameSoFar:
 
     def count(self, step: int) -> None:
         """Count the steps that waited with the one that was judged for all of them."""
-        self._judge.count_again(step, self._num_waiting - 1)
+        self._judge.sites.count_again(step, self._num_waiting - 1)
         self._num_waiting = 0
 
     def _is_plain(self, given: AlignedStep, baseline: RunStep) -> bool:
@@ -93,7 +93,3 @@ def _without_floors(pairs: Sequence[Pair]) -> frozenset[SiteKey]:
     rests = (pair for pair in pairs if pair.baseline.key.phase in ("grad", "update"))
     zero = (pair.baseline.key for pair in rests if not pair.baseline.summary["sum_of_squares"])
     return frozenset((*lost_in_rounding([*pairs, *gradient_norms(pairs)]), *zero))
-
-
-def _is_same(pair: Pair) -> bool:
-    return pair.baseline is pair.candidate or equal_bits(pair)

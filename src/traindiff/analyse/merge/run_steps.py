@@ -52,7 +52,6 @@ class StepContent:
     without_idle: tuple[list[Evaluation], dict[SiteKey, MergedSite]] | None = None
     layout: object = None
     finite: bool = False
-    bits: object = field(default_factory=object)
 
     def again(self) -> StepContent:
         """The same for the other run, which releases it by itself."""
@@ -81,7 +80,6 @@ class RunStep:
         without_idle: `earlier` and `table` without passes from which nothing follows; None if there are none.
         layout: Steps with the same object were merged in the same way; None if that is not known.
         finite: Whether all its numbers are finite.
-        bits: Steps of two runs with the same object hold the same entries.
     """
 
     optimizer: str
@@ -97,7 +95,6 @@ class RunStep:
     without_idle: tuple[list[Evaluation], dict[SiteKey, MergedSite]] | None = None
     layout: object = None
     finite: bool = False
-    bits: object = None
 
     def release(self) -> None:
         """Drop the sites, so that no two steps are in memory when the next one is read."""
@@ -158,7 +155,7 @@ class StepMerger:
         return RunStep(
             optimizer=optimizer, step=step, after=of_ranks[0].after, table=table, earlier=content.earlier,
             finished=finished, operators=content.operators, products=content.products,
-            without_idle=content.without_idle, layout=content.layout, finite=content.finite, bits=content.bits,
+            without_idle=content.without_idle, layout=content.layout, finite=content.finite,
             missing=self._without(tuple(one.rank for one in of_ranks)),
             last={one.rank: one.observations[-1] for one in of_ranks if one.observations},
         )  # fmt: skip
