@@ -12,10 +12,9 @@ of the tensor.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,40 +22,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from benchmarks import corruption_on_ranks as on_ranks
+from benchmarks.corruption_flips import LEAST, OBSERVED, STEPS, VOCABULARY, WIDTH, Flip, batch, flipped
 from benchmarks.gpt import GPT
 from benchmarks.machine import machine
-from numpy.typing import NDArray
+from tests.on_ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import traindiff
-from traindiff.core.summary import UNIT_ROUNDOFF
 
 RESULTS = Path(__file__).with_name("CORRUPTION.md")
-STEPS, BATCH, LENGTH, WIDTH, VOCABULARY = 5, 4, 128, 64, 128
-OBSERVED = ("batch", "loss", "grad", "optimizer", "update", "param", "replay", "witness", "products")
-LEAST = 100.0
-"""Roundings of an element below which a flip is not counted."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flip:
-    """One bit that was flipped.
-
-    Attributes:
-        step: The step in which it first counts.
-        site: Path of the parameter or module.
-        roundings: Change of the element, in roundings of it.
-        share: Change as a part of the norm of the tensor.
-    """
-
-    step: int
-    site: str
-    roundings: float
-    share: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,33 +46,7 @@ class Outcome:
     found: bool
     at_step: bool
     at_site: bool
-
-
-def flipped(tensor: Tensor, generator: torch.Generator, *, step: int, site: str) -> Flip:
-    """Flip a random bit of a random element that is not 0, so that it changes by at least `LEAST` roundings.
-
-    It is done as hardware does it: no operator of torch sees it, and no counter of writes.
-    """
-    width = 8 * tensor.element_size()
-    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    bits = np.frombuffer(memory, dtype=f"u{width // 8}")
-    size = float(np.linalg.norm(_values(bits).astype(np.float64)))
-    unit = UNIT_ROUNDOFF[str(tensor.dtype).removeprefix("torch.")]
-    while True:
-        place, bit = (int(torch.randint(one, (), generator=generator)) for one in (bits.size, width))
-        before = float(_values(bits[place : place + 1])[0])
-        if before == 0.0:
-            continue
-        bits[place] ^= bits.dtype.type(1 << bit)
-        change = abs(float(_values(bits[place : place + 1])[0]) - before)
-        if LEAST * unit * abs(before) <= change < float("inf"):
-            return Flip(step=step, site=site, roundings=change / (unit * abs(before)), share=change / size)
-        bits[place] ^= bits.dtype.type(1 << bit)
-
-
-def _values(bits: NDArray[Any]) -> NDArray[np.float32]:
-    """The numbers of float32, or of bfloat16, given by their bits."""
-    return (bits if bits.itemsize == 4 else bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    at_rank: bool
 
 
 class _InProduct(TorchDispatchMode):
@@ -178,7 +130,7 @@ def train(path: Path, kind: str, seed: int, *, dtype: torch.dtype = torch.float3
     data = torch.Generator().manual_seed(seed)
     with traindiff.record(path, model, optimizer, observe=OBSERVED):
         for step in range(STEPS):
-            tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=data)
+            tokens = batch(data)
             with injection.during(step, model):
                 logits = model(tokens[:, :-1])
                 functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
@@ -201,15 +153,42 @@ def outcome(kind: str, seed: int, *, dtype: torch.dtype, known: frozenset[str]) 
     """What `check` says of one training, beside findings of some kinds."""
     with tempfile.TemporaryDirectory(prefix="traindiff-corruption-") as directory:
         flip = train(Path(directory, "run"), kind, seed, dtype=dtype)
-        if flip is None:
-            return None
-        verdict = traindiff.check(Path(directory, "run"))
+        return None if flip is None else judged(kind, flip, Path(directory, "run"), known)
+
+
+def judged(kind: str, flip: Flip, path: Path, known: frozenset[str]) -> Outcome:
+    """What `check` says of a recording."""
+    verdict = traindiff.check(path)
     found = [one for one in (*verdict.findings, *verdict.warnings) if one.kind not in known]
     here = [one for one in found if one.step == flip.step]
+    sites = [one for one in here if not flip.site or flip.site in one.path or flip.site in one.message]
     return Outcome(
-        kind=kind, flip=flip, found=bool(found), at_step=bool(here),
-        at_site=any(not flip.site or flip.site in one.path or flip.site in one.message for one in here),
+        kind=kind, flip=flip, found=bool(found), at_step=bool(here), at_site=bool(sites),
+        at_rank=any(flip.rank in (None, one.rank) or f"rank {flip.rank}" in one.message for one in sites),
     )  # fmt: skip
+
+
+def outcomes_on_ranks(kinds: Sequence[str], count: int, dtype: str) -> Iterator[Outcome]:
+    """The outcomes of trainings on two ranks."""
+    with tempfile.TemporaryDirectory(prefix="traindiff-corruption-") as directory:
+        known: list[frozenset[str]] = []
+        for kind in ("none", *kinds):
+            flips = run_on_ranks(
+                on_ranks.train_all,
+                on_ranks.RANKS,
+                f"{directory}/{kind}",
+                kind,
+                count,
+                dtype,
+                timeout_seconds=60.0 * count,
+            )[0]
+            for seed, flip in enumerate(flips):
+                path = Path(directory, kind, str(seed))
+                if kind == "none":
+                    verdict = traindiff.check(path)
+                    known.append(frozenset(one.kind for one in (*verdict.findings, *verdict.warnings)))
+                elif flip is not None:
+                    yield judged(kind, Flip(**flip), path, known[seed])
 
 
 def report(outcomes: list[Outcome], healthy: dict[str, tuple[int, list[str]]], *, dtypes: dict[int, str]) -> str:
@@ -222,23 +201,27 @@ def report(outcomes: list[Outcome], healthy: dict[str, tuple[int, list[str]]], *
         "One bit of one element flips in a training of a small GPT (2 layers, width 64, AdamW, 5 steps), so that the",
         f"element changes by at least {LEAST:.0f} of its roundings. `traindiff check` sees one recording, with",
         "`observe`: " + ", ".join(f"`{one}`" for one in OBSERVED) + ".",
+        "Those in reductions are on two ranks of gloo: in what one rank has received of an all-reduce, in the sum that",
+        "all ranks receive, and in a part of a reduce-scatter of FSDP2.",
         "*Large* flips change the tensor by at least a thousandth of its norm.",
         "",
-        "| dtype | what flips | flips | found | at the step | at the site "
-        "| large flips | found | at the step | at the site |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| dtype | what flips | flips | found | at the step | at the site | on the rank "
+        "| large flips | found | at the step | at the site | on the rank |",
+        "| --- | --- " + "| ---: " * 10 + "|",
     ]
     for dtype in dict.fromkeys(dtypes.values()):
         mine = [one for one in outcomes if dtypes[id(one)] == dtype]
-        for kind in (*KINDS, "all"):
+        for kind in (*KINDS, *on_ranks.KINDS, "all"):
             these = [one for one in mine if kind in (one.kind, "all")]
             large = [one for one in these if one.flip.share >= 1e-3]
             cells = [
                 f"{sum(getattr(one, name) for one in group) / max(1, len(group)):.0%}"
                 if name else str(len(group))
                 for group in (these, large)
-                for name in ("", "found", "at_step", "at_site")
+                for name in ("", "found", "at_step", "at_site", "at_rank")
             ]  # fmt: skip
+            if not these:
+                continue
             lines.append(f"| {dtype} | {kind} | {' | '.join(cells)} |")
     lines += ["", "Kinds of findings in the same trainings without a flip; they are not counted above:", ""]
     lines += [
@@ -251,7 +234,7 @@ def main() -> None:
     """Measure, print, and write CORRUPTION.md."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=50, help="trainings for each kind of flip and each dtype")
-    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--kinds", default=";".join((*KINDS, *on_ranks.KINDS)), help="separated by semicolons")
     parser.add_argument("--dtypes", default="float32,bfloat16")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -263,13 +246,18 @@ def main() -> None:
         dtype = getattr(torch, name)
         without = [healthy_kinds(seed, dtype) for seed in range(given.count)]
         healthy[name] = given.count, sorted(frozenset().union(*without))
-        for kind in given.kinds.split(","):
+        chosen = given.kinds.split(";")
+        some: list[Outcome] = []
+        if reduced := [kind for kind in chosen if kind in on_ranks.KINDS]:
+            some += outcomes_on_ranks(reduced, given.count, name)
+        for kind in [kind for kind in chosen if kind in KINDS]:
             for seed in range(given.count):
                 one = outcome(kind, seed, dtype=dtype, known=without[seed])
                 if one is not None:
-                    outcomes.append(one)
-                    dtypes[id(one)] = name
+                    some.append(one)
                     print(name, one, flush=True)
+        outcomes += some
+        dtypes |= dict.fromkeys(map(id, some), name)
     page = report(outcomes, healthy, dtypes=dtypes)
     print(page)
     if given.kinds == parser.get_default("kinds") and given.dtypes == parser.get_default("dtypes"):

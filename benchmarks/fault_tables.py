@@ -19,9 +19,9 @@ EITHER = "any of these"
 
 WHY = """\
 Most effects here are below one rounding of bfloat16. Others are above it and below the floor, which is two roundings
-or more: `bit-flipped-in-mantissa` (forced), `batch-norm-eps`. `micro-means-not-weighted` is found one site late. A
-conversion to bfloat16 does nothing in a bfloat16 training (`identical`), and little where everything is computed in
-float32, which converts it away. `state-carried-over` exceeds its floor 25 times in a free run, but only at positions
+or more: `bit-flipped-in-mantissa` (forced), `batch-norm-eps`. A conversion to
+bfloat16 does nothing in a bfloat16 training (`identical`), and little where everything is computed in float32, which
+converts it away. `state-carried-over` exceeds its floor 25 times in a free run, but only at positions
 of which the loss reads nothing: no loss, gradient or update differs, so it is reported as another representation.
 Flipped bits do not show where everything is computed in float32: a view of the bits of a tensor that was converted is
 a copy there, so what is written through it is lost. The modes complement each other.

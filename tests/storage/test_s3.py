@@ -95,6 +95,39 @@ def test_a_training_that_ends_without_closing_uploads_everything(how: str, endin
     assert open_recording(URL).status(0).ending == ending
 
 
+EXITING = """
+import sys, threading, time
+from tests.storage.samples import RUN, step
+from traindiff.observe.common.circumstances import close_at_exit
+from traindiff.storage import RecordingWriter
+
+writer = RecordingWriter(sys.argv[1], run=RUN)
+writer.write_step(*step(0))
+writer._files.uploads.flush()
+close_at_exit(writer)
+
+def go_on():
+    threading.main_thread().join()
+    writer.write_step(*step(1))
+
+threading.Thread(target=go_on).start()
+"""
+
+
+@pytest.mark.parametrize("caches", [True, False])
+def test_while_python_exits_new_connections_are_opened_by_name(caches: bool, server: S3Server) -> None:
+    address = {
+        "AWS_ENDPOINT_URL": server.endpoint.replace("127.0.0.1", "localhost"),
+        "FSSPEC_S3": json.dumps({"config_kwargs": {"connector_args": {"use_dns_cache": caches}}}),
+    }
+    ended = subprocess.run(
+        [sys.executable, "-c", EXITING, URL], env=os.environ | address, capture_output=True, check=False, timeout=240
+    )
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert steps() == [0, 1]
+    assert open_recording(URL).status(0).ending == "closed"
+
+
 @pytest.mark.parametrize(
     "fault", [answering("503 Slow Down", "SlowDown"), answering("500 Error", "InternalError"), cut]
 )

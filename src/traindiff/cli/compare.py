@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_result, results, says_what_is_wrong
-from traindiff.cli.report import HtmlOption, IdenticalOption, NoiseOption, RenameOption, check_writable, write_page
+from traindiff.cli.report import (
+    AcceptOption,
+    HtmlOption,
+    IdenticalOption,
+    MapOption,
+    NoiseOption,
+    RenameOption,
+    check_writable,
+    write_page,
+)
 from traindiff.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -68,6 +77,8 @@ def compare(
     candidate: Annotated[str, typer.Argument(metavar="CANDIDATE", help="Recording of the run in question.")],
     noise: NoiseOption = None,
     rename: RenameOption = None,
+    layout: MapOption = None,
+    accept: AcceptOption = None,
     steps: Annotated[str | None, typer.Option(help='Steps to compare, e.g. "0-9,20,30-".')] = None,
     rtol: Annotated[
         float | None,
@@ -117,6 +128,8 @@ def compare(
             candidate,
             noise=noise or (),
             rename=rename,
+            map=layout,
+            accept=accept,
             steps=steps,
             rtol=rtol,
             atol=atol,

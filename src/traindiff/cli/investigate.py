@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from traindiff.cli.app import JsonOption, app, messages, print_result, results, says_what_is_wrong
+from traindiff.cli.report import AcceptOption, MapOption
 from traindiff.cli.setup_options import (
     OTHER_SPELLINGS,
     AsInCompareOption,
@@ -46,6 +47,8 @@ def investigate(
     seeds: Annotated[int, typer.Option(min=0, help="Further seeds to run the trusted training with.")] = 2,
     replica: ReplicaOption = None,
     rename: AsInCompareOption = None,
+    layout: MapOption = None,
+    accept: AcceptOption = None,
     timeout: Annotated[
         float | None, typer.Option(help="Seconds that a run may go without ending a step, as in traindiff verify.")
     ] = None,
@@ -76,8 +79,8 @@ def investigate(
         with run_progress(messages, steps=(3 + seeds + len(replicas)) * num_steps) as bar:
             request = VerifyRequest(
                 recipe=recipe, candidate=candidate or recipe, output=output, baseline_setup=baseline_setup,
-                setup=setup, steps=num_steps, seed=seed, replicas=replicas, zoom=True, rename=rename, timeout=timeout,
-                progress=bar, asked_by="investigate",
+                setup=setup, steps=num_steps, seed=seed, replicas=replicas, zoom=True, rename=rename, map=layout,
+                accept=accept, timeout=timeout,                progress=bar, asked_by="investigate",
             )  # fmt: skip
             numbers = count(1)
 

@@ -22,6 +22,15 @@ NoiseOption = Annotated[
         "Repeatable.",
     ),
 ]
+MapOption = Annotated[
+    str | None,
+    typer.Option(
+        "--map", metavar="FILE.toml", help="Which tensors and modules are which, or the name of a map (docs/maps.md)."
+    ),
+]
+AcceptOption = Annotated[
+    Path | None, typer.Option("--accept", metavar="FILE.toml", help="Intended differences, each with a reason.")
+]
 RenameOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -60,6 +69,8 @@ def report(
     ] = None,
     noise: NoiseOption = None,
     rename: RenameOption = None,
+    layout: MapOption = None,
+    accept: AcceptOption = None,
     steps: Annotated[str | None, typer.Option(help='Steps to show, e.g. "0-9,20,30-".')] = None,
 ) -> None:
     """Write a report for a browser, in one file that needs no network.
@@ -78,7 +89,8 @@ def report(
         check_directory(png)
     result: Comparison | Verdict
     if candidate is None:
-        given = [name for name, value in (("--noise", noise), ("--rename", rename)) if value]
+        options = (("--noise", noise), ("--rename", rename), ("--map", layout), ("--accept", accept))
+        given = [name for name, value in options if value]
         if given:
             fix = "Give a baseline and a candidate, or leave it out."
             problems = [
@@ -92,7 +104,8 @@ def report(
     else:
         with messages.status("comparing") as status:
             result = compare(
-                baseline, candidate, noise=noise or (), rename=rename, steps=steps, history=True,
+                baseline, candidate, noise=noise or (), rename=rename, map=layout, accept=accept, steps=steps,
+                history=True,
                 progress=lambda step: status.update(f"comparing step {step}"),
             )  # fmt: skip
     write_page(result, output)

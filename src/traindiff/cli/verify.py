@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_result, results, says_what_is_wrong
-from traindiff.cli.report import IdenticalOption
+from traindiff.cli.report import AcceptOption, IdenticalOption, MapOption
 from traindiff.cli.resume import print_resumed
 from traindiff.cli.setup_options import (
     OTHER_SPELLINGS,
@@ -64,6 +64,8 @@ def verify(
         ),
     ] = False,
     rename: AsInCompareOption = None,
+    layout: MapOption = None,
+    accept: AcceptOption = None,
     rtol: Annotated[
         float | None, typer.Option(help="Relative tolerance in place of floors, as in traindiff compare.")
     ] = None,
@@ -135,7 +137,8 @@ def verify(
         request = VerifyRequest(
             recipe=recipe, candidate=candidate or recipe, output=output, baseline_setup=baseline_setup,
             setup=setup, steps=num_steps, seed=seed, repeat=repeat, replicas=replicas, pin=pin.value, zoom=zoom,
-            rename=rename, rtol=rtol, atol=atol, identical=identical, compiler_logs=verbose_logging, timeout=timeout,
+            rename=rename, map=layout, accept=accept, rtol=rtol, atol=atol, identical=identical,
+            compiler_logs=verbose_logging, timeout=timeout,
         )  # fmt: skip
         chosen = "json" if as_json else form
         if matrix is not None:

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.text import Text
 
 from traindiff.cli.app import app, messages, print_result, results, says_what_is_wrong
+from traindiff.cli.report import AcceptOption, MapOption
 
 
 @app.command(short_help="Compare saved weights: is it the same model?")
@@ -23,15 +24,11 @@ def weights(
         str | None,
         typer.Option(metavar="PATH", help="A third set, e.g. before fine-tuning: is the candidate still the base?"),
     ] = None,
-    layout: Annotated[
-        Path | None, typer.Option("--map", metavar="FILE.toml", help="Which tensors are which (docs/weights.md).")
-    ] = None,
+    layout: MapOption = None,
     propose: Annotated[
         Path | None, typer.Option(metavar="FILE.toml", help="Write the map that the contents suggest.")
     ] = None,
-    accept: Annotated[
-        Path | None, typer.Option(metavar="FILE.toml", help="Intended differences, each with a reason.")
-    ] = None,
+    accept: AcceptOption = None,
     top: Annotated[int, typer.Option(min=0, help="Groups of tensors with each word.")] = 12,
     as_json: Annotated[bool, typer.Option("--json", help="For programs (docs/json.md).")] = False,
 ) -> None:

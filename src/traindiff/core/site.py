@@ -41,6 +41,19 @@ def path_in_whole(path: str) -> str:
     return rest if _PART.fullmatch(first) else path
 
 
+_OF_NO_MODULE = re.compile(r".*\.groups\[\d+\]\.params\[\d+\]")
+
+
+def path_in_optimizer(optimizer: str, group: int, position: int) -> str:
+    """Path of a parameter that an optimizer holds and no module of the model: by its group and its position there."""
+    return f"{optimizer}.groups[{group}].params[{position}]"
+
+
+def is_of_no_module(path: str) -> bool:
+    """True for the path of a parameter that no module of the model holds."""
+    return _OF_NO_MODULE.fullmatch(path) is not None
+
+
 class _Escapes(dict[int, int | str]):
     """Table for `str.translate` that maps a character to itself or to its escape; it caches the first ones."""
 

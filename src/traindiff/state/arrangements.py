@@ -9,7 +9,6 @@ Rows are those of the tensor seen as a matrix with its last dim as columns; a ve
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import permutations
 from math import gcd, prod
 
@@ -17,35 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traindiff.core.kernels.reference import splitmix64
+from traindiff.core.maps.entries import Layout
 from traindiff.state.measured import in_dtype
 from traindiff.state.stored import StoredTensor
 
 Hashes = NDArray[np.uint64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """How the tensors of one side become one tensor of the other side.
-
-    Attributes:
-        join: `concat` or `interleave` (of the groups of all parts: the first of each, the second of each, ...).
-        groups: Number of groups for `interleave`.
-        transpose: Whether the joined rows are the columns of the whole.
-        heads: By part: number of heads whose rows go from rotary halves to interleaved pairs; negative for the other
-            way; 0 for rows that stay.
-        order: By part: its place among the names that were given.
-    """
-
-    join: str = "concat"
-    groups: int = 1
-    transpose: bool = False
-    heads: tuple[int, ...] = (0,)
-    order: tuple[int, ...] = (0,)
-
-    @property
-    def is_plain(self) -> bool:
-        """True if one tensor is the other, unchanged."""
-        return len(self.order) == 1 and not self.transpose and not any(self.heads)
 
 
 def _weights(first: int, count: int) -> Hashes:

@@ -7,13 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from traindiff.core.maps.accepted import accepted_of
+from traindiff.core.maps.shipped import map_of
 from traindiff.core.untrusted.demands import quoted
 from traindiff.errors import CheckpointError
-from traindiff.state.accepted import accepted_of, with_accepted
+from traindiff.state.accepted import with_accepted
 from traindiff.state.adapters import merged_adapters
 from traindiff.state.comparison import Relation, WeightsComparison, moved_sentences
 from traindiff.state.dtypes import shorter
-from traindiff.state.maps import map_of, mapped
+from traindiff.state.maps import mapped
 from traindiff.state.matching import Matching
 from traindiff.state.measured import Measured, measure, same_bits
 from traindiff.state.pairing import under_plain_names
@@ -44,8 +46,9 @@ def weights(
             directory, torch.distributed.checkpoint, DeepSpeed ZeRO) or of a recording, a model, or a state dict.
         candidate: What is compared with it, likewise.
         base: A third set, e.g. the model before fine-tuning: tensors of the candidate that are still its are named.
-        map: File that says which tensors of the two are which, and in which layout (docs/weights.md).
-        accept: File of intended differences, which are listed and not judged (docs/weights.md).
+        map: File that says which tensors of the two are which, and in which layout, or the name of a map that
+            traindiff has (docs/maps.md).
+        accept: File of intended differences, which are listed and not judged (docs/maps.md).
         progress: Is called with the number of bytes that have been read, and of all.
 
     Returns:
@@ -56,8 +59,8 @@ def weights(
         ConfigError: A URL cannot be reached, or `map` or `accept` cannot be used.
         RecordingError: A recording is damaged.
     """
-    entries = [] if map is None else map_of(map)
-    accepted = [] if accept is None else accepted_of(accept)
+    entries = map_of(map, elements=True)
+    accepted = accepted_of(accept)
     sides = (open_checkpoint(baseline), open_checkpoint(candidate))
     third = None if base is None else open_checkpoint(base)
     notes = [*sides[0].notes, *sides[1].notes]
@@ -87,14 +90,14 @@ def weights(
     if third is not None:
         relations = _still_of_base(relations, sides[1], third)
     sentences = (*moved_sentences(relations), *_base_sentences(relations, third))
-    relations, unused = with_accepted(relations, accepted)
+    relations = with_accepted(relations, accepted)
     return WeightsComparison(
         baseline=sides[0].path,
         candidate=sides[1].path,
         kinds=(sides[0].kind, sides[1].kind),
         relations=tuple(relations),
         sentences=sentences,
-        notes=(*notes, *unused),
+        notes=(*notes, *accepted.unused()),
         num_bytes=counter.done,
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from traindiff.state.arrangements import Layout
+from traindiff.core.maps.entries import Layout
 from traindiff.state.stored import Role
 
 SCHEMA_NAME = "traindiff-weights"

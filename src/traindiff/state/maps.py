@@ -1,96 +1,20 @@
-"""Maps: which tensors of the baseline are which of the candidate, and in which layout. Read, applied and proposed."""
+"""Maps of checkpoints: tensors are put together as a map says; and a map is proposed from what a comparison found."""
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from traindiff.core.maps.entries import PLACE, Entry, Layout, as_toml
+from traindiff.core.maps.toml_files import unusable
 from traindiff.core.site import printable
-from traindiff.core.untrusted.demands import FLAG, TEXT, Unmet, listed, one_of, shaped, whole
-from traindiff.errors import ConfigError
-from traindiff.state.accepted import toml_of, unusable
-from traindiff.state.arrangements import Layout, matrix_shape, pairs_order
+from traindiff.state.arrangements import matrix_shape, pairs_order
 from traindiff.state.comparison import Relation, WeightsComparison, numbers, skeleton
 from traindiff.state.dtypes import Bits, bits_type
 from traindiff.state.stored import StoredTensor
-
-PLACE = "{n}"
-"""Stands for the number of a layer in the names of an entry: the same number in all of them."""
-
-_ENTRY = shaped(
-    {"baseline": listed(TEXT, least=1), "candidate": listed(TEXT, least=1)},
-    {
-        "join": one_of(("concat", "interleave")),
-        "groups": whole(1, 1 << 20),
-        "transpose": FLAG,
-        "heads": listed(whole(-(1 << 20), 1 << 20)),
-    },
-)
-_KEYS = frozenset({"baseline", "candidate", "join", "groups", "transpose", "heads"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """An entry of a map: tensors of one side that make up one of the other.
-
-    Attributes:
-        baseline: Names in the baseline, with `{n}` for the number of a layer.
-        candidate: Names in the candidate, likewise. One of the two lists has one name.
-        layout: How the several make up the one.
-    """
-
-    baseline: tuple[str, ...]
-    candidate: tuple[str, ...]
-    layout: Layout
-
-
-def map_of(path: str | os.PathLike[str]) -> list[Entry]:
-    """The entries of a file: tables `[[tensor]]`.
-
-    Raises:
-        ConfigError: The file cannot be used; the message names the entry.
-    """
-    where = os.fspath(path)
-    content = toml_of(path, "--map")
-    entries = content.get("tensor")
-    if not isinstance(entries, list) or not entries:
-        raise unusable(where, "--map", "has no table [[tensor]].")
-    return [_entry(entry, number + 1, where) for number, entry in enumerate(entries)]
-
-
-def _entry(content: Any, number: int, where: str) -> Entry:
-    def refused(what: str) -> ConfigError:
-        return unusable(where, "--map", f"cannot be used in entry {number}: {what}.")
-
-    try:
-        _ENTRY(content, "")
-    except Unmet as unmet:
-        raise refused(str(unmet)) from None
-    if extra := sorted({*content} - _KEYS):
-        raise refused(f'"{printable(extra[0])}" is not known')
-    baseline, candidate = tuple(content["baseline"]), tuple(content["candidate"])
-    parts = max(len(baseline), len(candidate))
-    if min(len(baseline), len(candidate)) != 1:
-        raise refused("either the baseline or the candidate must be a single tensor")
-    heads = tuple(content.get("heads", (0,) * parts))
-    if len(heads) != parts:
-        raise refused(f"heads has {len(heads)} numbers, and there are {parts} tensors")
-    if len({PLACE in name for name in (*baseline, *candidate)}) > 1:
-        raise refused(f"{PLACE} is in some of its names only")
-    join, groups = content.get("join", "concat"), content.get("groups", 1)
-    if (join == "interleave") != (groups > 1):
-        raise refused('groups belongs to join = "interleave", and is more than 1 there')
-    layout = Layout(
-        join=join, groups=groups, transpose=content.get("transpose", False), heads=heads, order=tuple(range(parts))
-    )
-    return Entry(baseline=baseline, candidate=candidate, layout=layout)
 
 
 def mapped(
@@ -99,40 +23,31 @@ def mapped(
     """Both sides, after putting tensors together as a map says, under the other side's names; notes on unused entries.
 
     Raises:
-        ConfigError: Tensors that an entry names do not fit together.
+        ConfigError: Tensors that an entry names do not fit together, or two get one name.
     """
-    first, second = dict(baseline), dict(candidate)
+    sides = dict(baseline), dict(candidate)
+    made: tuple[dict[str, StoredTensor], dict[str, StoredTensor]] = {}, {}
     notes = []
     for number, entry in enumerate(entries):
+        if entry.is_module:
+            continue
         used = False
-        for here, there in _expanded(entry, first, second):
+        for names in entry.expanded(*sides):
             used = True
-            if len(there) == 1:  # the baseline's make up the candidate's
-                made = _joined([first.pop(name) for name in here], second[there[0]], entry.layout, number + 1)
-                first[there[0]] = made
-            else:
-                made = _joined([second.pop(name) for name in there], first[here[0]], entry.layout, number + 1)
-                second[here[0]] = made
-        if not used:
+            side = 0 if len(names[1]) == 1 else 1  # the side whose tensors make up the other's
+            (name,) = names[1 - side]
+            parts = [sides[side].pop(part) for part in names[side]]
+            made[side][name] = _joined(parts, (baseline, candidate)[1 - side][name], entry.layout, number + 1)
+            made[1 - side][name] = sides[1 - side].pop(name)
+        if not used and not entry.is_optional:
             shown = printable(entry.baseline[0])
             notes.append(f"Warning: entry {number + 1} of the map ({shown}) names tensors that are not there.")
-    return first, second, notes
-
-
-def _expanded(
-    entry: Entry, baseline: Mapping[str, StoredTensor], candidate: Mapping[str, StoredTensor]
-) -> Iterator[tuple[list[str], list[str]]]:
-    """Names of an entry for each layer that has all of them."""
-    if PLACE not in entry.baseline[0]:
-        layers: list[str] = [""]
-    else:
-        pattern = re.compile(re.escape(entry.baseline[0]).replace(re.escape(PLACE), r"(\d{1,18})"))
-        layers = [match[1] for name in baseline if (match := pattern.fullmatch(name))]
-    for layer in layers:
-        here = [name.replace(PLACE, layer) for name in entry.baseline]
-        there = [name.replace(PLACE, layer) for name in entry.candidate]
-        if all(name in baseline for name in here) and all(name in candidate for name in there):
-            yield here, there
+    for own, new in zip(sides, made, strict=True):
+        if twice := sorted(own.keys() & new.keys()):
+            what = f"does not say which tensor {twice[0]} is, and gives its name to another one."
+            raise unusable("", "--map", what)
+        own.update(new)
+    return sides[0], sides[1], notes
 
 
 def _joined(parts: Sequence[StoredTensor], whole_one: StoredTensor, layout: Layout, number: int) -> StoredTensor:
@@ -197,7 +112,7 @@ def write_map(result: WeightsComparison, path: Path) -> int:
     Raises:
         ConfigError: The file cannot be written.
     """
-    entries = list(dict.fromkeys(map(_as_toml, _proposed(result.relations))))
+    entries = list(dict.fromkeys(map(as_toml, _proposed(result.relations))))
     head = "# Which tensors of the baseline are which of the candidate, as their contents suggest (docs/weights.md).\n"
     try:
         path.write_text("\n".join([head, *entries]), encoding="utf-8")
@@ -229,22 +144,3 @@ def _proposed(relations: Sequence[Relation]) -> Iterator[Entry]:
         if len(layers) == 1 and len(next(iter(layers))) == 1:
             sides = tuple(tuple(skeleton(name).replace("*", PLACE) for name in side) for side in sides)  # type: ignore[assignment]
         yield Entry(baseline=sides[0], candidate=sides[1], layout=layout)
-
-
-def _as_toml(entry: Entry) -> str:
-    lines = ["[[tensor]]"]
-    for key, names in (("baseline", entry.baseline), ("candidate", entry.candidate)):
-        lines.append(f"{key} = [{', '.join(_text(name) for name in names)}]")
-    layout = entry.layout
-    if layout.join == "interleave":
-        lines += ['join = "interleave"', f"groups = {layout.groups}"]
-    if layout.transpose:
-        lines.append("transpose = true")
-    if any(layout.heads):
-        lines.append(f"heads = [{', '.join(map(str, layout.heads))}]")
-    return "\n".join(lines) + "\n"
-
-
-def _text(name: str) -> str:
-    escaped = name.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'

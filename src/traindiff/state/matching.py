@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from traindiff.core.maps.entries import Layout
 from traindiff.core.summary import UNIT_ROUNDOFF, distance, norm
 from traindiff.state.arrangements import (
     Hashes,
-    Layout,
     hashes,
     layout_of,
     layout_text,

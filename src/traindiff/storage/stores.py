@@ -8,10 +8,13 @@ from __future__ import annotations
 import errno
 import functools
 import posixpath
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import fsspec
+from fsspec.asyn import AsyncFileSystem
 
 from traindiff.storage.written_files import UNFINISHED
 
@@ -142,6 +145,8 @@ class Store:
 
         @functools.wraps(method)
         def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if not threading.main_thread().is_alive():
+                _connect_without_threads(self.wrapped)
             try:
                 return method(path, *args, **kwargs)
             except Exception as error:
@@ -152,6 +157,30 @@ class Store:
                 raise said from error
 
         return call
+
+
+class _Here(ThreadPoolExecutor):
+    """Runs at once, in the calling thread, what it is given."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """A future that is done."""
+        future: Future[Any] = Future()
+        try:
+            future.set_result(function(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001  it belongs to whoever asks for the result
+            future.set_exception(error)
+        return future
+
+
+def _connect_without_threads(file_system: Any) -> None:
+    """Let a file system open connections while Python exits.
+
+    A new connection looks up an address by an executor of asyncio. Executors take nothing more once the main thread
+    has ended, and that is before functions of `atexit` are called.
+    """
+    if isinstance(file_system, AsyncFileSystem):
+        loop = file_system.loop
+        loop.call_soon_threadsafe(loop.set_default_executor, _Here())
 
 
 def explained(error: BaseException, protocol: str, path: str) -> StoreError:

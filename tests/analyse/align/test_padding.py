@@ -92,9 +92,13 @@ def test_a_batch_that_is_padded_further_is_another_representation(dtype: torch.d
 def test_a_model_that_looks_at_padding_is_found(tmp_path: Path) -> None:
     found = compared(tmp_path, looks_at_padding=True)
 
-    assert found.verdict == "misaligned"
-    assert found.first_divergence is not None
-    assert found.first_divergence.message.startswith("The batch differs in its padding: (root) input[0] holds the")
+    first = found.first_divergence
+    assert first is not None
+    assert (found.verdict, first.step, first.phase) == ("diverged", 0, "loss")
+    assert first.message.startswith("(root): looks_at_padding is False in the baseline and True in the candidate. The")
+    assert "The batch differs in its padding: (root) input[0] holds the baseline's values and 54 more" in first.message
+    assert first.message.endswith("If padded positions count in it, that is it.")
+    assert [one.phase for one in found.findings][-1] == "batch"
 
 
 class Placed(nn.Module):

@@ -98,7 +98,7 @@ def test_a_module_that_is_called_more_often_is_a_finding(compared: Compared) -> 
 
     first = compared(twice).first_divergence
     assert first is not None
-    assert first.message == "The candidate calls fc 2 times in one micro-step, the baseline fewer."
+    assert first.message == "The candidate calls fc more often in one micro-step than the baseline."
 
 
 def test_recordings_of_other_models_are_told(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_nan_in_both_runs_is_a_finding_of_its_own_with_tolerances_by_phase(
 
     runs = [open_recording(str(record(tmp_path / name, edit, steps=1))) for name in "bc"]
     renames = parse_renames(())
-    running = RunningComparison(TwoRuns((runs[0], runs[1]), renames, ALL_STEPS), renames, tolerance=BY_PHASE)
+    running = RunningComparison(TwoRuns((runs[0], runs[1]), renames, ALL_STEPS), tolerance=BY_PHASE)
     for sides in step_pairs(*map(run_steps, runs)):
         running.feed(*sides)
 

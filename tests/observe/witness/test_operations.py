@@ -71,6 +71,19 @@ class _Recurrent(nn.Module):
         return found
 
 
+def _chosen(x: Tensor, w: Tensor) -> Tensor:
+    """Each sample by its own matrix, one after the other, as many mixtures of experts do; the last ones twice."""
+    return torch.stack([F.linear(x[number], w[number - 2]) for number in range(len(x))])
+
+
+def _grouped(x: Tensor, w: Tensor) -> Tensor:
+    rows = x.flatten(0, 1)
+    ends = torch.tensor([7, 7, len(rows)], dtype=torch.int32)  # one group has no rows
+    dtype = torch.float32 if x.dtype == torch.float64 else x.dtype  # of which there is no such product
+    found: Tensor = F.grouped_mm(rows.to(dtype), w.to(dtype), offs=ends)
+    return found
+
+
 W = WIDTH
 OPERATIONS: dict[str, Callable[[], nn.Module]] = {
     "positions": lambda: One((9, W), lambda x, w: x + w),
@@ -92,6 +105,18 @@ OPERATIONS: dict[str, Callable[[], nn.Module]] = {
     "sum of a product": lambda: One((W, 5), lambda x, w: torch.addmm(x[0, :, :5], x[0], w, alpha=0.5)),
     "einsum": lambda: One((5, W), lambda x, w: torch.einsum("bti,oi->bto", x, w)),
     "einsum over heads": lambda: One((W, 2, 4), lambda x, w: torch.einsum("btd,dhk->bthk", x, w)),
+    "stack": lambda: One((9, W, 5), lambda x, w: torch.bmm(x.transpose(0, 1), w)),
+    "stack of transposed matrices": lambda: One((9, 5, W), lambda x, w: x.transpose(0, 1) @ w.mT),
+    "stack from the left": lambda: One((9, 5, W), lambda x, w: w @ x.permute(1, 2, 0)),
+    "stack in einsum": lambda: One((9, W, 5), lambda x, w: torch.einsum("bed,edh->beh", x, w)),
+    "stack in einsum, batches": lambda: One((3, 5, W), lambda x, w: torch.einsum(
+        "beci,eoi->beco", x.unflatten(1, (3, 3)), w
+    )),
+    "stack and a sum": lambda: One((9, W, W), lambda x, w: torch.baddbmm(
+        x.transpose(0, 1), x.transpose(0, 1), w, alpha=0.5
+    )),
+    "chosen of a stack": lambda: One((4, 5, W), _chosen),
+    "groups of rows": lambda: One((3, W, 16), _grouped),
     "table": lambda: One((20, W), lambda x, w: F.embedding((x[..., 0] * 10).long().abs() % 20, w, padding_idx=3) + x),
     "bias of a product": lambda: One((5,), lambda x, w: F.linear(x[0], torch.ones(5, W, dtype=x.dtype), w)),
     "tied functional head": Tied,
@@ -150,9 +175,10 @@ class Whole(nn.Module):
         self.tokens, self.inner, self.norm = nn.Embedding(20, W), nn.Linear(W, W), RMSNorm()
         self.positions, self.first = nn.Parameter(torch.randn(12, W)), nn.Parameter(torch.randn(1, 1, W))
         self.scale, self.mixed = nn.Parameter(torch.rand(W)), nn.Parameter(torch.randn(W, W) / 4)
-        self.slope = nn.Parameter(torch.rand(W))
+        self.slope, self.heads = nn.Parameter(torch.rand(W)), nn.Parameter(torch.randn(2, W // 2, W // 2) / 4)
 
     def block(self, x: Tensor) -> Tensor:
+        x = x + torch.einsum("bthd,hde->bthe", x.unflatten(-1, (2, -1)), self.heads).flatten(2)
         return x + self.scale * torch.tanh(self.inner(self.norm(x)) @ self.mixed) * self.slope.exp()
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -164,7 +190,7 @@ class Whole(nn.Module):
         return self.block(x)
 
 
-_OWN = ("tokens.weight", "norm.weight", "positions", "first", "scale", "mixed", "slope")
+_OWN = ("tokens.weight", "norm.weight", "positions", "first", "scale", "mixed", "slope", "heads")
 _PARAMETERS = (*_OWN, "inner.weight", "inner.bias")
 
 
@@ -273,9 +299,9 @@ class Offloaded(Whole):
 @pytest.mark.parametrize(
     ("make", "taken"),
     [
-        (lambda: Checkpointed(reentrant=False), {"norm.weight", "scale", "mixed", "slope"}),
+        (lambda: Checkpointed(reentrant=False), {"norm.weight", "scale", "mixed", "heads", "slope"}),
         (lambda: Checkpointed(reentrant=True), {"slope"}),
-        (Offloaded, {"norm.weight", "scale", "mixed", "slope"}),
+        (Offloaded, {"norm.weight", "scale", "mixed", "heads", "slope"}),
     ],
     ids=["checkpointing", "reentrant checkpointing", "offloading"],
 )
@@ -314,7 +340,7 @@ def test_offloading_that_began_before_the_recording_is_known(tmp_path: Path) -> 
     with torch.autograd.graph.save_on_cpu():
         path = record(tmp_path / "run", Whole(), _tokens(2), _loss)
 
-    assert contributed(path) == {"tokens.weight", "norm.weight", "scale", "mixed", "slope"}
+    assert contributed(path) == {"tokens.weight", "norm.weight", "scale", "mixed", "heads", "slope"}
     assert max(ratios(path).values()) < RIGHT
 
 

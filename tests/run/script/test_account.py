@@ -387,11 +387,13 @@ def test_batch_axes_are_given_by_module(tmp_path: Path) -> None:
 
 
 def test_optimizers_that_are_not_followed_are_named_up_to_a_number() -> None:
-    others = [SeenOptimizer(kind="SGD", num_parameters=2, num_steps=3) for _ in range(9)]
+    others = [SeenOptimizer(kind="SGD", num_parameters=number, num_steps=3) for number in (2, 2, *range(2, 10))]
     account = Account(
         recording="run", models=[SeenModel(name="", kind="Linear", num_tensors=2)], optimizers=others
     )  # fmt: skip
 
     lines = [line for line in account.lines() if line.startswith("Not followed")]
     assert len(lines) == 6
-    assert lines[-1] == "Not followed: 4 more optimizers, 12 steps, of none of the recorded models."
+    assert lines[0].startswith("Not followed: 3 times SGD with 2 parameters, 3 steps: they belong to none of")
+    assert lines[1].startswith("Not followed: SGD with 3 parameters, 3 steps: they belong to none of")
+    assert lines[-1] == "Not followed: 3 more optimizers, 9 steps, of none of the recorded models."

@@ -176,6 +176,7 @@ class Presence:
         self._reported: set[tuple[int, str]] = set()
         self._rests = False, False  # by side: whether no parameter moves in this step
         self._given: set[SiteKey] = set()  # inputs that both runs gave their model in the same step
+        self._called: set[str] = set()  # modules that both runs call in this step
         self._latest: dict[tuple[int, str, str, str], int] = {}  # the step that was counted last
 
     def judge(self, aligned: Aligned, *, step: int) -> tuple[list[Pair], list[Finding]]:
@@ -207,6 +208,7 @@ class Presence:
         called = {
             (pair.baseline.key.path, pair.baseline.key.call) for pair in aligned.pairs if _is_output(pair.baseline)
         }
+        self._called = {path for path, _ in called}
         for side, entries in enumerate((aligned.only_baseline, aligned.only_candidate)):
             for entry in entries:
                 is_called = (entry.key.path, entry.key.call) in called  # by both runs
@@ -275,8 +277,8 @@ class Presence:
         self._reported.add((side, key.path))
         run, other = (("baseline", "candidate"), ("candidate", "baseline"))[side]
         where = key.path or ROOT
-        if key.phase == "forward" and key.call:
-            message = f"The {other} calls {where} {key.call + 1} times in one micro-step, the {run} fewer."
+        if key.phase == "forward" and key.path in self._called:
+            message = f"The {other} calls {where} more often in one micro-step than the {run}."
         elif key.phase == "forward":
             message = f"The {run} does not call {where}; the {other} does."
         elif held and key.path not in held:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
+from traindiff.analyse.align.site_map import SideNames
 from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.parameters import Groups, Updates, movement, parameter_groups
 from traindiff.analyse.merge.recorded_calls import clips, is_clip
@@ -50,7 +51,7 @@ class SideStep:
     """One step of one run, with what follows from it.
 
     Attributes:
-        table: Its sites under the baseline's names.
+        table: Its sites under the names that both runs have in common.
         updates: Updates of the parameters; not in `table`.
         before: The parameters as the step found them, by path; of several evaluations, as the last one found them.
         known: Paths of all parameters and buffers that the run has shown so far.
@@ -58,6 +59,7 @@ class SideStep:
             recorded again only when it was written.
         earlier: The evaluations of the loss before the last one, with the parameters as each found them, and with how
             they moved until the next.
+        unmapped: The same under the baseline's names alone, with the parts of fused tensors one by one.
     """
 
     table: dict[SiteKey, MergedSite]
@@ -66,6 +68,16 @@ class SideStep:
     known: frozenset[str]
     buffers: Mapping[SiteKey, MergedSite] = field(default_factory=dict)
     earlier: tuple[SideStep, ...] = ()
+    unmapped: SideStep | None = None
+
+    @property
+    def own(self) -> SideStep:
+        """The step with the parts of fused tensors one by one."""
+        return self.unmapped or self
+
+
+NO_NAMES = SideNames()
+"""A map without entries: names are what they are."""
 
 
 class Side:
@@ -74,6 +86,7 @@ class Side:
     Args:
         recording: The run.
         rename: Turns its paths into the baseline's.
+        names: How these become the names that both runs have in common.
 
     Attributes:
         recording: The run.
@@ -88,27 +101,32 @@ class Side:
         ConfigError: Two of the run's paths get one name.
     """
 
-    def __init__(self, recording: Run, rename: Rename = str) -> None:
+    def __init__(self, recording: Run, rename: Rename = str, names: SideNames = NO_NAMES) -> None:
         self.recording = recording
         self._rename = rename
+        self._names = names
         self._updates = Updates()
         self._known: frozenset[str] = frozenset()
         self._buffers: dict[SiteKey, MergedSite] = {}
         contents = [recording.rank_content(rank) for rank in recording.ranks]
-        self.paths = _renamed(
-            {path for one in contents for part in ("modules", "parameters") for path in one.get(part, {})}, rename
-        )
+        paths = {path for one in contents for part in ("modules", "parameters") for path in one.get(part, {})}
+        self.paths = frozenset(map(names.common, _renamed(paths, rename)))
         self.model = next((content["model"] for content in contents if "model" in content), "unknown")
         self.goes_on_elsewhere = next(filter(None, (content.get("goes_on_elsewhere") for content in contents)), "")
-        self.groups: Groups = parameter_groups(recording, rename)
+        self.groups: Groups = parameter_groups(recording, lambda path: names.common(rename(path)))
         self.held = frozenset(path for optimizer in self.groups.values() for group in optimizer for path in group)
         settings = recording.run["settings"]
         evaluation = ["evaluation"] if settings.get("evaluation") else []
         self.recorded = frozenset([*settings.get("observe", ()), *evaluation])
         self._pipelines = {tuple(content["pipeline"]["ranks"]) for content in contents if "pipeline" in content}
 
-    def step(self, step: RunStep) -> SideStep:
-        """The run's part of a step. Steps must be given in order: updates are differences to the last one."""
+    def step(self, step: RunStep, *, first: bool = True) -> SideStep:
+        """The run's part of a step. Steps must be given in order: updates are differences to the last one.
+
+        Args:
+            step: The step.
+            first: False if the two runs have parameters of their own by now.
+        """
         table = self._renamed(step.table)
         updates, before = self._updates.derive(table, step=step.step)
         self._known |= {key.path for key in table if key.phase == "param"}
@@ -129,9 +147,23 @@ class Side:
         if earlier:  # the first evaluation found them
             for key in [key for key in table if key[:2] == ("param", BEFORE)]:
                 earlier[0].table[key] = table.pop(key)
-        return SideStep(
+        one_step = SideStep(
             table=table, updates=tuple(updates), before=before, known=self._known, buffers=dict(self._buffers),
             earlier=tuple(earlier),
+        )  # fmt: skip
+        return self._in_common(one_step, first=first)
+
+    def _in_common(self, one: SideStep, *, first: bool) -> SideStep:
+        """A step under the names that both runs have in common: updates are derived, so parts may be merged."""
+        if not self._names.kinds:
+            return one
+        joined, common = self._names.joined, self._names.common
+        before = joined({entry.key: entry for entry in one.before.values()})
+        return SideStep(
+            table=joined(one.table, activations=first), buffers=joined(one.buffers), unmapped=one,
+            updates=tuple(joined({entry.key: entry for entry in one.updates}).values()),
+            before={key.path: entry for key, entry in before.items()}, known=frozenset(map(common, one.known)),
+            earlier=tuple(self._in_common(evaluation, first=first) for evaluation in one.earlier),
         )  # fmt: skip
 
     def _renamed(self, table: StepTable) -> dict[SiteKey, MergedSite]:

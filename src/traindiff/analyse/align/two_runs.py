@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from traindiff.analyse.align.continuation import with_beginning
@@ -9,6 +10,7 @@ from traindiff.analyse.align.micro_losses import with_added_losses, with_combine
 from traindiff.analyse.align.pairs import Aligned, Presence, align
 from traindiff.analyse.align.returned_states import ReturnedStates, Sources
 from traindiff.analyse.align.side import Side, SideStep, Tables, join, sites_in_order, with_gradient_stages
+from traindiff.analyse.align.site_map import SiteMap
 from traindiff.analyse.align.uneven import Unplaced
 from traindiff.analyse.align.used_passes import UsedPasses
 from traindiff.analyse.findings import Finding
@@ -18,6 +20,7 @@ from traindiff.analyse.merge.renames import Renaming
 from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, num_micro_steps
 from traindiff.analyse.merge.unobserved import FailedTaps, without_lost
+from traindiff.core.maps.entries import Entry
 from traindiff.core.observation import is_of_evaluation
 from traindiff.core.steps import StepSelection
 from traindiff.storage import Run
@@ -66,6 +69,7 @@ class AlignedStep:
         recorded: The step in each run, with all its evaluations of the loss.
         evaluation: Number of the evaluation of the loss; None in a step with one.
         unplaced: The baseline's entries of sites whose rows could not be brought together, in execution order.
+        other_form: Whether both runs were given the same samples, padded or ordered otherwise.
         earlier: The evaluations before this one, which are compared first.
         sources: Inputs of each run that are its own outputs, as `ReturnedStates.sources`.
         same: Whether both tables hold the same entries, to the last bit.
@@ -82,6 +86,7 @@ class AlignedStep:
     recorded: tuple[SideStep, SideStep]
     evaluation: int | None = None
     unplaced: tuple[MergedSite, ...] = ()
+    other_form: bool = False
     earlier: tuple[AlignedStep, ...] = ()
     sources: Sources = ({}, {})
     same: bool = False
@@ -128,9 +133,12 @@ class TwoRuns:
         runs: Baseline and candidate.
         rename: Turns the candidate's paths into the baseline's.
         selection: Steps to compare.
+        entries: Of a map: which sites are one.
 
     Attributes:
         runs: Baseline and candidate.
+        map: Which of their sites are one.
+        rename: Turns the candidate's paths into the baseline's, as the map and the rules say.
         sides: The two runs, with what they hold.
         presence: Sites without a counterpart so far.
         failed: Gaps of each run.
@@ -147,10 +155,14 @@ class TwoRuns:
         ConfigError: Two of the candidate's paths get one name.
     """
 
-    def __init__(self, runs: tuple[Run, Run], rename: Renaming, selection: StepSelection) -> None:
+    def __init__(
+        self, runs: tuple[Run, Run], rename: Renaming, selection: StepSelection, entries: Sequence[Entry] = ()
+    ) -> None:
         baseline, candidate = runs
         self.runs = runs
-        self.sides = (Side(baseline), Side(candidate, rename))
+        self.map = SiteMap(entries, runs, rename)
+        self.rename = rename = self.map.rename
+        self.sides = (Side(baseline, names=self.map.sides[0]), Side(candidate, rename, self.map.sides[1]))
         self.presence = Presence(self.sides)
         self.copies = (
             copies_elsewhere(baseline, ties_of(candidate, rename)),
@@ -163,7 +175,8 @@ class TwoRuns:
         self.alone: tuple[list[int], list[int]] = ([], [])
         self.behind: tuple[dict[int, int], dict[int, int]] = ({}, {})
         self._selection = selection
-        self.uneven = Unplaced()
+        modules = [run.rank_content(rank).get("modules", {}) for run in runs for rank in run.ranks]
+        self.uneven = Unplaced(classes={name for one in modules for name in one.values()})
         self.passes = UsedPasses(rename)
         self._states = (ReturnedStates(), ReturnedStates())
 
@@ -191,7 +204,8 @@ class TwoRuns:
 
     def _both(self, baseline: RunStep, candidate: RunStep) -> AlignedStep | None:
         baseline, candidate = steps = self.passes.in_common(baseline, candidate)
-        sides = self.sides[0].step(baseline), self.sides[1].step(candidate)
+        first = not self.compared
+        sides = self.sides[0].step(baseline, first=first), self.sides[1].step(candidate, first=first)
         for states, one in zip(self._states, sides, strict=True):
             states.see([part.table for part in (*one.earlier, one)])
         self.failed[0].see(sides[0].table, sides[1].table, step=baseline.step)
@@ -227,7 +241,8 @@ class TwoRuns:
         if len(self.compared) == 1 and not evaluation:
             sides = with_beginning(sides[0], sides[1]), with_beginning(sides[1], sides[0])
         tables = join(sides)
-        same = steps[0].missing == steps[1].missing and _are_same(tables)
+        unmapped = not any(side.unmapped for side in sides)
+        same = unmapped and steps[0].missing == steps[1].missing and _are_same(tables)
         if same:  # nothing is divided otherwise
             self.uneven.begin()
             tables = self._without_lost(tables)
@@ -241,7 +256,8 @@ class TwoRuns:
         return AlignedStep(
             step=steps[0].step, first=len(self.compared) == 1 and not evaluation, baseline=steps[0], sides=sides,
             tables=tables, aligned=aligned, pairs=pairs, findings=findings, evaluation=evaluation, recorded=sides,
-            unplaced=self.uneven.latest, sources=(self._states[0].sources, self._states[1].sources), same=same,
+            unplaced=self.uneven.latest, other_form=self.uneven.other_form, same=same,
+            sources=(self._states[0].sources, self._states[1].sources),
         )  # fmt: skip
 
     def _without_lost(self, tables: Tables) -> Tables:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from traindiff.analyse.align.batch_indices import count_within
 from traindiff.analyse.align.computed_rows import without_other_rows
+from traindiff.analyse.align.other_form import has_other_form
+from traindiff.analyse.align.paired_calls import with_paired_calls
 from traindiff.analyse.align.regrouped_calls import regrouped
 from traindiff.analyse.align.side import Tables
 from traindiff.analyse.findings import Finding, more_text
@@ -29,6 +31,7 @@ class Unplaced:
     """Sites of which some rows could not be brought together.
 
     Attributes:
+        classes: Class names of the modules of both runs.
         pooled: Sites whose norms and sums were compared instead.
         left_out: Sites that were not compared.
         axes: Batch axes that would have to be declared, by path.
@@ -36,8 +39,11 @@ class Unplaced:
         calls: Modules that the runs call on other parts of the batch.
         scalars: Whether such a module may return a scalar in the latest step.
         computed: Sites that one run computes for all rows, and the other for chosen rows.
+        unseen: Modules of which what they return was not compared.
+        other_form: Whether both runs were given the same samples in the latest step, padded or ordered otherwise.
     """
 
+    classes: Collection[str] = ()
     pooled: dict[str, None] = field(default_factory=dict)
     left_out: dict[str, None] = field(default_factory=dict)
     axes: dict[str, int] = field(default_factory=dict)
@@ -45,6 +51,8 @@ class Unplaced:
     calls: dict[str, None] = field(default_factory=dict)
     scalars: bool = False
     computed: dict[str, None] = field(default_factory=dict)
+    unseen: dict[str, None] = field(default_factory=dict)
+    other_form: bool = False
     _lacking: set[SiteKey] = field(default_factory=set)  # left out in the latest step
 
     def begin(self) -> None:
@@ -52,6 +60,7 @@ class Unplaced:
         self._lacking = set()
         self.latest = ()
         self.scalars = False
+        self.other_form = False
 
     def comparable(self, tables: Tables) -> Tables:
         """The tables without sites whose rows cannot be brought together, or with their norms and sums.
@@ -59,7 +68,7 @@ class Unplaced:
         Nothing changes if both runs cut the batch in the same way: then micro-batches are compared one by one.
         """
         self.begin()
-        rows = without_other_rows(tables)
+        rows = without_other_rows(with_paired_calls(tables))
         self.computed.update(dict.fromkeys(label(one.key.path, one.key.slot) for one in rows.without))
         calls = regrouped(rows.tables)
         tables, self.scalars = calls.tables, bool(calls.paths)
@@ -68,8 +77,10 @@ class Unplaced:
         same_cut = cuts[0] == cuts[1] or not all(cuts)
         self.latest = rows.without
         sides = _by_site(tables[0]), _by_site(tables[1])
-        moved = {key for side in sides for key, entries in side.items() if not all(one.placed for one in entries)}
-        if same_cut and not calls.sites and not moved:
+        # Sites that a map has joined are no sites of exact summaries any more, and need nothing further.
+        moved = {key for side in sides for key, of in side.items() if any(one.exact and not one.placed for one in of)}
+        self.other_form = has_other_form(tables, self.classes)
+        if same_cut and not calls.sites and not moved and not self.other_form:
             return tables
         baseline, candidate = dict(tables[0]), dict(tables[1])
         samples = samples_of(tables[0]), samples_of(tables[1])
@@ -78,8 +89,10 @@ class Unplaced:
             both = sides[0][site], sides[1].get(site, [])
             if not both[1] or any(one.unobserved for side in both for one in side):
                 continue
+            if self.other_form and (site.phase == "batch" or _are_scalars(both)):
+                continue
             without = site.phase == "backward" and site._replace(phase="forward") in self._lacking
-            others = site in calls.sites or site in moved
+            others = site in calls.sites or site in moved or self.other_form
             if not without and not others and (same_cut or _rows_fit(both, cuts, samples)):
                 continue
             unplaced.append(both[0][0])
@@ -108,6 +121,8 @@ class Unplaced:
         pools = [_pooled(site, entries, whole_numbers=is_moved and site.phase == "batch") for entries in both]
         if any(one is None for one in pools) or len({int(one.summary["count"]) for one in pools if one}) > 1:
             self.left_out[name] = None
+            if site.phase == "forward":
+                self.unseen[site.path] = None
             self._lacking.add(site)
             return
         for table, one in zip(tables, pools, strict=True):
@@ -140,19 +155,27 @@ class Unplaced:
             )
         if self.left_out:
             notes.append(
-                f"The runs cut the batch differently, so {_named(self.left_out)} cannot be compared (padding, or "
-                "numbers that count within a micro-batch)."
+                f"The runs cut or pad the batch differently, so {_named(self.left_out)} cannot be compared (padding, "
+                "or numbers that count within a micro-batch)."
             )
         return notes
 
-    def remark(self, first: Finding) -> str:
-        """A sentence for the first finding, if sites before it may not have been compared."""
+    def remark(self, first: Finding, form: str = "") -> str:
+        """A sentence for the first finding, if sites before it may not have been compared.
+
+        Args:
+            first: The first finding.
+            form: How the batch is padded or ordered otherwise, as a sentence; empty if it is not.
+        """
         if not self.left_out or first.phase not in ("forward", "loss", "backward", "grad"):
             return ""
         sites = "1 site" if len(self.left_out) == 1 else f"{len(self.left_out)} sites"
+        counted = (
+            " If padded positions count in it, that is it." if form and first.phase in ("loss", "backward") else ""
+        )
         return (
-            f" The runs cut the batch differently, and {sites} could not be compared: what goes wrong may be at one of "
-            "them, and show only here."
+            f" {form or 'The runs cut the batch differently.'} So {sites} could not be compared: what goes wrong may "
+            f"be at one of them, and show only here.{counted}"
         )
 
     def _advice(self) -> str:
@@ -163,6 +186,10 @@ class Unplaced:
         return (
             f" record(batch_axis={{{declared}}}) or traindiff run {options} in both runs has rows compared one by one."
         )
+
+
+def _are_scalars(sides: Sides) -> bool:
+    return not any(entry.shape for side in sides for entry in side)
 
 
 def _named(sites: Mapping[str, None], what: str = "site") -> str:
@@ -232,7 +259,8 @@ def _pooled(site: SiteKey, entries: Sequence[MergedSite], *, whole_numbers: bool
 
     Also None for whole numbers, unless it is known that they do not count within a micro-batch.
     """
-    if any(not one.exact or (one.dtype not in UNIT_ROUNDOFF and not whole_numbers) for one in entries):
+    known = [one.exact or not one.placed for one in entries]  # of joined sites, norms and sums are known as well
+    if not all(known) or (entries[0].dtype not in UNIT_ROUNDOFF and not whole_numbers):
         return None
     first = entries[0]
     summary = merge([one.summary for one in entries]) if len(entries) > 1 else first.summary.copy()

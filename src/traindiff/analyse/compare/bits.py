@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from traindiff.analyse.findings import Finding, ranks_text
 from traindiff.analyse.merge.distance import Pair, difference, differing_ranks
@@ -62,7 +63,7 @@ def _message(pair: Pair, size: float | None) -> str:
     return f"The bits differ by {size:.2g} of the L2 norm, {where}."
 
 
-def unknown_bits_note(keys: dict[SiteKey, None]) -> str:
+def unknown_bits_note(keys: Collection[SiteKey]) -> str:
     """A note on sites whose bits the recordings do not tell; empty if there are none."""
     if not keys:
         return ""

@@ -16,6 +16,7 @@ from itertools import groupby
 from traindiff.analyse.align.continuation import find_continuation
 from traindiff.analyse.align.optimizer_names import with_names_of
 from traindiff.analyse.align.side import step_pairs
+from traindiff.analyse.align.site_map import SideNames, SiteMap
 from traindiff.analyse.align.two_runs import AlignedStep, TwoRuns
 from traindiff.analyse.compare.earlier_states import with_earlier_states
 from traindiff.analyse.compare.incremental import Noise, RunningComparison
@@ -30,6 +31,8 @@ from traindiff.analyse.noise.hold_out import calibration_of, following
 from traindiff.analyse.noise.measured import Replicas, StepNoise
 from traindiff.analyse.noise.tolerance import parse_tolerance
 from traindiff.analyse.signs import BrokenRule, Similarities, compare_directions
+from traindiff.core.maps.accepted import accepted_of
+from traindiff.core.maps.shipped import map_of
 from traindiff.core.steps import StepSelection, parse_steps
 from traindiff.errors import ConfigError, Problem
 from traindiff.storage import Recording, ShiftedRecording, open_recording
@@ -102,6 +105,8 @@ def compare(
     identical: bool = False,
     history: bool = False,
     offset: int | None = None,
+    map: str | os.PathLike[str] | None = None,  # noqa: A002  as the option of the command
+    accept: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
     """Compare two recordings and name the first divergence.
@@ -123,6 +128,9 @@ def compare(
         offset: Compare each step k of the candidate with step k + offset of the baseline, for a run that continues
             from a checkpoint and counts its steps from 0. Left out, it is found: a candidate whose first parameters
             are those of the baseline's step N begins there, and a note says so. 0 compares steps by their numbers.
+        map: File that says which tensors and modules of the two runs are which, or the name of a map that traindiff
+            has (docs/maps.md).
+        accept: File of intended differences, which are listed and not judged (docs/maps.md).
         progress: Called after each step.
 
     Returns:
@@ -136,20 +144,22 @@ def compare(
     if not isinstance(selection, StepSelection):
         raise ConfigError("compare(...)", [selection], consequence="nothing was compared")
     tolerance = parse_tolerance(rtol, atol)
-    renames = parse_renames(rename)
+    renames, entries, accepted = parse_renames(rename), map_of(map), accepted_of(accept)
     runs = (open_recording(os.fspath(baseline)), open_recording(os.fspath(candidate)))
-    continuation = find_continuation(*runs, renames) if offset is None else None
+    sites = SiteMap(entries, runs, renames)
+    named = sites.rename
+    continuation = find_continuation(*runs, named) if offset is None else None
     if shift := offset if continuation is None else continuation.step - continuation.own:
         runs = (runs[0], ShiftedRecording(os.fspath(candidate), shift))
     else:
-        runs = (runs[0], with_names_of(*runs, renames))
+        runs = (runs[0], with_names_of(*runs, named))
     paths = [noise] if isinstance(noise, (str, os.PathLike)) else noise
     replicas = [open_recording(os.fspath(path)) for path in paths]
     _refuse_candidate_as_noise(runs[1], replicas)
     comparison = RunningComparison(
-        TwoRuns(runs, renames, selection), renames, tolerance=tolerance, identical=identical,
-        noise=_Measured(runs[0], replicas, selection) if replicas else None,
-        history=DifferenceHistory() if history else None,
+        TwoRuns(runs, renames, selection, entries), tolerance=tolerance, identical=identical,
+        noise=_Measured(runs[0], replicas, selection, sites.sides[0]) if replicas else None,
+        history=DifferenceHistory() if history else None, accepted=accepted,
     )  # fmt: skip
     span = WHOLE_RUN if replicas else span_of(runs, selection)  # replicas are held against each other from the first on
     own = StepMerger(runs[0], comparison.runs.copies[0])
@@ -162,9 +172,9 @@ def compare(
                 one.release()
         if step is not None and progress:
             progress(step)
-    directions = compare_directions(*runs, rename=renames, selection=selection)
+    directions = compare_directions(*runs, rename=named, selection=selection)
     found = with_directions(comparison.result(), directions)
-    found = with_earlier_states(found, runs, renames)
+    found = with_earlier_states(found, runs, named)
     return found if continuation is None else replace(found, notes=(continuation.note, *found.notes))
 
 
@@ -193,10 +203,12 @@ def _refuse_candidate_as_noise(candidate: Recording, noise: Sequence[Recording])
 class _Measured(Noise):
     """Noise from recordings. All their steps are read once before the first step is judged."""
 
-    def __init__(self, baseline: Recording, noise: Sequence[Recording], selection: StepSelection) -> None:
+    def __init__(
+        self, baseline: Recording, noise: Sequence[Recording], selection: StepSelection, names: SideNames
+    ) -> None:
         self.calibration = calibration_of(baseline, noise, selection)
         differing = {one.path for one in self.calibration.replicas}
-        self._replicas = Replicas(following([recording for recording in noise if recording.path in differing]))
+        self._replicas = Replicas(following([recording for recording in noise if recording.path in differing]), names)
 
     def of_step(self, given: AlignedStep) -> StepNoise | None:
         """Differences of the replicas in a step; None if no replica has it."""

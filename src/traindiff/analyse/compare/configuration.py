@@ -133,19 +133,28 @@ class Configurations:
         told = list(self._differing.get(path, {}).values())[:_MOST_NAMED]
         if path in self._evaluates and self._evaluates[path][1] <= finding.step:
             told.insert(0, self._evaluates_text(path))
-        if not told:
+        clause = f"{path or ROOT}: {'; '.join(told)}"
+        if not told or clause in finding.evidence.get("surroundings", ()):
             return finding
-        message = f"{path or ROOT}: {'; '.join(told)}. {finding.message}"
+        message = f"{clause}. {finding.message}"
         return replace(finding, message=message, evidence={**finding.evidence, "settings": told})
 
-    def surrounded(self, first: Finding) -> Finding:
-        """The first finding, after what differs around the computation and may explain it."""
+    def surrounded(self, first: Finding, unseen: Iterable[str] = ()) -> Finding:
+        """The first finding, after what differs around the computation and may explain it.
+
+        Args:
+            first: The first finding.
+            unseen: Modules of which what they return was not compared.
+        """
         told = [
             f"{where}: {'; '.join(texts.values())}"
             for where, texts in self._around.items()
             if first.phase in _EXPLAINS.get(_what(where), ())
         ]
         told += self._modes_before_loss(first) + self._cut_before_gradient(first)
+        if first.phase in ("loss", "backward", "grad"):
+            differing = {path: self._differing[path] for path in unseen if path in self._differing}
+            told += [f"{path or ROOT}: {'; '.join(texts.values())}" for path, texts in differing.items()]
         if not told:
             return first
         evidence = {**first.evidence, "surroundings": told}

@@ -11,7 +11,7 @@ from traindiff.analyse.align.pairs import Aligned, in_baseline_order
 from traindiff.analyse.align.side import RUNS
 from traindiff.analyse.compare.clipping import KIND as CLIPPING
 from traindiff.analyse.findings import Finding, micro_steps_text, more_text
-from traindiff.analyse.merge.distance import Pair
+from traindiff.analyse.merge.distance import Pair, equal_bits
 from traindiff.analyse.merge.parameters import Copies
 from traindiff.analyse.merge.recorded_calls import num_cleared
 from traindiff.analyse.merge.renames import Rename
@@ -24,18 +24,28 @@ FLOW = ("batch", "forward", "loss", "backward")
 """Phases in which data flows from one site to the next in the order of execution."""
 
 
-def surroundings(finding: Finding, pairs: Iterable[Pair], aligned: Aligned) -> tuple[str, dict[str, Any]]:
+def surroundings(
+    finding: Finding, pairs: Sequence[Pair], aligned: Aligned, *, other_form: bool = False
+) -> tuple[str, dict[str, Any]]:
     """A remark on the sites before a finding in its step, and the evidence for it.
 
     The evidence names the last site that agrees (`after`), if the order of execution tells. The remark says that the
     error may have happened at sites after it, if one run did not observe these.
+
+    Args:
+        finding: The first one.
+        pairs: All pairs of its step.
+        aligned: Sites of both runs, and sites of one run only.
+        other_form: Whether the batch holds the same samples in another form, so that differing inputs do not agree.
     """
     if finding.phase not in FLOW or finding.phase == "batch" or finding.kind in ("missing", "extra"):
         return "", {}
+    batch = [pair for pair in pairs if pair.baseline.key.phase == "batch"]
+    apart = {pair.baseline.key for pair in batch if not equal_bits(pair)} if other_form else set()
     before = [
         pair.baseline for pair in pairs if pair.baseline.key.phase in FLOW and pair.baseline.order < finding.order
     ]
-    flowing = [entry for entry in before if entry.key.path != "rng"]
+    flowing = [entry for entry in before if entry.key.path != "rng" and entry.key not in apart]
     last = max(flowing, key=lambda entry: entry.order, default=None)
     after_pair = in_baseline_order(aligned.pairs)
     unseen: list[tuple[str, str]] = []

@@ -12,6 +12,7 @@ from traindiff.analyse.align.exact import EXACT_KINDS, SettingChanges, check_ran
 from traindiff.analyse.align.pairs import in_baseline_order
 from traindiff.analyse.align.side import RUNS, gradient_norms
 from traindiff.analyse.align.two_runs import AlignedStep, TwoRuns
+from traindiff.analyse.compare.accepted import without_accepted
 from traindiff.analyse.compare.bits import ASKED, unknown_bits_note
 from traindiff.analyse.compare.circumstances import (
     circumstances,
@@ -44,7 +45,7 @@ from traindiff.analyse.compare.explanations import (
     with_each_ranks_own,
     with_names,
 )
-from traindiff.analyse.compare.judge import BothRuns, Judge, is_uncalled
+from traindiff.analyse.compare.judge import OTHER_FORM, BothRuns, Judge, comes_last, is_uncalled
 from traindiff.analyse.compare.limits import choices_notes, hints, limits, not_followed, returned_note, unjudged_note
 from traindiff.analyse.compare.operator_search import OperatorSearch
 from traindiff.analyse.compare.same_so_far import SameSoFar
@@ -55,7 +56,6 @@ from traindiff.analyse.compare.verdict import Comparison, Word
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.history import DifferenceHistory
 from traindiff.analyse.merge.recorded_calls import clips, contributions, samples_of
-from traindiff.analyse.merge.renames import Renaming
 from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.site import Part, SiteKey, loss_scale, num_micro_steps
 from traindiff.analyse.noise.corrections import correction_error, counts_in_float32
@@ -64,6 +64,7 @@ from traindiff.analyse.noise.run_floors import is_mixing
 from traindiff.analyse.noise.tolerance import Tolerances
 from traindiff.analyse.rules import run_facts
 from traindiff.analyse.story import representation_note
+from traindiff.core.maps.accepted import NONE_ACCEPTED, AcceptedDifferences
 from traindiff.core.site import label
 
 
@@ -101,11 +102,11 @@ class RunningComparison:
 
     Args:
         runs: The two runs.
-        rename: Turns the candidate's paths into the baseline's.
         tolerance: Tolerance of the user, which replaces the floors.
         identical: Whether the user demands the same bits.
         noise: The baseline's noise, as far as it is known.
         history: Records every difference, if a report will show them.
+        accepted: Differences that are listed, and not judged.
 
     Attributes:
         runs: The two runs.
@@ -114,20 +115,21 @@ class RunningComparison:
     def __init__(
         self,
         runs: TwoRuns,
-        rename: Renaming,
         *,
         tolerance: Tolerances | None = None,
         identical: bool = False,
         noise: Noise | None = None,
         history: DifferenceHistory | None = None,
+        accepted: AcceptedDifferences = NONE_ACCEPTED,
     ) -> None:
         self.runs = runs
-        self._rename = rename
+        self._accepted = accepted
+        self._rename = rename = runs.rename
         self._identical = identical
         self._measured = noise or Noise()
         baseline, candidate = runs.runs
         self._facts = (run_facts(baseline), run_facts(candidate, rename))
-        self._both = BothRuns(self._facts)
+        self._both = BothRuns(self._facts, [side.common for side in runs.map.sides])
         modules = self._facts[0].modules
         self._leaky = not _LEAKY.isdisjoint(modules.values())
         self._norms = {path: name for path, name in modules.items() if _OVER_POSITIONS.search(name)}
@@ -184,11 +186,13 @@ class RunningComparison:
         self._judge_waiting()
         baseline, candidate = self.runs.runs
         calibration = self._measured.calibration
-        losses = [any(phase == "loss" for phase, _, _ in side) for side in self.runs.presence.unaligned]
+        found, alone, listed = without_accepted(self._accepted, self._judge.findings, self.runs.presence.sides())
+        losses = [any(one.phase == "loss" for one in side) for side in alone]
         self._judge.loss_of_one_run = losses[0] != losses[1]
         self._judge.regrouped = self.runs.uneven.calls.keys()
         notes, incomplete = limits(
             self.runs,
+            alone,
             learning_agrees=self._judge.learning_agrees and not self._identical,
             gradients_agree=self._judge.gradients_agree and not self._identical,
             learning_compared=self._judge.learning_compared and not self._identical,
@@ -200,8 +204,9 @@ class RunningComparison:
             *notes,
             *self._further_notes(),
             *self._other_evaluations.notes(),
+            *listed,
         ]
-        findings, representation = self._explained(self._judge.findings), ()
+        findings, representation = self._explained(found), ()
         if self._judge.only_representation_differs:
             findings, representation = (), findings
             notes.insert(0, representation_note(representation))
@@ -213,7 +218,7 @@ class RunningComparison:
             noise=calibration.to_json(),
             findings=findings,
             representation=representation,
-            unaligned=self.runs.presence.sides(),
+            unaligned=alone,
             steps=self._steps(findings),
             notes=tuple(notes),
             differences=self._judge.sites.rows(),
@@ -259,10 +264,13 @@ class RunningComparison:
         return [*found, *others]
 
     def _of_one_run(self, given: AlignedStep) -> list[Finding]:
-        """Faults that only one run has."""
+        """Faults that only one run has; each run is judged with its own tensors, before a map joins any."""
+        tables = [
+            own.own.table if own.unmapped else table for own, table in zip(given.sides, given.tables, strict=True)
+        ]
         return [
             with_names(one, self.runs.copies[RUNS.index(one.evidence["run"])], self._rename)
-            for one in self._both.findings(given.tables, step=given.step, same=given.same)
+            for one in self._both.findings(tables, step=given.step, same=given.same)
         ]
 
     def _evaluation(
@@ -297,7 +305,7 @@ class RunningComparison:
         found += check_random_state(*tables, step=step)
         if not self._forced:  # in a forced run no operation computes it
             pairs = [*pairs, *gradient_norms(pairs)]
-        agreed = all(map(is_uncalled, self._judge.findings))
+        agreed = all(map(comes_last, self._judge.findings))
         found = judge_step(
             self._judge,
             StepInput(
@@ -327,12 +335,13 @@ class RunningComparison:
                 leaky=self._leaky,
                 norms=self._norms,
                 unplaced=given.unplaced,
+                other_form=given.other_form,
                 sources=given.sources,
             ),
         )
-        if agreed and self._judge.findings and not is_uncalled(self._judge.findings[0]):
+        if agreed and self._judge.findings and not comes_last(self._judge.findings[0]):
             first = self._judge.findings[0]
-            hop, self._evidence = surroundings(first, pairs, given.aligned)
+            hop, self._evidence = surroundings(first, pairs, given.aligned, other_form=given.other_form)
             divided = (micro_steps[0], micro_steps[1])
             recorded = [side.table for side in given.sides]
             statistics = batch_statistics_message(first, self._facts[0].modules, recorded, divided)
@@ -354,13 +363,16 @@ class RunningComparison:
         if not findings:
             return ()
         first, *rest = findings
+        if first is not self._judge.findings[0]:  # what surrounds the accepted one says nothing of this one
+            return tuple(map(self._configurations.explained, findings))
         evidence = {**first.evidence, **self._evidence}
-        remarks = self._remarks + self.runs.uneven.remark(first)
+        form = next((one.message for one in rest if one.evidence.get(OTHER_FORM)), "")
+        remarks = self._remarks + self.runs.uneven.remark(first, form)
         first = replace(first, message=first.message + remarks, evidence=evidence)
         sizes = (self.runs.sides[0].data_parallel, self.runs.sides[1].data_parallel)
         first = with_each_ranks_own(first, self._facts[sizes.index(max(sizes))].modules, sizes)
         first = self._operators.told(explained(first, *(run.run for run in self.runs.runs)))
-        first = self._configurations.surrounded(first)
+        first = self._configurations.surrounded(first, self.runs.uneven.unseen)
         late = self._evidence.get("one_hop_late", ())
         uncalled = [one for one in rest if is_uncalled(one) and label(one.path, one.slot) in late]
         rest = [one for one in rest if one not in uncalled]
@@ -379,10 +391,12 @@ class RunningComparison:
         notes += choices_notes(self._judge.turned, self._judge.choices)
         judge = self._judge
         unjudged = unjudged_note(judge.unjudged, is_represented_otherwise=judge.only_representation_differs)
-        notes += filter(None, (returned_note(judge.returned), unjudged, unknown_bits_note(judge.unknown_bits)))
+        unknown = [key for key in judge.unknown_bits if not self.runs.map.joins(key.path)]
+        notes += filter(None, (returned_note(judge.returned), unjudged, unknown_bits_note(unknown)))
         if self._judge.nan_in_both:
             notes.append(f"NaN at the same places in both runs, first at {self._judge.nan_in_both[0]}.")
         notes += [f"--rename {rule} changes no path of the candidate." for rule in self._rename.unused]
+        notes += [*filter(None, [self.runs.map.note()]), *self.runs.map.notes]
         notes += other_models(*self.runs.sides)
         notes += other_dtypes(self._other_dtypes)
         notes += self._notes
@@ -396,7 +410,8 @@ class RunningComparison:
             return "misaligned" if findings[0].kind in EXACT_KINDS else "diverged"
         if incomplete or (self._identical and self._judge.unknown_bits):
             return "incomplete"
-        return "identical" if self._judge.all_equal and not self._judge.findings else "equivalent"
+        equal = self._judge.all_equal and not self._judge.findings and not self.runs.map.is_unplaced
+        return "identical" if equal else "equivalent"
 
 
 _OVER_POSITIONS = re.compile("(Batch|Instance|Group)Norm")

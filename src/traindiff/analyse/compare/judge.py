@@ -13,11 +13,13 @@ from traindiff.analyse.align.returned_states import check_state
 from traindiff.analyse.align.side import RUNS
 from traindiff.analyse.compare.bits import bit_difference
 from traindiff.analyse.compare.moved_moments import KIND as SYSTEMATIC
+from traindiff.analyse.compare.other_loss import SEEN_AT
 from traindiff.analyse.compare.site_rows import SiteRows
 from traindiff.analyse.compare.step_input import StepInput
 from traindiff.analyse.findings import UNJUDGED, Finding, SiteWord, word_of
 from traindiff.analyse.merge.distance import Pair, difference, equal_bits, same_bits, size_of
 from traindiff.analyse.merge.history import DifferenceHistory
+from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.site import GRADIENT_NORM, MergedSite, SiteKey, StepTable
 from traindiff.analyse.noise.run_floors import RunFloors
 from traindiff.analyse.noise.tolerance import Tolerances
@@ -35,6 +37,15 @@ _LEARNING = frozenset({"loss", "grad", "update"})
 def is_uncalled(finding: Finding) -> bool:
     """True if a finding says that one run does not call a module."""
     return finding.kind in ("missing", "extra") and finding.phase == "forward"
+
+
+OTHER_FORM = "other_form"
+"""Evidence of a batch that holds the same samples, padded or ordered otherwise."""
+
+
+def comes_last(finding: Finding) -> bool:
+    """True if a finding matters only if something else differs too: if it did, that would show in what follows it."""
+    return is_uncalled(finding) or bool(finding.evidence.get(OTHER_FORM))
 
 
 class Judge:
@@ -131,15 +142,17 @@ class Judge:
     def findings(self) -> tuple[Finding, ...]:
         """All findings so far, in execution order: each site once, with its number of steps.
 
-        Modules that one run does not call come last: if that matters, what follows them differs.
+        Modules that one run does not call, and batches that are padded or ordered otherwise, come last: if that
+        matters, what follows them differs.
         """
-        return tuple(sorted(self._found.values(), key=is_uncalled))
+        return tuple(sorted(self._found.values(), key=comes_last))
 
     def add(self, found: Iterable[Finding]) -> None:
         """Note the findings of a step."""
         for finding in found:
             key = SiteKey(finding.phase, finding.stage, finding.path, finding.slot, finding.call)
-            site = (key, finding.kind if finding.kind in ("hyper-parameter", "reported-norm") else "")
+            own = finding.kind in ("hyper-parameter", "reported-norm")
+            site = (key, finding.kind if own else OTHER_FORM if finding.evidence.get(OTHER_FORM) else "")
             first = self._found.get(site, finding)
             count = first.evidence.get("num_steps", 0) if site in self._found else 0
             count += self._counted.get(site) != finding.step  # a step may evaluate the loss several times
@@ -166,7 +179,7 @@ class Judge:
 
         What is within its floor agrees, unless a finding before it may have raised that floor.
         """
-        has_raised = not all(map(is_uncalled, self._found.values()))
+        has_raised = not all(map(comes_last, self._found.values()))
         return self.learning_compared and not (has_raised and self.run.learning_differs)
 
     @property
@@ -203,7 +216,7 @@ class Judge:
         if finding.kind in ("missing", "extra", "non-finite", "shape", "recomputed", SYSTEMATIC):
             return False
         if finding.phase == "loss":  # gradients may be handed on by losses of another value
-            return "losses" in finding.evidence
+            return "losses" in finding.evidence or SEEN_AT in finding.evidence
         return finding.phase in ("forward", "backward") or finding.path in self.run.permuted
 
     def floor(self, pair: Pair, floor: float) -> float:
@@ -298,12 +311,14 @@ class BothRuns:
 
     Args:
         facts: Facts about each run.
+        common: By run, a function that turns its paths into those that both have in common.
 
     Attributes:
         shared: Faults of both runs, which do not tell them apart: one sentence per kind.
     """
 
-    def __init__(self, facts: Sequence[RunFacts]) -> None:
+    def __init__(self, facts: Sequence[RunFacts], common: Sequence[Rename] = (str, str)) -> None:
+        self._common = common
         rules = [rule for rule in RULES if rule.tells_runs_apart]
         self._strict = [RunJudge(rules, one) for one in facts]
         self._lenient = [RunJudge(rules, one, strictness=LENIENT) for one in facts]
@@ -338,17 +353,18 @@ class BothRuns:
             judge.note_unknown(table)
         strict = [judge.step(table, step=step) for judge, table in zip(self._strict, tables, strict=False)]
         lenient = [
-            {_what(one) for one in judge.step(table, step=step)}
-            for judge, table in zip(self._lenient, tables, strict=False)
+            {(one.kind, common(one.path)) for one in judge.step(table, step=step)}
+            for judge, table, common in zip(self._lenient, tables, self._common, strict=False)
         ]
         if self._alike:
             strict, lenient = strict * 2, lenient * 2
         found = []
-        for name, own, other in zip(RUNS, strict, lenient[::-1], strict=True):
+        for name, own, other, common in zip(RUNS, strict, lenient[::-1], self._common, strict=True):
             for one in own:
-                if one.kind == "lost-update" and one.path in {path for _, path in other - {_what(one)}}:
+                what = one.kind, common(one.path)
+                if one.kind == "lost-update" and what[1] in {path for _, path in other - {what}}:
                     continue  # the other run has a worse finding there
-                if _what(one) in other:
+                if what in other:
                     self.shared.setdefault(one.kind, f"In both runs: {_within(one.message)}")
                 else:
                     message = f"In the {name}, {_within(one.message)}"
@@ -358,10 +374,6 @@ class BothRuns:
     def _judges(self, judges: Sequence[RunJudge]) -> Sequence[RunJudge]:
         """Of both runs."""
         return (judges[0], judges[0]) if self._alike else judges
-
-
-def _what(finding: Finding) -> tuple[str, str]:
-    return finding.kind, finding.path
 
 
 def _within(sentence: str) -> str:

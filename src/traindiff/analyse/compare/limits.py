@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from traindiff.analyse.align.side import RUNS, Side
 from traindiff.analyse.align.two_runs import TwoRuns
+from traindiff.analyse.compare.accepted import Alone
 from traindiff.analyse.findings import more_text, ranks_text
 from traindiff.analyse.merge.site import SiteKey
 from traindiff.analyse.merge.unobserved import unrecorded_of
@@ -18,12 +19,19 @@ _BEFORE_LEARNING = ("batch", "forward", "backward")
 
 
 def limits(
-    runs: TwoRuns, *, learning_agrees: bool, gradients_agree: bool, learning_compared: bool, same_bits: bool
+    runs: TwoRuns,
+    alone: Alone,
+    *,
+    learning_agrees: bool,
+    gradients_agree: bool,
+    learning_compared: bool,
+    same_bits: bool,
 ) -> tuple[list[str], bool]:
     """Sentences that limit the verdict after all steps, and whether they leave it incomplete.
 
     Args:
         runs: The two runs.
+        alone: By run, sites that the other run lacks, without those that the user accepts.
         learning_agrees: Whether losses, gradients and updates were compared and agree. Then batches and activations
             that were not compared are noted, and leave nothing open.
         gradients_agree: Whether gradients and updates were compared and agree. Then a loss that only one run has, and
@@ -44,15 +52,15 @@ def limits(
     not_recorded, partly = _not_recorded(runs)
     notes = [*endings, *failures, *gaps, *_unobserved(runs), *not_recorded, *runs.passes.notes()]
     phases = {site.partition(" ")[0] for site in runs.presence.unobserved}
-    phases.update(phase for side in runs.presence.unaligned for phase, _, _ in side)
-    of_one_run = [{phase for phase, _, _ in side} for side in runs.presence.unaligned]
+    of_one_run = [{one.phase for one in side} for side in alone]
+    phases.update(*of_one_run)
     if learning_agrees:
         open_sites = phases.difference(_BEFORE_LEARNING)
     elif gradients_agree and of_one_run[0] ^ of_one_run[1] >= {"loss"}:
         open_sites = phases.difference(_BEFORE_LEARNING, {"loss"})
     else:
         open_sites = phases
-    if same_bits and not any(runs.presence.unaligned) and _unseen_alike(runs):
+    if same_bits and not any(alone) and _unseen_alike(runs):
         failures, open_sites = [], set()
     without_rows = bool(runs.uneven.left_out) and not learning_compared
     return notes, bool(gaps) or bool(failures) or partly or bool(open_sites) or without_rows

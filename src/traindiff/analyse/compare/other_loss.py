@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import Pair
-from traindiff.analyse.merge.site import SiteKey
+from traindiff.analyse.merge.site import SiteKey, finding_at
 
 _BEHIND = ("backward", "grad", "optimizer", "update")
 
@@ -40,3 +42,38 @@ def _outputs(pairs: Sequence[Pair]) -> frozenset[SiteKey]:
     forward = [pair.baseline for pair in pairs if pair.baseline.key.phase == "forward" and pair.baseline.exact]
     bits = {int(entry.summary["fingerprint"]) for entry in forward if entry.key.path in roots}
     return frozenset(entry.key for entry in forward if int(entry.summary["fingerprint"]) in bits)
+
+
+SEEN_AT = "seen_at"
+"""Evidence of a loss that is computed otherwise: where that shows."""
+
+
+def loss_behind(first: Finding, pairs: Sequence[Pair]) -> tuple[Pair, Finding] | None:
+    """The loss of a step, and the finding that it is computed otherwise; None if that is not known.
+
+    Nothing but the loss lies between what the model returns and the first gradient of the backward pass. If the one
+    agrees and the other does not, the loss is another function, even if its value is the same within rounding. A factor
+    is left alone: a loss scale or an average over ranks may put it there.
+
+    Args:
+        first: The first finding of both runs.
+        pairs: All pairs of its step, in execution order.
+    """
+    if first.phase != "backward" or first.stage or first.kind == "scale":
+        return None
+    outputs = _outputs(pairs)
+    before = [pair for pair in pairs if pair.baseline.order <= first.order]
+    backward = [pair.baseline.key for pair in before if pair.baseline.key.phase == "backward"]
+    losses = [pair for pair in before if pair.baseline.key[:2] == ("loss", "")]
+    if not losses or not all(key._replace(phase="forward") in outputs for key in backward):
+        return None
+    seen = f"{first.path} {first.slot}".strip()
+    message = (
+        f"What the model returns agrees, and the gradient that the loss gives it (at {seen}) does not. So the loss is "
+        f"computed otherwise, although its value agrees within rounding. Of that gradient: {first.message}"
+    )
+    found = finding_at(
+        losses[-1].baseline, step=first.step, kind=first.kind, message=message, difference=first.difference,
+        floor=first.floor, rank=first.rank, micro_step=first.micro_step, evidence={**first.evidence, SEEN_AT: seen},
+    )  # fmt: skip
+    return losses[-1], replace(found, evaluation=first.evaluation)

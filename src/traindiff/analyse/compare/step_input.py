@@ -44,6 +44,7 @@ class StepInput:
         whole: True if the pairs include those of the whole step: updates, and the optimizer's state.
         norms: Class names of the norms over positions, by path.
         unplaced: The baseline's entries of sites whose rows could not be brought together, in execution order.
+        other_form: Whether both runs were given the same samples, padded or ordered otherwise.
         sources: Inputs of each run that are its own outputs, as `ReturnedStates.sources`.
         every_bit: Why any bit that differs is a finding; empty if floors decide.
     """
@@ -73,5 +74,6 @@ class StepInput:
     whole: bool = True
     norms: Mapping[str, str] = field(default_factory=dict)
     unplaced: tuple[MergedSite, ...] = ()
+    other_form: bool = False
     sources: Sources = ({}, {})
     every_bit: str = ""

@@ -11,10 +11,10 @@ from traindiff.analyse.compare.case import Case, Diagnosis
 from traindiff.analyse.compare.diagnosis import diagnose
 from traindiff.analyse.compare.factors import clipping_left_out, factor_meaning, factor_text
 from traindiff.analyse.compare.gradient_sums import with_causes
-from traindiff.analyse.compare.judge import Judge, is_uncalled
+from traindiff.analyse.compare.judge import OTHER_FORM, Judge, comes_last, is_uncalled
 from traindiff.analyse.compare.mixtures import Mixture, common_mixture
 from traindiff.analyse.compare.moved_moments import systematic
-from traindiff.analyse.compare.other_loss import BehindOtherLoss
+from traindiff.analyse.compare.other_loss import BehindOtherLoss, loss_behind
 from traindiff.analyse.compare.step_input import StepInput
 from traindiff.analyse.compare.unlike import unlike
 from traindiff.analyse.findings import Finding, ranks_text
@@ -54,8 +54,13 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
     judged = with_causes((*given.found, *StepJudge(judge, given, floors).judge()))
     found = sorted(judged, key=lambda finding: finding.order)
     floors.finish()
-    if not any(map(_is_numeric, judge.findings)):  # else they may follow from the first divergence
-        first = min((finding.order for finding in found if _is_numeric(finding)), default=math.inf)
+    if all(map(comes_last, judge.findings)):  # else they may follow from the first divergence
+        numeric = next((finding for finding in found if not comes_last(finding)), None)
+        if numeric is not None and (behind := loss_behind(numeric, given.pairs)) is not None:
+            loss, of_loss = behind
+            judge.note(loss, given.step, of_loss.difference, of_loss.floor, of_loss.floor)
+            found.insert(found.index(numeric), of_loss)
+        first = math.inf if numeric is None else numeric.order
         judge.choices += [
             f"step {given.step}, {one.where}: at least {one.turned:,} of {one.rows:,}"
             for one in floors.choices.explained
@@ -79,10 +84,6 @@ def _is_of_evaluation(finding: Finding, given: StepInput) -> bool:
     if finding.evaluation is not None:
         return False
     return is_of_evaluation(finding.phase, finding.stage) or (finding.phase == "update" and not given.whole)
-
-
-def _is_numeric(finding: Finding) -> bool:
-    return not is_uncalled(finding)
 
 
 _NO_FIT = 0.5
@@ -168,6 +169,8 @@ class StepJudge:
     def _batch(self, pair: Pair) -> Finding | None:
         finding, apart, floor = self._judge.check_batch(pair, self._given)
         self._judge.note(pair, self._given.step, apart, floor, floor)
+        if finding is not None and self._given.other_form:
+            return replace(finding, evidence={**finding.evidence, OTHER_FORM: True})
         # All later differences of this step may follow from the batch.
         self._floors.saw_other_inputs(apart, noise=finding is None)
         return finding

@@ -40,10 +40,12 @@ def _non_finite_message(pair: Pair) -> str:
 
 
 def _unplaced(pair: Pair) -> Diagnosis:
-    """The difference of a tensor whose rows could not be brought together."""
+    """The difference of a tensor whose rows, or whose elements, could not be brought together."""
     baseline, candidate = pair.baseline.summary, pair.candidate.summary
+    of_rows = pair.baseline.key.phase in ("batch", "forward", "backward")
+    its = "Over all micro-batches together, its" if of_rows else "Its"
     message = (
-        f"Over all micro-batches together, its norm is {float(norm(baseline)):.6g} in the baseline and "
+        f"{its} norm is {float(norm(baseline)):.6g} in the baseline and "
         f"{float(norm(candidate)):.6g} in the candidate, its sum {float(baseline['sum']):.6g} and "
         f"{float(candidate['sum']):.6g}."
     )

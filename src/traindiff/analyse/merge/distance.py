@@ -149,12 +149,23 @@ def _transposed_difference(pair: Pair) -> float:
     return 0.0 if estimated and apart <= ESTIMATED_NORMS else apart
 
 
+def has_estimated_norm(entry: MergedSite) -> bool:
+    """True if the norm of a site without places was estimated from sketches; then its own sketch is not zero."""
+    return not entry.placed and bool(entry.summary["sketch"].any())
+
+
 def _unplaced_difference(pair: Pair) -> float:
     baseline, candidate = pair.baseline.summary, pair.candidate.summary
     if any(int(baseline[name]) != int(candidate[name]) for name in ("count", *_NONFINITE)):
         return math.inf
     size, moved = float(norm(baseline)), abs(float(candidate["sum"] - baseline["sum"]))
-    apart = max(abs(float(norm(candidate)) - size), moved / math.sqrt(max(1, int(baseline["count"]))))
+    other = float(norm(candidate))
+    longer = abs(other - size)
+    if has_estimated_norm(pair.baseline) or has_estimated_norm(pair.candidate):
+        longer = 0.0 if max(size, other) <= (1.0 + ESTIMATED_NORMS) * min(size, other) else longer
+        # The update of an element with almost no gradient is as large as that of any other, and rounding turns it.
+        moved = 0.0 if pair.baseline.key.phase == "update" else moved
+    apart = max(longer, moved / math.sqrt(max(1, int(baseline["count"]))))
     return apart / size if size else math.inf if apart else 0.0
 
 

@@ -13,7 +13,8 @@ from traindiff.analyse.align.exact import (
     check_random_state,
     settings_of,
 )
-from traindiff.analyse.align.side import Side, SideStep, StepsOnDemand
+from traindiff.analyse.align.side import NO_NAMES, Side, SideStep, StepsOnDemand
+from traindiff.analyse.align.site_map import SideNames
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import Pair, same_bits, size_of
 from traindiff.analyse.merge.run_steps import RunStep, run_steps
@@ -77,12 +78,13 @@ class Calibrating:
     Args:
         baseline: The run.
         noise: Further correct runs of the same training, and their steps.
+        names: Of the baseline's sites, if a map joins some of them.
     """
 
-    def __init__(self, baseline: Run, noise: Sequence[NoiseRun]) -> None:
-        self._groups = Side(baseline).groups
+    def __init__(self, baseline: Run, noise: Sequence[NoiseRun], names: SideNames = NO_NAMES) -> None:
+        self._groups = Side(baseline, names=names).groups
         self._runs = [run for run, _ in noise]
-        self._replicas = Replicas(noise)
+        self._replicas = Replicas(noise, names)
         self._seen = [_Seen(made_as(run)) for run in self._runs]
         self._constants: dict[str, float] = {}
         self._covered: set[tuple[str, int]] = set()

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from traindiff.analyse.align.pairs import align
-from traindiff.analyse.align.side import Side, SideStep, gradient_norms, join, sites_in_order
+from traindiff.analyse.align.side import NO_NAMES, Side, SideStep, gradient_norms, join, sites_in_order
+from traindiff.analyse.align.site_map import SideNames
 from traindiff.analyse.findings import finite
 from traindiff.analyse.merge.distance import Pair, size_of
 from traindiff.analyse.merge.run_steps import RunStep
@@ -106,15 +107,19 @@ NoiseRun = tuple[Run, FollowingSteps]
 class Replicas:
     """The noise recordings, as they follow the baseline through its steps.
 
+    Args:
+        runs: The recordings, with their steps.
+        names: Of the baseline's sites, if a map joins some of them.
+
     Attributes:
         sides: The recordings.
         operators: Observations of operators in the latest step, one list per recording.
         earlier: Of the latest step: differences in the evaluations of the loss before the last one.
     """
 
-    def __init__(self, runs: Sequence[NoiseRun]) -> None:
+    def __init__(self, runs: Sequence[NoiseRun], names: SideNames = NO_NAMES) -> None:
         self.earlier: list[StepNoise] = []
-        self.sides = [Side(run) for run, _ in runs]
+        self.sides = [Side(run, names=names) for run, _ in runs]
         self.operators: list[list[Part]] = []
         self._streams = [steps for _, steps in runs]
 

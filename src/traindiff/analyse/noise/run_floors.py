@@ -13,6 +13,7 @@ from traindiff.analyse.merge.distance import Pair, equal_bits
 from traindiff.analyse.merge.site import SiteKey, StepTable
 from traindiff.analyse.noise.gradients import Terms
 from traindiff.analyse.noise.uncalibrated import GAIN, Floors
+from traindiff.core.site import is_of_no_module
 from traindiff.core.summary import distance, nonfinite_count, norm, rounding
 
 LINEAR_STATE = frozenset({"momentum_buffer", "step"})
@@ -142,6 +143,7 @@ class RunFloors:
 def at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> tuple[Floors, Floors]:
     """Floors at the beginning of a step, from the parameters and from earlier steps; then the undisturbed ones."""
     squares: dict[str, tuple[float, float, float]] = {}
+    alone = 0.0
     for path, pair in parameters.items():
         equal = equal_bits(pair)
         apart = 0.0 if equal else float(distance(pair.baseline.summary, pair.candidate.summary))
@@ -153,6 +155,8 @@ def at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> tuple[Fl
         calm = 0.0 if path in run.disturbed else apart
         apart = max(apart, pair.baseline.spread, pair.candidate.spread)
         size = float(norm(pair.baseline.summary))
+        if size and is_of_no_module(path):  # a loss may be proportional to it, however small it is beside the model
+            alone = max(alone, apart / size)
         for owner in (path.rpartition(".")[0], "*"):
             before = squares.get(owner, (0.0, 0.0, 0.0))
             squares[owner] = before[0] + apart * apart, before[1] + calm * calm, before[2] + size * size
@@ -162,7 +166,7 @@ def at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> tuple[Fl
     )
     return (
         Floors(
-            parameters=disturbed.pop("*", 0.0), own=disturbed, gradients=run.gradients,
+            parameters=max(alone, disturbed.pop("*", 0.0)), own=disturbed, gradients=run.gradients,
             settings_differ=run.settings_differ, coefficients=run.coefficients,
         ),
         Floors(

@@ -17,6 +17,7 @@ from traindiff.analyse.rules.optimizers import EpsIsSmall, LearningRateIsSet, Sc
 from traindiff.analyse.rules.outputs import OutputsDiffer
 from traindiff.analyse.rules.products import ProductsAreExact, ProductsAreRight
 from traindiff.analyse.rules.ranges import FarFromOverflow, FarFromUnderflow, FiniteThroughout, LossScaleSettles
+from traindiff.analyse.rules.rank_steps import RanksStepTogether
 from traindiff.analyse.rules.ranks import BoundariesHold, CopiesAgree
 from traindiff.analyse.rules.recomputation import RecomputationRepeats
 from traindiff.analyse.rules.replay import UpdatesFollowSettings
@@ -37,6 +38,7 @@ from traindiff.analyse.rules.witness import GradientsFollow
 RULES: tuple[type[Rule], ...] = (
     FiniteThroughout,
     ProductsAreRight,
+    RanksStepTogether,
     CopiesAgree,
     RecomputationRepeats,
     OptimizersAloneChangeParameters,

@@ -64,7 +64,22 @@ def saved(node: Any, name: str, *default: Any) -> Any:
 def saved_dims(node: Any) -> tuple[int, ...]:
     """The dims that a transposition or permutation exchanges; torch keeps negative ones as unsigned numbers."""
     dims = (node._saved_dim0, node._saved_dim1) if hasattr(node, "_saved_dim0") else node._saved_dims
-    return tuple(dim - (1 << 64) if dim >= 1 << 63 else dim for dim in dims)
+    return tuple(map(_signed, dims))
+
+
+def saved_dim(node: Any) -> int:
+    """The dim along which an operation that has one took a part, given the operation's node."""
+    return int(_signed(node._saved_dim)) % len(node._saved_self_sym_sizes)
+
+
+def saved_index(node: Any) -> int:
+    """The index that a selection took."""
+    return int(_signed(node._saved_index)) % int(node._saved_self_sym_sizes[saved_dim(node)])
+
+
+def _signed(number: int) -> int:
+    """A negative number that torch keeps as an unsigned one."""
+    return number - (1 << 64) if number >= 1 << 63 else number
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -16,6 +16,8 @@ from traindiff.analyse.merge.run_steps import StepMerger
 from traindiff.analyse.noise.hold_out import Calibrating, following
 from traindiff.analyse.noise.measured import NoiseRun, StepNoise
 from traindiff.analyse.noise.tolerance import TolerancesByPhase
+from traindiff.core.maps.accepted import NONE_ACCEPTED, AcceptedDifferences
+from traindiff.core.maps.entries import Entry
 from traindiff.core.steps import ALL_STEPS
 from traindiff.errors import LockstepError, TraindiffError
 from traindiff.run.lockstep.live_side import LiveSide
@@ -35,6 +37,8 @@ class LiveComparison:
         tolerances: The user's tolerances in place of noise floors.
         rename: Turns the candidate's paths into the baseline's.
         noise: Recordings of further correct runs of the baseline's training.
+        entries: Of a map: which sites of the two are one.
+        accepted: Differences that are listed, and not judged.
     """
 
     def __init__(
@@ -45,12 +49,16 @@ class LiveComparison:
         tolerances: TolerancesByPhase,
         rename: Renaming,
         noise: Sequence[Recording] = (),
+        entries: Sequence[Entry] = (),
+        accepted: AcceptedDifferences = NONE_ACCEPTED,
     ) -> None:
         self.runs = [LiveRun(name, world_size) for name in names]
         self._replicas = [LiveSteps() for _ in names[2:]]
         self._recorded = noise
         self._tolerances = tolerances
         self._rename = rename
+        self._entries = entries
+        self._accepted = accepted
         self._mergers: list[StepMerger] = []
         self._noise: _LiveNoise | None = None
         self._comparison: RunningComparison | None = None
@@ -111,15 +119,19 @@ class LiveComparison:
 
     def _begun(self) -> RunningComparison:
         if self._comparison is None:
-            two = TwoRuns((self.runs[0], self.runs[1]), self._rename, ALL_STEPS)
+            two = TwoRuns((self.runs[0], self.runs[1]), self._rename, ALL_STEPS, self._entries)
             self._mergers = [
                 StepMerger(run, copies)
                 for run, copies in zip(self.runs, (*two.copies, *({} for _ in self._replicas)), strict=True)
             ]
             if self._noise is None and (self._replicas or self._recorded):
                 live: list[NoiseRun] = list(zip(self.runs[2:], self._replicas, strict=True))
-                self._noise = _LiveNoise(Calibrating(self.runs[0], [*live, *following(self._recorded)]))
-            self._comparison = RunningComparison(two, self._rename, tolerance=self._tolerances, noise=self._noise)
+                self._noise = _LiveNoise(
+                    Calibrating(self.runs[0], [*live, *following(self._recorded)], two.map.sides[0])
+                )
+            self._comparison = RunningComparison(
+                two, tolerance=self._tolerances, noise=self._noise, accepted=self._accepted
+            )
         return self._comparison
 
     def _refuse_steps_alone(self, baseline: Mapping[_StepKey, object], candidate: Mapping[_StepKey, object]) -> None:

@@ -68,6 +68,8 @@ class Lockstep:
             default a baseline given as `(model, optimizer)` is copied twice, and the copies are perturbed within
             rounding and trained along, unless nothing is judged by noise floors.
         rename: Regular expressions and replacements that turn the candidate's paths into the baseline's.
+        map: File that says which tensors and modules are which, or the name of a map; see `traindiff.compare`.
+        accept: File of intended differences; see `traindiff.compare`.
         select: Globs over canonical paths that are observed.
         record: Further settings of `traindiff.record` for both sides, e.g. `{"batch_axis": 1}`.
         output: Directory in which to keep both recordings.
@@ -102,6 +104,8 @@ class Lockstep:
         resync: bool = False,
         noise: Paths = (),
         rename: Mapping[str, str] | Sequence[str] | None = None,
+        map: str | os.PathLike[str] | None = None,  # noqa: A002  as in the commands
+        accept: str | os.PathLike[str] | None = None,
         select: str | Iterable[str] = "*",
         record: Mapping[str, Any] | None = None,
         output: str | os.PathLike[str] | None = None,
@@ -120,7 +124,8 @@ class Lockstep:
                 "params": track_params, "loss": track_loss, "grads": track_grads, "activations": track_activations,
             },
             tolerances={"params": param_tol, "loss": loss_tol, "grads": grad_tol, "activations": activation_tol},
-            resync=resync, noise=noise, rename=rename, select=select, output=output, timeout_seconds=timeout_seconds,
+            resync=resync, noise=noise, rename=rename, map=map, accept=accept, select=select, output=output,
+            timeout_seconds=timeout_seconds,
             problems=problems,
         )  # fmt: skip
         sides = [one for one in given if one is not None]
@@ -147,7 +152,8 @@ class Lockstep:
                 )
             self._live = LiveComparison(
                 [one.name for one in self._sides], world_size=self._ranks.size, tolerances=self._settings.by_phase,
-                rename=self._settings.rename, noise=self._settings.noise,
+                rename=self._settings.rename, noise=self._settings.noise, entries=self._settings.entries,
+                accepted=self._settings.accepted,
             )  # fmt: skip
             self._exchange = Exchange(self._ranks, self._sides, self._live)
             self._printer.settings(*(side.settings() for side in self._sides[:2]))

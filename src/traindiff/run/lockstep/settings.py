@@ -9,6 +9,9 @@ from typing import Any
 
 from traindiff.analyse.merge.renames import Renaming, parse_renames
 from traindiff.analyse.noise.tolerance import TolerancesByPhase
+from traindiff.core.maps.accepted import AcceptedDifferences, accepted_of
+from traindiff.core.maps.entries import Entry
+from traindiff.core.maps.shipped import map_of
 from traindiff.errors import ConfigError, Problem
 from traindiff.storage import Recording, open_recording
 
@@ -45,6 +48,8 @@ class LockstepSettings:
     tolerances: Mapping[str, float]
     resync: bool
     rename: Renaming
+    entries: Sequence[Entry]
+    accepted: AcceptedDifferences
     noise: tuple[Recording, ...]
     select: str | Iterable[str]
     output: str | None
@@ -106,6 +111,8 @@ def lockstep_settings(
     resync: Any,
     noise: Paths,
     rename: Mapping[str, str] | Sequence[str] | None,
+    map: str | os.PathLike[str] | None,  # noqa: A002  as in the commands
+    accept: str | os.PathLike[str] | None,
     select: str | Iterable[str],
     output: str | os.PathLike[str] | None,
     timeout_seconds: Any,
@@ -126,6 +133,11 @@ def lockstep_settings(
         what = "would take what batches in between did, which are not observed, for another start of the candidate."
         fix = "Leave test_every out, or resync."
         problems.append(Problem(where=f"Lockstep(resync=True, test_every={test_every!r})", what=what, fix=fix))
+    if resync is True and map is not None:
+        what = (
+            "would copy the baseline's tensors into the candidate, and a map may say that these are laid out otherwise."
+        )
+        problems.append(Problem(where="Lockstep(resync=True, map=...)", what=what, fix="Leave out one of the two."))
     if not any(tracked.values()):
         fix = "Leave out at least one of track_params=False, track_loss=False, track_grads=False."
         problems.append(Problem(where="Lockstep(track_...=False)", what="leaves nothing to compare.", fix=fix))
@@ -136,6 +148,7 @@ def lockstep_settings(
         num_batches=num_batches, test_every=test_every, status_every=status_every,
         tracked=frozenset(what for what, wanted in tracked.items() if wanted),
         tolerances={what: float(value) for what, value in given.items()}, resync=resync, rename=parse_renames(rename),
+        entries=map_of(map), accepted=accepted_of(accept),
         noise=tuple(open_recording(os.fspath(path)) for path in paths), select=select,
         output=None if output is None else os.fspath(output), timeout_seconds=float(timeout_seconds),
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -12,6 +13,11 @@ MOST = 5
 _LATER = (
     "A recording has the models that are there when the training begins; to record this one, call traindiff.record in "
     "the script."
+)
+
+_WITHOUT_MODULE = (
+    "activations and their gradients, because the optimizer's tensors are of no torch.nn.Module. The recording begins "
+    "with the gradients of the first step."
 )
 
 _OF_NONE = "they belong to none of the recorded models."
@@ -66,6 +72,7 @@ class Account:
         models: The recorded models.
         untrained: Models whose parameters no optimizer holds.
         optimizers: All optimizers that were made.
+        without_module: True if the optimizers hold tensors of no module.
         attached_late: True if the first forward pass ended before anything was attached.
         num_processes: Processes that the script has started, without those of data loaders.
         torch_imported: True if the script has imported torch.
@@ -79,6 +86,7 @@ class Account:
     models: list[SeenModel] = field(default_factory=list)
     untrained: list[SeenModel] = field(default_factory=list)
     optimizers: list[SeenOptimizer] = field(default_factory=list)
+    without_module: bool = False
     attached_late: bool = False
     num_processes: int = 0
     torch_imported: bool = False
@@ -97,20 +105,23 @@ class Account:
             yield f"Nothing was recorded: {self._why_nothing()}"
         else:
             yield f"Recorded in {self.recording}: {self._steps()}."
-            yield f"Models: {'; '.join(map(str, self.models))}."
+            if not self.without_module:
+                yield f"Models: {'; '.join(map(str, self.models))}."
         yield from self._unseen()
 
     def not_followed(self) -> list[str]:
         """Sentences about the optimizers that have stepped and hold nothing of the recorded models."""
         others = [one for one in self.optimizers if self.models and one.num_steps and not one.followed_as]
-        found = [
-            f"{one.kind} with {_count(one.num_parameters, 'parameter')}, {_count(one.num_steps, 'step')}"
-            + (f", of a model that came later ({one.model}). {_LATER}" if one.model else f": {_OF_NONE}")
-            for one in others[:MOST]
-        ]
-        if (more := len(others) - MOST) > 0:
-            steps = _count(sum(one.num_steps for one in others[MOST:]), "step")
-            found.append(f"{_count(more, 'more optimizer')}, {steps}, of none of the recorded models.")
+        alike = Counter((one.kind, one.num_parameters, one.num_steps, one.model) for one in others)
+        found = [_WITHOUT_MODULE] if self.without_module else []
+        for (kind, num_parameters, num_steps, model), number in alike.most_common(MOST):
+            times = f"{number} times " if number > 1 else ""
+            one = f"{times}{kind} with {_count(num_parameters, 'parameter')}, {_count(num_steps, 'step')}"
+            found.append(one + (f", of a model that came later ({model}). {_LATER}" if model else f": {_OF_NONE}"))
+        if more := alike.most_common()[MOST:]:
+            steps = _count(sum(key[2] * number for key, number in more), "step")
+            count = _count(sum(number for _, number in more), "more optimizer")
+            found.append(f"{count}, {steps}, of none of the recorded models.")
         return found
 
     def _steps(self) -> str:

@@ -24,6 +24,7 @@ from traindiff.errors import ConfigError, TraindiffWarning
 from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
 from traindiff.observe.torch.hooks.step_hooks import has_closure, inner_optimizer
 from traindiff.observe.torch.session.models import (
+    NoModule,
     called_of,
     can_be_name,
     distinct,
@@ -162,16 +163,17 @@ class Follower:
             return
         if self._recorder is not None and self._were_given:
             self._recorder.follow(optimizer, *call)
-        if not self._waits or not self._trains_a_module(optimizer):
+        if not self._waits or not (given := self._given.get(optimizer)):
             return
+        live = live_modules()
+        trains_a_module = bool(outermost(live, given))
+        if not trains_a_module and outermost(live, frozenset().union(*self._given.values())):
+            return  # it trains something beside a model, which will be called
         if has_closure(optimizer, *call):
             self._attach(None, stepping=optimizer)
         elif not _only_makes_state(optimizer):
-            self._account.attached_late = True
+            self._account.attached_late = trains_a_module
             self._attach(None, stepping=optimizer)
-
-    def _trains_a_module(self, optimizer: Optimizer) -> bool:
-        return bool(outermost(live_modules(), self._given.get(optimizer, frozenset())))
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
         """Handle an optimizer that was called: the recording follows it, unless it holds nothing of the models."""
@@ -228,8 +230,8 @@ class Follower:
             return
         live = live_modules()
         models = self._in_order(distinct(outermost(live, frozenset().union(*self._given.values())), called))
-        if not models and called is not None:  # the module contains itself
-            models = [called]
+        if not models:  # the module contains itself, or the tensors are of none
+            models = [NoModule() if called is None else called]
         if unseen := next((one for one in models if not takes_hooks(one)), None):
             self._account.failure = _SCRIPTED.format(type(unseen).__name__)
             self._until_attached.close()
@@ -254,6 +256,7 @@ class Follower:
         recorder.describe_at_end("not_followed", self._account.not_followed)
         self._undo.enter_context(recorder_made.attach(self._give_way))
         self._account.models += [_seen(name, model) for name, model in names.items()]
+        self._account.without_module = isinstance(models[0], NoModule)
         inside = {id(one) for model in models for one in model.modules()}
         others = [one for one in live if id(one) not in inside and not _is_only_a_shape(one)]
         every = {id(parameter) for one in others for parameter in one.parameters()}

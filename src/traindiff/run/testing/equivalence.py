@@ -28,6 +28,8 @@ def assert_equivalent(
     *,
     noise: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     rename: Mapping[str, str] | Sequence[str] | None = None,
+    map: str | os.PathLike[str] | None = None,  # noqa: A002  as in the commands
+    accept: str | os.PathLike[str] | None = None,
     steps: str | int | Iterable[int] | None = None,
     rtol: float | None = None,
     atol: float | None = None,
@@ -50,6 +52,8 @@ def assert_equivalent(
         candidate: The training in question, given in the same way.
         noise: For two recordings: further recordings that measure noise floors; see `traindiff.compare`.
         rename: Turns the candidate's paths into the baseline's; see `traindiff.compare`.
+        map: Which tensors and modules of the two are which; see `traindiff.compare`.
+        accept: Intended differences; see `traindiff.compare`.
         steps: For two recordings: steps to compare, e.g. `"0-9"`; by default all. For two recipes: the number of
             batches to train on, by default 4.
         rtol: Relative tolerance in place of noise floors; see `traindiff.compare`.
@@ -72,8 +76,9 @@ def assert_equivalent(
     if paths[0] is not None and paths[1] is not None:
         _refuse({**running, **({"output": output} if output is not None else {})}, of="recordings")
         result = compare(
-            paths[0], paths[1], noise=noise, rename=rename, steps=steps, rtol=rtol, atol=atol, identical=identical
-        )
+            paths[0], paths[1], noise=noise, rename=rename, map=map, accept=accept, steps=steps, rtol=rtol,
+            atol=atol, identical=identical,
+        )  # fmt: skip
         require(result)
         return result
     if paths != (None, None) or not callable(baseline) or not callable(candidate):
@@ -85,7 +90,16 @@ def assert_equivalent(
             where=f"steps={steps!r}", what="of two recipes is how many batches to train on.", fix="Write steps=4."
         )
         raise ConfigError(_ASKED_BY, [problem])
-    settings = {"rename": rename, "rtol": rtol, "atol": atol, "identical": identical, "steps": num_steps, **running}
+    settings = {
+        "rename": rename,
+        "map": map,
+        "accept": accept,
+        "rtol": rtol,
+        "atol": atol,
+        "identical": identical,
+        "steps": num_steps,
+        **running,
+    }
     return _verified(baseline, candidate, output, settings)
 
 

@@ -59,6 +59,8 @@ def investigate(
     seeds: int = SEEDS,
     replicas: Sequence[str] = REPLICAS,
     rename: Mapping[str, str] | Sequence[str] | None = None,
+    map: str | os.PathLike[str] | None = None,  # noqa: A002  as in the commands
+    accept: str | os.PathLike[str] | None = None,
     record: Mapping[str, Any] | None = None,
     timeout: float | None = None,
     progress: Progress | None = None,
@@ -81,6 +83,8 @@ def investigate(
         seeds: Number of further seeds for the baseline, which show how much its loss depends on the seed.
         replicas: Perturbations of the baseline that measure its noise; see `traindiff.record(replica=...)`.
         rename: See `traindiff.compare`.
+        map: See `traindiff.compare`.
+        accept: See `traindiff.compare`.
         record: Settings of `traindiff.record` for all runs; they override those of the recipes.
         timeout: Seconds that a run in its own processes may go without ending a step; see `traindiff.verify`.
         progress: Called as the runs proceed.
@@ -95,7 +99,8 @@ def investigate(
     request = VerifyRequest(
         recipe=recipe, candidate=recipe if candidate is None else candidate, output=Path(output),
         baseline_setup=trusted_way(setup) if baseline_setup is None else baseline_setup, setup=setup, steps=steps,
-        seed=seed, replicas=replicas, zoom=True, rename=rename, record=record or {}, timeout=timeout,
+        seed=seed, replicas=replicas, zoom=True, rename=rename, map=map, accept=accept, record=record or {},
+        timeout=timeout,
         progress=progress, asked_by="investigate(...)",
     )  # fmt: skip
     ranks = PresentRanks.found()
@@ -261,7 +266,10 @@ def write_files(found: Investigation, request: VerifyRequest) -> None:
     comparison = found.comparison
     if comparison is not None and comparison.steps:
         noise = [one["path"] for one in (comparison.noise or {}).get("recordings", ())]
-        shown = compare(comparison.baseline, comparison.candidate, noise=noise, rename=request.rename, history=True)
+        shown = compare(
+            comparison.baseline, comparison.candidate, noise=noise, rename=request.rename, map=request.map,
+            accept=request.accept, history=True,
+        )  # fmt: skip
         page = io.StringIO()
         write_page(page_of(shown), page)
         write_whole(request.output / HTML, page.getvalue())

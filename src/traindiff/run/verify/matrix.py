@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import time
 import tomllib
@@ -248,7 +249,8 @@ def _fingerprint(request: VerifyRequest, *, of_the_baseline: bool = False) -> st
     if not of_the_baseline:
         known += [
             _source(request.candidate), request.setup.to_json(), request.pin, repr(request.rename),
-            request.rtol, request.atol, request.identical, request.compiler_logs, request.zoom,
+            _file_text(request.map), _file_text(request.accept), request.rtol, request.atol,
+            request.identical, request.compiler_logs, request.zoom,
         ]  # fmt: skip
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
@@ -258,6 +260,14 @@ def _source(recipe: Any) -> list[str]:
     name = recipe_name(recipe)
     file = Path(name.rpartition(":")[0])
     return [name, file.read_text(encoding="utf-8") if file.suffix == ".py" and file.is_file() else ""]
+
+
+def _file_text(given: str | os.PathLike[str] | None) -> str:
+    """The name of a file, and what is in it."""
+    if given is None:
+        return ""
+    file = Path(given)
+    return f"{given}\n{file.read_text(encoding='utf-8') if file.is_file() else ''}"
 
 
 def _directory(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -126,6 +127,8 @@ def pin_down(
     *,
     setup: Setup = PLAIN,
     rename: Mapping[str, str] | Sequence[str] | None = None,
+    map: str | os.PathLike[str] | None = None,  # noqa: A002  as in the commands
+    accept: str | os.PathLike[str] | None = None,
     operators: str = "",
 ) -> Pinned:
     """Run the step of the candidate, and overwrite each tensor with the baseline's after it was observed.
@@ -140,7 +143,7 @@ def pin_down(
     settings = {**given.settings, **({"operators": operators} if operators else {})}
     found = runs.run(candidate, f"{given.directory}/candidate", setup=setup, forced_by=given.baseline, **settings)
     steps = f"{given.step}-{given.step + 1}"
-    comparison = compare(given.baseline, found, noise=given.noise, rename=rename, steps=steps)
+    comparison = compare(given.baseline, found, noise=given.noise, rename=rename, map=map, accept=accept, steps=steps)
     return Pinned(step=given.step, precision=given.precision, comparison=comparison)
 
 
@@ -170,8 +173,9 @@ def zoom_in(
         try:
             given = forced.step(wrong.step, wrong.precision, operators=patterns[0])
             found = pin_down(
-                runs, given, request.candidate, setup=request.setup, rename=request.rename, operators=patterns[1]
-            )
+                runs, given, request.candidate, setup=request.setup, rename=request.rename, map=request.map,
+                accept=request.accept, operators=patterns[1],
+            )  # fmt: skip
         except ConfigError as error:
             problem = error.problems[0]
             return found, f"No operators could be recorded: {problem.where} {problem.what} {problem.fix}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any, Literal, get_args
 from traindiff.analyse.compare.verification import SideOfVerification, Sides
 from traindiff.analyse.merge.renames import parse_renames
 from traindiff.analyse.noise.tolerance import parse_tolerance
+from traindiff.core.maps.accepted import accepted_of
+from traindiff.core.maps.shipped import map_of
 from traindiff.core.setting_checks import parse_replica
 from traindiff.errors import ConfigError, Problem
 from traindiff.run.config.obstacles import obstacles
@@ -43,6 +46,8 @@ class VerifyRequest:
     pin: Pin = "divergence"
     zoom: bool = False
     rename: Mapping[str, str] | Sequence[str] | None = None
+    map: str | os.PathLike[str] | None = None
+    accept: str | os.PathLike[str] | None = None
     rtol: float | None = None
     atol: float | None = None
     identical: bool = False
@@ -89,6 +94,8 @@ class VerifyRequest:
         if problems:
             raise ConfigError(self.asked_by, problems)
         parse_renames(self.rename)
+        map_of(self.map)
+        accepted_of(self.accept)
         parse_tolerance(self.rtol, self.atol)
         if ranks is not None:
             for setup in (self.baseline_setup, self.setup):

@@ -169,8 +169,8 @@ def _compared(trusted: Trusted, path: str, request: VerifyRequest, failed: Faile
     """The comparison; of a candidate that failed, with what it had recorded by then."""
     try:
         return compare(
-            trusted.baseline, path, noise=trusted.noise, rename=request.rename, rtol=request.rtol, atol=request.atol,
-            identical=request.identical,
+            trusted.baseline, path, noise=trusted.noise, rename=request.rename, map=request.map, accept=request.accept,
+            rtol=request.rtol, atol=request.atol, identical=request.identical,
         )  # fmt: skip
     except (RecordingError, ConfigError):
         if failed is None:
@@ -190,7 +190,11 @@ def _pin(trusted: Trusted, request: VerifyRequest, runs: Runs, *, step: int, int
     try:
         for precision in precisions(trusted.baseline):
             given = trusted.forced.step(step, precision)
-            into.append(pin_down(runs, given, request.candidate, setup=request.setup, rename=request.rename))
+            pinned = pin_down(
+                runs, given, request.candidate, setup=request.setup, rename=request.rename, map=request.map,
+                accept=request.accept,
+            )  # fmt: skip
+            into.append(pinned)
     except ConfigError as error:
         why = error.problems[0]
         return f"Step {step} could not be run again with forced tensors: {why.where} {why.what} {why.fix}"

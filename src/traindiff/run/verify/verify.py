@@ -150,6 +150,8 @@ def verify(
     pin: Pin = "divergence",
     zoom: bool = False,
     rename: Mapping[str, str] | Sequence[str] | None = None,
+    map: str | os.PathLike[str] | None = None,  # noqa: A002  as in the commands
+    accept: str | os.PathLike[str] | None = None,
     rtol: float | None = None,
     atol: float | None = None,
     identical: bool = False,
@@ -183,6 +185,8 @@ def verify(
             `never`.
         zoom: If a module is wrong alone, run that step once more and name the first operator inside it that differs.
         rename: See `traindiff.compare`.
+        map: See `traindiff.compare`.
+        accept: See `traindiff.compare`.
         rtol: See `traindiff.compare`.
         atol: See `traindiff.compare`.
         identical: See `traindiff.compare`.
@@ -202,8 +206,9 @@ def verify(
     request = VerifyRequest(
         recipe=recipe, candidate=recipe if candidate is None else candidate, output=Path(output),
         baseline_setup=trusted_way(setup) if baseline_setup is None else baseline_setup, setup=setup, steps=steps,
-        seed=seed, repeat=repeat, replicas=replicas, pin=pin, zoom=zoom, rename=rename, rtol=rtol, atol=atol,
-        identical=identical, record=record or {}, compiler_logs=compiler_logs, timeout=timeout, progress=progress,
+        seed=seed, repeat=repeat, replicas=replicas, pin=pin, zoom=zoom, rename=rename, map=map, accept=accept,
+        rtol=rtol, atol=atol, identical=identical, record=record or {}, compiler_logs=compiler_logs,
+        timeout=timeout, progress=progress,
     )  # fmt: skip
     ranks = PresentRanks.found()
     return ranks.together(lambda: run_request(request, ranks)) if ranks else run_request(request)

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from traindiff.core.kernels.torch_arrays import is_freed
 from traindiff.core.observation import FLIPPED
 from traindiff.core.shards import Piece
 from traindiff.core.torch_compat.execution import version_of
 from traindiff.observe.torch.hooks.context import TapContext
-from traindiff.observe.torch.hooks.marks import flipped_bit, mark_of
+from traindiff.observe.torch.hooks.marks import Together, flipped_bit, mark_of
 from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
 
 _LEAST = 16
@@ -34,11 +37,11 @@ def attach(context: TapContext) -> None:
 
 
 class _Marked(NamedTuple):
-    """A gradient as a backward pass left it."""
+    """A gradient as a backward pass left it, with the number of its mark."""
 
     gradient: Tensor
     version: int
-    mark: bytes
+    number: int
 
 
 class _GradientMarks:
@@ -47,6 +50,8 @@ class _GradientMarks:
     def __init__(self, context: TapContext) -> None:
         self._context = context
         self._marked: dict[int, _Marked] = {}
+        self._marks: NDArray[np.uint8] | list[bytes | None] = []
+        self._together: Together | None = None
         self._edits_unseen = False
 
     def take(self) -> None:
@@ -57,8 +62,14 @@ class _GradientMarks:
         for tap in self._context.optimizers.values():
             for parameter, _ in tap.selected():
                 gradient = tap.gradient_of(parameter)
-                if gradient is not None and gradient.is_floating_point() and (mark := mark_of(gradient)) is not None:
-                    self._marked[id(parameter)] = _Marked(gradient, version_of(gradient), mark)
+                if gradient is not None and gradient.is_floating_point() and not is_freed(gradient):
+                    self._marked[id(parameter)] = _Marked(gradient, version_of(gradient), len(self._marked))
+        gradients = [one.gradient for one in self._marked.values()]
+        found = None if self._together is None else self._together.read(gradients)
+        if found is None:  # other gradients than those of the step before
+            self._together = Together.of(gradients)
+            found = None if self._together is None else self._together.read(gradients)
+        self._marks = [*map(mark_of, gradients)] if found is None else found
 
     def look_again(self, *_: Any) -> None:
         """Before the next backward pass adds to the gradients."""
@@ -67,16 +78,27 @@ class _GradientMarks:
 
     def look(self, tap: OptimizerTap, held: Iterable[tuple[Tensor, Sequence[Piece]]], *_: Any) -> None:
         """Record a bit of one gradient that has flipped."""
-        changed: list[tuple[Tensor, Sequence[Piece], int | None]] = []
+        count = len(self._marked)
+        unwritten: list[tuple[_Marked, Sequence[Piece]]] = []
         for parameter, pieces in held:
-            marked = self._marked.pop(id(parameter), None)
-            gradient = None if marked is None else tap.gradient_of(parameter)
-            if marked is None or gradient is not marked.gradient or version_of(gradient) != marked.version:
-                continue
+            found = self._marked.pop(id(parameter), None)
+            gradient = None if found is None else tap.gradient_of(parameter)
+            if found is not None and gradient is found.gradient and version_of(gradient) == found.version:
+                unwritten.append((found, pieces))
+        if not unwritten or (len(unwritten) == count and self._are_the_same([one.gradient for one, _ in unwritten])):
+            return
+        marks = self._marks
+        if not isinstance(marks, list):
+            assert self._together is not None
+            marks = self._marks = [*self._together.parts(marks)]
+        changed: list[tuple[Tensor, Sequence[Piece], int | None]] = []
+        for marked, pieces in unwritten:
+            gradient, before = marked.gradient, marks[marked.number]
             now = mark_of(gradient)
-            if now is not None and now != marked.mark:
-                bit = flipped_bit(marked.mark, now, gradient.nbytes, 8 * gradient.element_size())
-                changed.append((gradient, pieces, bit))
+            if before is not None and now is not None and now != before:
+                changed.append((
+                    gradient, pieces, flipped_bit(before, now, gradient.nbytes, 8 * gradient.element_size())
+                ))  # fmt: skip
         if not changed:
             return
         gradient, pieces, bit = changed[0]
@@ -87,3 +109,10 @@ class _GradientMarks:
             torch.tensor(float(bit), dtype=torch.float64, device="cpu"), phase="grad", path=pieces[0].path, slot="grad",
             stage=FLIPPED, optimizer=tap.name, scaled=False,
         )  # fmt: skip
+
+    def _are_the_same(self, gradients: Sequence[Tensor]) -> bool:
+        """True if all marked gradients, read at once, have the marks that they had."""
+        if isinstance(self._marks, list) or self._together is None:
+            return False
+        marks = self._together.read(gradients)
+        return marks is not None and np.array_equal(marks, self._marks)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from traindiff.core.shards import Piece
+from traindiff.core.site import path_in_optimizer
 
 if TYPE_CHECKING:
     from traindiff.observe.torch.hooks.context import TapContext
@@ -22,7 +23,8 @@ class HeldParameters:
 
     Args:
         context: The training.
-        name: Name of the optimizer; parameters that are not the model's are named by it, by group and by position.
+        name: Name of the optimizer. Parameters that are not the model's are named by it, by group and by position, and
+            are observed as if they were the model's.
 
     Attributes:
         all: Each parameter.
@@ -72,7 +74,7 @@ class HeldParameters:
             for position, parameter in enumerate(parameters):
                 pieces = targets.pieces_of(parameter)
                 if pieces is None:
-                    pieces = (Piece(path=f"{self._name}.groups[{number}].params[{position}]"),)
+                    pieces = targets.adopt(path_in_optimizer(self._name, number, position), parameter)
                 found.append((number, parameter, pieces))
         self._changes = targets.changes.number
         self.all = found

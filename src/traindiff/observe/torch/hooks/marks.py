@@ -63,7 +63,7 @@ def _column_sums(address: int, rows: int) -> bytes:
     return sums
 
 
-class _Together:
+class Together:
     """Marks of tensors that one native call can read: contiguous ones on the CPU."""
 
     def __init__(self, tensors: Sequence[Tensor], looks: Callable[[Sequence[Any]], bool], words: Any) -> None:
@@ -72,8 +72,8 @@ class _Together:
         self._looks = looks
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> _Together | None:
-        """None if there is no such call for them."""
+    def of(cls, tensors: Sequence[Tensor]) -> Together | None:
+        """For tensors that look like these; None if there is no such call for them."""
         words = WORDS.load()
         if words is None or not all(type(one) in _PLAIN and _is_readable(one) for one in tensors):
             return None
@@ -81,10 +81,13 @@ class _Together:
         return None if looks is None else cls(tensors, looks, words)
 
     def read(self, tensors: Sequence[Any]) -> NDArray[np.uint8] | None:
-        """The marks of the tensors, one after the other; None if some look otherwise than they did."""
+        """The marks of the tensors, one after the other; None if some look otherwise than they did, or are freed."""
         if not self._looks(tensors):
             return None
-        found: NDArray[np.uint8] = self._marks.read(array("Q", map(Tensor.data_ptr, tensors)))
+        addresses = array("Q", map(Tensor.data_ptr, tensors))
+        if 0 in addresses and any(not at and one.nbytes for at, one in zip(addresses, tensors, strict=True)):
+            return None
+        found: NDArray[np.uint8] = self._marks.read(addresses)
         return found
 
     def parts(self, marks: NDArray[np.uint8]) -> list[bytes]:
@@ -116,7 +119,7 @@ class Marks:
 
     def __init__(self) -> None:
         self._held: list[tuple[ReferenceType[Tensor], Sequence[Piece], bytes]] = []
-        self._together: _Together | None = None
+        self._together: Together | None = None
         self._of_together: list[tuple[ReferenceType[Tensor], Sequence[Piece]]] = []
         self._marked: list[tuple[ReferenceType[Tensor], Sequence[Piece]]] = []
         self._marks = np.empty(0, np.uint8)  # of those in `_marked`
@@ -131,7 +134,7 @@ class Marks:
         self.forget()
         tensors = [one for one, _ in parameters]
         if not _are(self._of_together, parameters):
-            self._together = _Together.of(tensors)
+            self._together = Together.of(tensors)
             self._of_together = [(ref(one), pieces) for one, pieces in parameters]
         marks = None if self._together is None else self._together.read(tensors)
         if marks is not None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from traindiff.core.observation import EDITED
+from traindiff.core.shards import Piece
 from traindiff.observe.torch.hooks.context import TapContext, emit_pieces
 from traindiff.observe.torch.hooks.marks import Marks
 from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
@@ -31,24 +32,36 @@ class _StateMarks:
     def __init__(self, context: TapContext) -> None:
         self._context = context
         self._marks: dict[str, dict[str, Marks]] = {}
+        self._count: set[str] = set()  # optimizers whose marks count
 
     def take(self) -> None:
         """Mark the state of all optimizers after a step that was recorded."""
-        self._marks.clear()
+        self._count.clear()
         if not self._context.sink.progress.observing or self._context.set_back:
+            self._marks.clear()
             return
         for name, tap in self._context.optimizers.items():
-            by_slot = self._marks[name] = {}
+            by_slot: dict[str, list[tuple[Tensor, Sequence[Piece]]]] = {}
             for parameter, pieces in tap.selected():
                 for slot, value in _state_of(tap, parameter):
-                    by_slot.setdefault(slot, Marks()).take(value, pieces)
+                    by_slot.setdefault(slot, []).append((value, pieces))
+            before = self._marks.get(name, {})
+            self._marks[name] = {slot: before.get(slot) or Marks() for slot in by_slot}
+            for slot, held in by_slot.items():
+                self._marks[name][slot].take_all(held)
+            self._count.add(name)
 
     def look(self, tap: OptimizerTap, *_: Any) -> None:
         """Record what has other bits than the latest step left."""
-        sink = self._context.sink
-        for slot, marks in self._marks.pop(tap.name, {}).items():
+        if tap.name not in self._count:
+            return
+        self._count.remove(tap.name)
+        for slot, marks in self._marks[tap.name].items():
             for tensor, pieces in marks.edited():
-                emit_pieces(sink, tensor, pieces, phase="optimizer", slot=slot, stage=EDITED, optimizer=tap.name)
+                emit_pieces(
+                    self._context.sink, tensor, pieces, phase="optimizer", slot=slot, stage=EDITED, optimizer=tap.name
+                )
+            marks.forget()
 
 
 def _state_of(tap: OptimizerTap, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -29,6 +29,7 @@ from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
 from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
 from traindiff.observe.torch.hooks.step_hooks import has_closure, inner_optimizer
 from traindiff.observe.torch.hooks.step_tensors import main_gradient
+from traindiff.observe.torch.session.models import live_modules, outermost
 from traindiff.observe.torch.sharding.deepspeed_optimizer import EngineOptimizer
 from traindiff.observe.torch.sharding.deepspeed_step import EngineOptimizerTap
 
@@ -73,6 +74,7 @@ class FollowedOptimizers:
         self._names: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
         self._elsewhere: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._made_before: WeakSet[Optimizer] | None = None
+        self._beside: WeakSet[Optimizer] = WeakSet()  # those that were there when the first one was followed
 
     def attach(self) -> None:
         """Follow the optimizers."""
@@ -88,7 +90,8 @@ class FollowedOptimizers:
         events.after_step.append(guarded("optimizer_step", self.look))
         given = [one for one in self._targets.optimizers.values() if isinstance(one, Optimizer)]
         self._known.update([*given, *map(inner_optimizer, given)])
-        self._made_before = WeakSet(given) if given else None
+        if given:
+            self._made_before, self._beside = WeakSet(given), _live_optimizers()
         if not self._targets.optimizers:
             undo.enter_context(tap_loss_scaler(ScalerListener(before=self.follow)))  # it may skip the very first step
             events.on_clipping.append(guarded("optimizer_discovery", self._follow_holder))
@@ -101,8 +104,11 @@ class FollowedOptimizers:
         """
         if optimizer in self._known:
             return
+        is_of_model = self._holds_some(optimizer) or (not self.taps and self._is_of_copies())
+        if not (is_of_model or self.taps):
+            return  # it may train something beside the model; then it is followed once the model's is
         self._known.update((optimizer, inner_optimizer(optimizer)))
-        if self._holds_some(optimizer) or (not self.taps and self._is_of_copies()):
+        if is_of_model or self._is_of_no_module(optimizer):
             self._context.sink.guarded("optimizer_discovery", self._discover)(optimizer, *call)
 
     def _follow_holder(self, clipped: Sequence[Tensor]) -> None:
@@ -122,6 +128,13 @@ class FollowedOptimizers:
     def _holds_some(self, optimizer: Optimizer) -> bool:
         """True if the optimizer holds parameters of the model."""
         return not _held_by(optimizer).isdisjoint(self._targets.names)
+
+    def _is_of_no_module(self, optimizer: Optimizer) -> bool:
+        """True if the optimizer trains tensors of no module beside the model, e.g. a temperature.
+
+        Optimizers that are made while the training runs look for something else, e.g. for the worst input.
+        """
+        return optimizer in self._beside and not outermost(live_modules(), _held_by(optimizer))
 
     def _is_of_copies(self) -> bool:
         """True if an optimizer that holds no parameters of the model may hold copies of them; see `CopiesTap`."""
@@ -249,9 +262,10 @@ class FollowedOptimizers:
             engine_tap = EngineOptimizerTap(optimizer, name=name, context=context, on_end=self._end_step)
             self.taps[name], replays = engine_tap, engine_tap.replays()
         else:
-            self._paths.setdefault(name, set()).update(self._paths_of(optimizer))
             kind = CopiesTap if self._is_of_copies() and not self._holds_some(optimizer) else OptimizerTap
             tap = kind(optimizer, name=name, context=context, on_end=self._end_step)
+            tap.held()  # those of no module get names
+            self._paths.setdefault(name, set()).update(self._paths_of(optimizer))
             replay = OptimizerReplayTap(
                 inner_optimizer(optimizer), name=name, held=partial(self._updated, tap),
                 selects=context.targets.selects, sink=context.sink,
@@ -269,7 +283,7 @@ class FollowedOptimizers:
 
     def _discover(self, optimizer: Optimizer, *call: Any) -> None:
         if self._made_before is None:
-            self._made_before = _live_optimizers()
+            self._made_before = self._beside = _live_optimizers()
         name = self._names.get(optimizer) or self._replaced_by(optimizer)
         of_copies = next((name for name, tap in self.taps.items() if isinstance(tap, CopiesTap)), None)
         if of_copies is not None:  # this one holds the model's parameters, so the other was of something else

@@ -135,6 +135,10 @@ class NamedModels(nn.Module):
             self.add_module(name, model)
 
 
+class NoModule(nn.Module):
+    """Stands for the model of a training whose optimizers hold tensors of no module."""
+
+
 def named_models(models: Mapping[Any, Any], problems: list[Problem], caller: str) -> NamedModels | None:
     """Several named models as one module; None if that is not possible.
 

@@ -48,6 +48,9 @@ Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 """One model, several parts of one, or several models by name."""
 
 
+_PLAIN = (Tensor, nn.Parameter)
+
+
 @lru_cache(maxsize=1 << 16)
 def _all_of(path: str) -> tuple[Piece, ...]:
     return (Piece(path=path),)
@@ -145,6 +148,27 @@ class Targets:
             return pieces
         path = self.names.get(id(parameter))
         return None if path is None else _all_of(path)
+
+    def adopt(self, path: str, parameter: Tensor) -> tuple[Piece, ...]:
+        """File a parameter of an optimizer that is none of the model's; returns the piece that is all of it.
+
+        It may belong to no module at all, e.g. a temperature that is trained beside the model.
+        """
+        names: Any = self.names
+        parameters: Any = self.parameters
+        if type(parameter) in _PLAIN and parameter.is_leaf:
+            names.pop(self._adopted.get(path), None)  # of a tensor whose place this one has taken
+            names[id(parameter)] = path
+            self._adopted[path] = id(parameter)
+            if is_selected(self.select, path):
+                parameters[path] = parameter
+            self.changes.number += 1
+        return _all_of(path)
+
+    @cached_property
+    def _adopted(self) -> dict[str, int]:
+        """By path: ids of the parameters that are none of the model's."""
+        return {}
 
     @cached_property
     def gathering(self) -> dict[str, nn.Module]:

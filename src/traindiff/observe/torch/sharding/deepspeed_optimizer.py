@@ -11,6 +11,7 @@ from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
 from traindiff.core.shards import Piece, Shard
+from traindiff.core.site import path_in_optimizer
 from traindiff.core.torch_compat.training import FORWARD_PRE_HOOKS
 from traindiff.errors import UnsupportedTensorError
 
@@ -217,7 +218,7 @@ def _opened(outer: Any, name: str, names: Mapping[int, str]) -> EngineOptimizer:
     for index, (master, parameters) in enumerate(zip(masters, groups, strict=True)):
         number = outer.sub_group_to_group_id[index] if kept == _ZERO_3 else index
         by_path = {
-            names.get(id(one), f"{name}.groups[{number}].params[{position}]"): one
+            names.get(id(one), path_in_optimizer(name, number, position)): one
             for position, one in enumerate(parameters)
         }
         named[number].update(by_path)

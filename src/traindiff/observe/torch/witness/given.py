@@ -13,7 +13,7 @@ from traindiff.core.witness import EDITED, PROBES, SIZE
 from traindiff.observe.torch.hooks.context import elements
 from traindiff.observe.torch.hooks.nested import as_dense
 from traindiff.observe.torch.sharding.layout import Layout, kept_here
-from traindiff.observe.torch.witness.probes import Extent, Probes
+from traindiff.observe.torch.witness.probes import Extent, Probes, inner_axis
 
 
 def given_vector(
@@ -80,7 +80,7 @@ def _of_range(probes: Probes, path: str, local: Tensor, shard: Shard) -> tuple[T
         filled = local.new_zeros((end - top) * columns)
         filled[first - top * columns :][:size] = local.reshape(-1)
         local = filled
-    extent = Extent(((top, end - top),), ((0, columns),))
+    extent = Extent(((top, end - top),), ((0, columns),), inner_axis(shard.global_shape))
     rows, signs = probes.row_factors(path, extent, local), probes.columns(path, extent, local)
     return probed(local.reshape(end - top, columns), rows, signs), first
 

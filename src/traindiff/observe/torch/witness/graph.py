@@ -19,6 +19,8 @@ TRANSPOSES = ("TBackward", "NumpyTBackward", "MatrixHBackward", "MHBackward")
 
 PERMUTES = ("TransposeBackward", "PermuteBackward")
 
+SELECT, EXPAND = "SelectBackward", "ExpandBackward"
+
 RESHAPES = (
     "ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "UnsqueezeBackward", "SqueezeBackward",
 )  # fmt: skip
@@ -26,7 +28,7 @@ RESHAPES = (
 _HANDS_ON = frozenset(
     (
         *CASTS, *TRANSPOSES, *PERMUTES, *RESHAPES, "SplitWithSizesBackward", "SplitBackward", "SliceBackward",
-        "ChunkBackward", "SelectBackward", "UnbindBackward", "ExpandBackward", "AsStridedBackward", "NarrowBackward",
+        "ChunkBackward", SELECT, "UnbindBackward", EXPAND, "AsStridedBackward", "NarrowBackward",
     )
 )  # fmt: skip
 """The same of all nodes that hand on what they are given: views, copies, and casts."""

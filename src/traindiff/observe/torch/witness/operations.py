@@ -5,7 +5,7 @@ Letters in shapes: M rows, I and O the axes that a product sums over and has; K 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from types import SimpleNamespace
@@ -14,18 +14,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from traindiff.core.torch_compat.execution import num_results, result_shape, saved, saved_dims
+from traindiff.core.torch_compat.execution import num_results, result_shape, saved
 from traindiff.core.witness import PROBES
 from traindiff.observe.torch.witness import products as of
 from traindiff.observe.torch.witness.errors import NotWitnessedError
 from traindiff.observe.torch.witness.given import probed
-from traindiff.observe.torch.witness.graph import CASTS, PERMUTES, RESHAPES, TRANSPOSES, Place, chain_of, kind_of
+from traindiff.observe.torch.witness.graph import CASTS, Place, chain_of, kind_of
 from traindiff.observe.torch.witness.layers import Layers
+from traindiff.observe.torch.witness.places import Axes, axes_of, saved_tensor, shape_of
 from traindiff.observe.torch.witness.products import Products
+from traindiff.observe.torch.witness.stacks import is_grouped, of_groups, of_stack, stack_of
 from traindiff.observe.torch.witness.use import FLOAT32, Held, Use, roundoff
-
-Axes = tuple[tuple[int, ...], ...]
-"""For each axis of a view of a parameter, the axes of the parameter that lie along it; none for an axis of size 1."""
 
 _NO_TOKEN = 1 << 63
 """Negative numbers of an embedding's padding are saved as unsigned numbers from here on."""
@@ -95,53 +94,11 @@ def _whole(place: Place) -> bool:
     return all(kind_of(node) in CASTS for node in chain_of(place)[:-1])
 
 
-def _matrix_of_axes(place: Place) -> bool:
-    """True if the parameter is a matrix with known axes, and the operation is one product."""
-    return _sides(_axes_of(place)) is not None and prod(_shape_of(place.node)[:-2]) == 1
-
-
-def _shape_of(node: Any) -> tuple[int, ...]:
-    """Shape of the result of a node with one result, or of a leaf."""
-    return result_shape(node, 0)
-
-
-def _axes_of(place: Place) -> Axes | None:
-    """How the axes of a parameter lie in the input of an operation; None if that is no mere exchange of axes."""
-    leaf, *views = reversed(chain_of(place))
-    sizes = _shape_of(leaf)
-    axes: Axes | None = tuple((axis,) if size != 1 else () for axis, size in enumerate(sizes))
-    for node in views:
-        if axes is None:
-            return None
-        kind = kind_of(node)
-        if kind in TRANSPOSES:
-            axes = axes[::-1]
-        elif kind in PERMUTES:
-            dims = [dim % len(axes) for dim in saved_dims(node)]
-            if kind.startswith("Transpose"):
-                order = list(range(len(axes)))
-                order[dims[0]], order[dims[1]] = dims[1], dims[0]
-                dims = order
-            axes = tuple(axes[dim] for dim in dims)
-        elif kind in RESHAPES:
-            axes = _regrouped(axes, sizes, _shape_of(node))
-        elif kind not in CASTS:
-            return None
-    return axes
-
-
-def _regrouped(axes: Axes, sizes: Sequence[int], shape: Sequence[int]) -> Axes | None:
-    """The axes after a view with another shape; None if it divides an axis."""
-    left = [axis for group in axes for axis in group]
-    found: list[tuple[int, ...]] = []
-    for length in shape:
-        group: list[int] = []
-        while prod(sizes[axis] for axis in group) < length and left:
-            group.append(left.pop(0))
-        if prod(sizes[axis] for axis in group) != length:
-            return None
-        found.append(tuple(group))
-    return None if left else tuple(found)
+def _matrices(place: Place) -> bool:
+    """True if the parameter is a matrix with known axes, and the operation is one product, or it is a stack of them."""
+    if stack_of(place) is not None:
+        return True
+    return _sides(axes_of(place)) is not None and prod(shape_of(place.node)[:-2]) == 1
 
 
 def _sides(axes: Axes | None) -> tuple[str, str] | None:
@@ -180,14 +137,14 @@ def _bias(layers: Layers, place: Place, held: Held, gradient: Tensor) -> Use:
 
 def _multiplied(layers: Layers, place: Place, held: Held, gradient: Tensor) -> Use:
     """Products of elements."""
-    other = _saved(place, "other" if place.number == 0 else "self")
+    other = saved_tensor(place, "other" if place.number == 0 else "self")
     product = of.as_float(gradient) * of.as_float(other)
     return _elementwise(layers, place, held, gradient, product, operand=roundoff(gradient))
 
 
 def _norm_weight(layers: Layers, place: Place, held: Held, gradient: Tensor) -> Use:
     """Weights of a layer norm."""
-    x, mean, scale = (of.as_float(_saved(place, name)) for name in ("input", "result1", "result2"))
+    x, mean, scale = (of.as_float(saved_tensor(place, name)) for name in ("input", "result1", "result2"))
     product = of.as_float(gradient) * ((x - mean) * scale)
     return _elementwise(layers, place, held, gradient, product, is_norm=True)
 
@@ -210,28 +167,38 @@ def _embedded(layers: Layers, place: Place, held: Held, gradient: Tensor) -> Use
         scale_grad_by_freq=bool(saved(place.node, "scale_grad_by_freq")),
     )  # fmt: skip
     rows = layers.probes.row_factors(held.path, held.extent, held.local)
-    found = of.embedding(table, _saved(place, "indices"), rows)
+    found = of.embedding(table, saved_tensor(place, "indices"), rows)
     columns = layers.probes.columns(held.path, held.extent, gradient)
     return layers.own_sums(held, lambda g: found(g, columns), gradient)
 
 
 def _first_factor(layers: Layers, place: Place, held: Held, gradient: Tensor) -> Use:
     """The first factor of a product of matrices A B: its gradient is G Bᵀ."""
-    other = _matrix(_saved(place, "mat2"))
-    return _product(layers, place, held, gradient, other, left=_matrix(gradient).t(), right=other.t())
+    other = saved_tensor(place, "batch2" if kind_of(place.node).startswith("Baddbmm") else "mat2")
+    return _product(layers, place, held, gradient, other, left=gradient.mT, right=other.mT)
 
 
 def _second_factor(layers: Layers, place: Place, held: Held, gradient: Tensor) -> Use:
     """The second factor: its gradient is Aᵀ G."""
-    other = _matrix(_saved(place, "mat1" if kind_of(place.node).startswith("Add") else "self"))
-    return _product(layers, place, held, gradient, other, left=other, right=_matrix(gradient))
+    name = {"AddmmBackward": "mat1", "BaddbmmBackward": "batch1"}.get(kind_of(place.node), "self")
+    other = saved_tensor(place, name)
+    return _product(layers, place, held, gradient, other, left=other, right=gradient)
+
+
+def _grouped(layers: Layers, place: Place, held: Held, gradient: Tensor) -> Use:
+    """The matrices of a product whose rows are in groups, one for each matrix."""
+    other, ends = saved_tensor(place, "self"), saved_tensor(place, "offs")
+    return of_groups(layers, place, held, gradient, left=other, ends=ends)
 
 
 def _product(
     layers: Layers, place: Place, held: Held, gradient: Tensor, other: Tensor, *, left: Tensor, right: Tensor
 ) -> Use:
-    """A factor whose gradient is the sum over rows of `left rightᵀ`; shapes (M, I) and (M, O)."""
-    sides = _sides(_axes_of(place))
+    """A factor whose gradient is the sum over rows of `left rightᵀ`; shapes (..., M, I) and (..., M, O)."""
+    if stack_of(place) is not None:
+        return of_stack(layers, place, held, gradient, other, left=left, right=right)
+    left, right = _matrix(left), _matrix(right)
+    sides = _sides(axes_of(place))
     assert sides is not None
     signs = {
         "rows": layers.probes.rows(held.path, held.extent, gradient),
@@ -290,17 +257,6 @@ def _elementwise(
     return use if is_norm else replace(use, operand=operand, sums=FLOAT32)
 
 
-def _saved(place: Place, name: str) -> Tensor:
-    """A tensor that an operation saved for its backward pass."""
-    try:
-        found: Tensor | None = saved(place.node, name)
-    except RuntimeError as error:  # it was written to, or is gone; the backward pass says so itself
-        raise NotWitnessedError("what an operation saved for its backward pass is not there any more") from error
-    if found is None:
-        raise NotWitnessedError("an operation saved nothing for its backward pass")
-    return found.detach()
-
-
 def _matrix(tensor: Tensor) -> Tensor:
     """A tensor without axes of size 1 in front of the last two."""
     if tensor.dim() > 2 and prod(tensor.shape[:-2]) != 1:
@@ -315,14 +271,15 @@ _KINDS: Mapping[tuple[str, int], _Kind] = {
     **dict.fromkeys([("AddBackward", _ANY), ("SubBackward", _ANY)], _Kind(_added, reads=False, fits=_any_view)),
     **dict.fromkeys([("CatBackward", _ANY), ("StackBackward", _ANY)], _Kind(_joined, reads=False, fits=_any_view)),
     ("MulBackward", _ANY): _Kind(_multiplied, reads=True, fits=_any_view),
-    ("AddmmBackward", 0): _Kind(_bias, reads=False, fits=_any_view),
+    **dict.fromkeys([("AddmmBackward", 0), ("BaddbmmBackward", 0)], _Kind(_bias, reads=False, fits=_any_view)),
+    ("GroupedMmBackward", 1): _Kind(_grouped, reads=True, fits=is_grouped),
     **dict.fromkeys(
-        [("AddmmBackward", 1), ("MmBackward", 0), ("BmmBackward", 0)],
-        _Kind(_first_factor, reads=True, fits=_matrix_of_axes),
+        [("AddmmBackward", 1), ("MmBackward", 0), ("BmmBackward", 0), ("BaddbmmBackward", 1)],
+        _Kind(_first_factor, reads=True, fits=_matrices),
     ),
     **dict.fromkeys(
-        [("AddmmBackward", 2), ("MmBackward", 1), ("BmmBackward", 1)],
-        _Kind(_second_factor, reads=True, fits=_matrix_of_axes),
+        [("AddmmBackward", 2), ("MmBackward", 1), ("BmmBackward", 1), ("BaddbmmBackward", 2)],
+        _Kind(_second_factor, reads=True, fits=_matrices),
     ),
     ("NativeLayerNormBackward", 1): _Kind(_norm_weight, reads=True, fits=_any_view),
     ("NativeLayerNormBackward", 2): _Kind(_norm_bias, reads=False, fits=_any_view),
