@@ -21,7 +21,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "state": frozenset({"core", "storage", "analyse"}),
     "run": frozenset({"core", "storage", "observe", "analyse", "present"}),
     "compat": frozenset({"core", "storage", "observe", "analyse", "present", "run"}),
-    "integrations": frozenset({"core", "observe"}),
+    "integrations": frozenset({"core", "observe", "run"}),
     "cli": frozenset({"core", "storage", "observe", "analyse", "present", "run", "compat", "state"}),
 }
 """The layers, and what each may import beside itself."""

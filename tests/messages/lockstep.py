@@ -64,6 +64,11 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     lockstep(same, same, three(), resync=True, test_every=2)
 
 
+@situation("sides with a map, of which one is set back by the other")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    lockstep(side(), side(), three(), resync=True, map="map.toml")
+
+
 @situation("settings that cannot be")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     lockstep(

@@ -171,6 +171,10 @@ FILES: Mapping[str, tuple[str, str]] = {
     "an entry of a map with heads of something else": ("map", f"{ENTRY}heads = [1, 2]"),
     "an entry of a map with layers on one side": ("map", '[[tensor]]\nbaseline = ["a.{n}"]\ncandidate = ["b"]'),
     "an entry of a map with groups of nothing": ("map", f"{ENTRY}groups = 2"),
+    "an entry of a map with a name twice": ("map", '[[tensor]]\nbaseline = ["a", "a"]\ncandidate = ["b"]'),
+    "a module of a map without a candidate": ("map", '[[module]]\nbaseline = "a"'),
+    "a module of a map with an unknown key": ("map", '[[module]]\nbaseline = "a"\ncandidate = "b"\nrows = 3'),
+    "a module of a map with layers on one side": ("map", '[[module]]\nbaseline = "a.{n}"\ncandidate = "b"'),
     "an entry of a map that does not fit": ("map", f"{ENTRY}heads = [5]"),
 }
 for title, (option, text) in FILES.items():
@@ -180,6 +184,16 @@ for title, (option, text) in FILES.items():
 @situation("a map that is missing")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     traindiff.weights(STATE, dict(STATE), map="nothing.toml")
+
+
+@situation("a map with a name that is not known")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    traindiff.weights(STATE, dict(STATE), map="lama:hf-torchtitan")
+
+
+@situation("a map with a name and without a number of heads")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    traindiff.weights(STATE, dict(STATE), map="llama:hf-torchtitan")
 
 
 @situation("a map that cannot be written")

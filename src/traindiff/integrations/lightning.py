@@ -7,6 +7,8 @@ trainer = Trainer(max_epochs=3, callbacks=[RecordingCallback("runs/base")])
 trainer.fit(module, loader)
 ```
 
+`training` makes a recipe of a trainer, for `traindiff resume`: does it go on as if it had never stopped?
+
 This works with `lightning` and `pytorch_lightning`, whichever the training has imported.
 """
 
@@ -14,10 +16,17 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from importlib import import_module
-from typing import Any
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from traindiff.integrations.stepping import Stepping
 from traindiff.integrations.trainer_recording import TrainerRecording
+
+if TYPE_CHECKING:
+    from traindiff.run.config.training import Training
 
 _PACKAGE = "pytorch_lightning" if "pytorch_lightning" in sys.modules else "lightning.pytorch"
 
@@ -54,3 +63,62 @@ class RecordingCallback(_Callback):  # type: ignore[misc]  # one of two classes,
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
         """Complete the recording with the steps so far."""
         self._recording.end()
+
+
+def training(trainer: Any, module: Any, *data: Any) -> Training:
+    """A training whose steps, saving and loading are those of Lightning's `Trainer`, for `traindiff resume`.
+
+    ```python
+    def recipe():
+        return traindiff.integrations.lightning.training(Trainer(max_steps=100), module, loader)
+    ```
+
+    `max_steps`, or the epochs, must reach further than the steps that are tested. It is saved by
+    `trainer.save_checkpoint`, and resumes as `trainer.fit(..., ckpt_path=...)` does. A batch is a step, so it is for
+    automatic optimization without accumulation. One process only.
+    """
+    from traindiff.run.config.training import Training
+
+    pauses = _Pauses()
+    trainer.callbacks.append(pauses)
+    configured = module.configure_optimizers()
+    module.configure_optimizers = lambda: configured  # the ones that are recorded are those that step
+
+    def begin(checkpoint: str | None = None) -> None:
+        pauses.stepping.start(lambda: trainer.fit(module, *data, ckpt_path=checkpoint))
+
+    def step(_: int) -> None:
+        if not pauses.stepping.started:
+            begin()
+        if not pauses.stepping.advance():
+            raise RuntimeError("the Trainer has ended; give it more steps (max_steps)")
+
+    def save(directory: Path) -> None:
+        trainer.save_checkpoint(directory / "saved.ckpt")
+
+    def load(directory: Path) -> Iterator[int]:
+        begin(str(directory / "saved.ckpt"))
+        return count()
+
+    return Training(
+        model=module, optimizer=None, batches=count(), step=step, save=save, load=load,
+        state={"configured": configured},
+    )  # fmt: skip
+
+
+class _Pauses(_Callback):  # type: ignore[misc]  # one of two classes, known when this is imported
+    """Pauses a trainer before its first batch, and after each batch."""
+
+    def __init__(self) -> None:
+        self.stepping = Stepping()
+        self._begun = False
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
+        """Pause before the first batch, when everything was loaded."""
+        if not self._begun:
+            self._begun = True
+            self.stepping.pause()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
+        """Pause after a batch."""
+        self.stepping.pause()

@@ -7,6 +7,8 @@ trainer = Trainer(model, args, train_dataset=data, callbacks=[RecordingCallback(
 trainer.train()
 ```
 
+`training` makes a recipe of a trainer, for `traindiff resume`: does it go on as if it had never stopped?
+
 `traindiff.compat.transformers.UnderflowOverflowCallback` watches for NaN and infinity instead, as
 `--debug underflow_overflow` does.
 """
@@ -14,12 +16,19 @@ trainer.train()
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import TrainerCallback
 
+from traindiff.integrations.stepping import Stepping
 from traindiff.integrations.trainer_recording import TrainerRecording
+
+if TYPE_CHECKING:
+    from traindiff.run.config.training import Training
 
 
 class RecordingCallback(TrainerCallback):  # type: ignore[misc]  # the library is not there for every type check
@@ -46,3 +55,73 @@ class RecordingCallback(TrainerCallback):  # type: ignore[misc]  # the library i
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Complete the recording."""
         self._recording.end()
+
+
+def training(trainer: Any) -> Training:
+    """A training whose steps, saving and loading are those of a `Trainer`, for the recipe of `traindiff resume`.
+
+    ```python
+    def recipe():
+        return traindiff.integrations.transformers.training(Trainer(model, args, train_dataset=data))
+    ```
+
+    `max_steps`, or the epochs, must reach further than the steps that are tested. The trainer saves with its own
+    checkpoints, and resumes as `trainer.train(resume_from_checkpoint=...)` does. One process only.
+    """
+    from traindiff.run.config.training import Training
+
+    pauses = _Pauses()
+    trainer.add_callback(pauses)
+    trainer.create_optimizer()
+
+    def begin(checkpoint: str | None = None) -> None:
+        pauses.stepping.start(lambda: trainer.train(resume_from_checkpoint=checkpoint))
+
+    def step(_: int) -> None:
+        if not pauses.stepping.started:
+            begin()
+        if not pauses.stepping.advance():
+            raise RuntimeError("the Trainer has ended; give it more steps (max_steps)")
+
+    def save(directory: Path) -> None:
+        pauses.save_into(directory)
+        pauses.stepping.advance()
+
+    def load(directory: Path) -> Iterator[int]:
+        (checkpoint,) = directory.glob("checkpoint-*")
+        begin(str(checkpoint))
+        return count()
+
+    return Training(model=trainer.model, optimizer=trainer.optimizer, batches=count(), step=step, save=save, load=load)
+
+
+class _Pauses(TrainerCallback):  # type: ignore[misc]  # the library is not there for every type check
+    """Pauses a trainer before its first step, after each step, and after saving."""
+
+    def __init__(self) -> None:
+        self.stepping = Stepping()
+        self._directory: Path | None = None
+        self._begun = False
+
+    def save_into(self, directory: Path) -> None:
+        """Save when the trainer goes on."""
+        self._directory = directory
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        """Pause before the first step, when everything was loaded."""
+        if not self._begun:
+            self._begun = True
+            self.stepping.pause()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        """Pause after a step; the trainer saves next if it is asked to."""
+        self.stepping.pause()
+        if self._directory is not None:
+            args.output_dir = str(self._directory)
+            control.should_save = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        """Pause after saving."""
+        if self._directory is not None:
+            self._directory = None
+            self.stepping.pause()

@@ -14,15 +14,19 @@ from traindiff.analyse.align.optimizer_names import with_names_of
 from traindiff.storage import open_recording
 
 
-def trained(path: Path, order: str, *, rate: float = 3e-3, scaled: float = 1.0, extra: bool = False) -> Path:
+def trained(
+    path: Path, order: str, *, rate: float = 3e-3, scaled: float = 1.0, extra: bool = False, after: int = 0
+) -> Path:
+    """Train for 3 steps, or for as many after the first ones, which are not recorded then."""
     torch.manual_seed(0)
     models = {"a": nn.Sequential(nn.Linear(6, 12), nn.Tanh()), "b": nn.Linear(12, 3)}
     optimizers = {
         "a": torch.optim.SGD(models["a"].parameters(), lr=0.05, momentum=0.9),
         "b": torch.optim.Adam(models["b"].parameters(), lr=rate),
     }
-    with traindiff.record(path, models):
-        for step in range(3):
+
+    def steps(numbers: range) -> None:
+        for step in numbers:
             data = torch.Generator().manual_seed(step)
             x, y = torch.randn(20, 6, generator=data), torch.randint(3, (20,), generator=data)
             (cross_entropy(models["b"](models["a"](x)), y) * scaled).backward()
@@ -32,6 +36,10 @@ def trained(path: Path, order: str, *, rate: float = 3e-3, scaled: float = 1.0, 
                 optimizers["b"].step()
             for one in optimizers.values():
                 one.zero_grad()
+
+    steps(range(after))
+    with traindiff.record(path, models):
+        steps(range(after, after + 3))
     return path
 
 
@@ -66,3 +74,16 @@ def test_names_stay_where_optimizers_do_not_only_change_places(tmp_path: Path) -
     ):
         candidate = open_recording(str(path))
         assert with_names_of(baseline, candidate, lambda path: path) is candidate, name
+
+
+def test_a_run_that_continues_may_step_them_in_another_order(tmp_path: Path) -> None:
+    baseline = tmp_path / "whole"
+    torch.manual_seed(0)
+    trained(baseline, "ab")
+    later = trained(tmp_path / "later", "ba", after=1)
+
+    found = traindiff.compare(baseline, later, steps="1-2")
+
+    assert (found.verdict, found.findings) == ("identical", ()), str(found)
+    assert found.steps == (1, 2)
+    assert any("begins" in note or "continues" in note for note in found.notes), found.notes

@@ -208,6 +208,23 @@ def test_a_finding_names_the_settings_of_its_own_module(phase: str, path: str, t
     assert (message == "It differs.") == (not told)
 
 
+@pytest.mark.parametrize(
+    ("names", "differ"),
+    [
+        (("__main__.Net", "__mp_main__.Net"), False),  # of a script that starts its ranks itself
+        (("__mp_main__.Net", "package.train.Net"), False),
+        (("__main__.Net", "package.train.Other"), True),
+        (("package.one.Net", "package.two.Net"), True),
+        (("__main__.Net", "__main__.Ornet"), True),
+    ],
+)
+def test_a_class_of_a_script_is_the_same_however_the_script_is_run(names: tuple[str, str], differ: bool) -> None:
+    finding = Finding(step=0, phase="forward", path="block", slot="x", order=0, kind="value", message="It differs.")
+    for before, after in (names, names[::-1]):
+        found = Configurations([of_modules(block=before)], [of_modules(block=after)])
+        assert found.explained(finding).message.startswith("block: the module is") == differ
+
+
 def weights_of_two_layers(*, tied: bool) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch.nn import functional
 import traindiff
 from tests.analyse.noise.test_site_floors import site
 from tests.made_up import random
-from traindiff.analyse.noise.lost import lost_in_rounding
+from traindiff.analyse.noise.lost import lost_in_rounding, lost_rows, num_lost_rows
 
 
 def test_only_what_is_below_a_rounding_of_the_largest_in_both_runs_is_lost() -> None:
@@ -94,3 +95,79 @@ def test_the_gradient_of_a_router_that_is_zero_but_for_rounding_is_no_finding(
     ).first_divergence
     assert wrong is not None
     assert (wrong.step, wrong.phase, wrong.path) == (0, "grad", "experts.1.weight")
+
+
+def without_rows(count: int) -> tuple[np.ndarray, np.ndarray]:
+    values = random(24, 16, seed=3)
+    lost = values.copy()
+    lost[:count] = 0.0
+    return values, lost
+
+
+def test_rows_that_are_zero_in_one_run_only_are_counted() -> None:
+    values, lost = without_rows(2)
+
+    assert num_lost_rows(site(values, lost, path="a.weight", phase="grad")) == 2
+    assert num_lost_rows(site(lost, values, path="a.weight", phase="grad")) == 2
+    assert num_lost_rows(site(values, values, path="a.weight", phase="grad")) == 0
+    assert num_lost_rows(site(values, values * 0.0, path="a.weight", phase="grad")) == 0  # all of it is lost
+    some = values.copy()
+    some[:2, :8] = 0.0
+    assert num_lost_rows(site(values, some, path="a.weight", phase="grad")) == 1  # as many zeros as a row has elements
+    assert num_lost_rows(site(values[:, :4].copy(), lost[:, :4].copy(), path="a.weight", phase="grad")) == 0
+
+
+def test_a_lost_row_is_held_to_a_rounding_unless_a_gate_turned() -> None:
+    values, lost = without_rows(1)
+    pair = site(values, lost, path="a.weight", phase="grad")
+    smooth = site(values, path="a", phase="backward")
+    turned = values.copy()
+    turned[3, 3] = 0.0
+
+    assert lost_rows([smooth, pair]) == {pair.baseline.key: 2.0**-24}
+    assert lost_rows([site(values, turned, path="a", phase="backward"), pair]) == {}
+    assert lost_rows([smooth, site(values, path="a.weight", phase="grad")]) == {}
+
+
+class Weak(nn.Module):
+    """A row of the first layer's gradient is small, as its unit hardly counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(24, 32), nn.Linear(32, 8)
+        with torch.no_grad():
+            self.second.weight[:, 5] *= 0.05
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.second(torch.tanh(self.first(x)))
+        return found
+
+
+def weakly_trained(path: Path, *, lost: bool, autocast: bool) -> Path:
+    torch.manual_seed(0)
+    model = Weak() if autocast else Weak().bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with traindiff.record(path, model, optimizer):
+        for step in range(3):
+            x = torch.randn(64, 24, generator=torch.Generator().manual_seed(step)).to(model.first.weight.dtype)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                model(x).float().square().mean().backward()
+            gradient = model.first.weight.grad
+            assert gradient is not None
+            if lost and step == 1:
+                gradient[5] = 0.0
+            optimizer.step()
+            optimizer.zero_grad()
+    return path
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_small_row_that_is_lost_in_sixteen_bits_is_found(autocast: bool, tmp_path: Path) -> None:
+    whole = weakly_trained(tmp_path / "whole", lost=False, autocast=autocast)
+    found = traindiff.compare(whole, weakly_trained(tmp_path / "lost", lost=True, autocast=autocast))
+
+    first = found.first_divergence
+    assert first is not None
+    assert (found.verdict, first.step, first.phase, first.path) == ("diverged", 1, "grad", "first.weight")
+    assert first.difference < 0.016
+    assert "24 of 768 elements are zero in the candidate and not in the baseline" in first.message

@@ -9,7 +9,7 @@ from typing import Any
 from traindiff.analyse.merge.parameters import parameter_groups
 from traindiff.analyse.merge.renames import Rename
 from traindiff.core.observation import Observation
-from traindiff.storage import Recording, StepObservations
+from traindiff.storage import Recording, ShiftedRecording, StepObservations
 from traindiff.storage.manifest import ended
 
 
@@ -29,21 +29,23 @@ def with_names_of(baseline: Recording, candidate: Recording, rename: Rename) -> 
     firsts = _first(baseline), _first(candidate)
     if "" in names.values() or not all(firsts) or not (_step_alike(baseline) and _step_alike(candidate)):
         return candidate
-    return _Renamed(candidate.path, names, passes=(names[firsts[1]], firsts[0]))
+    offset = candidate.offset if isinstance(candidate, ShiftedRecording) else 0
+    return _Renamed(candidate.path, offset, names, passes=(names[firsts[1]], firsts[0]))
 
 
-class _Renamed(Recording):
+class _Renamed(ShiftedRecording):
     """A recording whose optimizers have other names.
 
     Args:
         path: Of the recording.
+        offset: What is added to the numbers of its steps.
         names: The names, by those in the recording.
         passes: The optimizer (by its new name) whose steps hold forward and backward passes, and the one to whose steps
             they are moved.
     """
 
-    def __init__(self, path: str, names: Mapping[str, str], passes: tuple[str, str]) -> None:
-        super().__init__(path)
+    def __init__(self, path: str, offset: int, names: Mapping[str, str], passes: tuple[str, str]) -> None:
+        super().__init__(path, offset)
         self._names = names
         self._passes = passes
 

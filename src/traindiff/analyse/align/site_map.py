@@ -126,8 +126,8 @@ class SiteMap:
         looked_up = {path for path, name in _classes(runs[0]).items() if "Embedding" in name}
         for here, there, moved in module_names(pairs, named, modules, kinds):
             # A padded table returns the rows of tokens, which are all there.
-            kind = None if moved == "padded" and here[0] in looked_up else moved
-            _file(own, parts, kinds, here, there, kind)
+            unknown = None if moved == "padded" and here[0] in looked_up else moved
+            _file(own, parts, kinds, here, there, unknown)
         self.sides = (
             SideNames(parts=parts[0], kinds=kinds, rows=rows),
             SideNames(parts=parts[1], kinds=kinds, rows=rows),

@@ -151,8 +151,7 @@ def compare(
     continuation = find_continuation(*runs, named) if offset is None else None
     if shift := offset if continuation is None else continuation.step - continuation.own:
         runs = (runs[0], ShiftedRecording(os.fspath(candidate), shift))
-    else:
-        runs = (runs[0], with_names_of(*runs, named))
+    runs = (runs[0], with_names_of(*runs, named))
     paths = [noise] if isinstance(noise, (str, os.PathLike)) else noise
     replicas = [open_recording(os.fspath(path)) for path in paths]
     _refuse_candidate_as_noise(runs[1], replicas)

@@ -292,11 +292,24 @@ def _differences(baseline: Mapping[str, str], candidate: Mapping[str, str], *, w
         before, after = baseline.get(name), candidate.get(name)
         if name == _GRADIENT and None in (before, after):
             continue  # one run did not see the graph
-        if before != after:
+        if before != after and not _are_of_one_script(before, after):
             found[name] = _clause(name, before, after, what)
     if "class" in found:  # which has other settings
         return {name: found[name] for name in ("class", "forward", _GRADIENT) if name in found}
     return found
+
+
+_SCRIPTS = ("__main__.", "__mp_main__.")
+"""What the names of a script's own classes begin with: in its first process, and in those that it starts."""
+
+
+def _are_of_one_script(baseline: str | None, candidate: str | None) -> bool:
+    """True for two names of one class or function: of a script that runs, is run by `spawn`, or is imported."""
+    for own, other in ((baseline, candidate), (candidate, baseline)):
+        for script in _SCRIPTS:
+            if own and other and own.startswith(script) and other.endswith(f".{own.removeprefix(script)}"):
+                return True
+    return False
 
 
 def _clause(name: str, before: str | None, after: str | None, what: str) -> str:

@@ -13,6 +13,7 @@ from traindiff.analyse.compare.factors import factor_meaning, factor_text
 from traindiff.analyse.compare.gradient_sums import accumulated, late, lost_contribution, lost_state
 from traindiff.analyse.merge.distance import Pair, best_fit, rounded_to
 from traindiff.analyse.merge.site import MergedSite
+from traindiff.analyse.noise.lost import num_lost_rows
 from traindiff.core.shards import BUCKETS, OPEN, Shard
 from traindiff.core.summary import SKETCH_SIZE, UNIT_ROUNDOFF, distance, finite_count, nonfinite_count, norm, number
 
@@ -231,6 +232,9 @@ def zeros(case: Case) -> Diagnosis | None:
         message = (
             f"{more} of {count} elements are zero in the {run} and not in the {other}{_lines(case, more)}. {_LARGE}"
         )
+        return Diagnosis(kind="zeros", message=message, evidence=evidence)
+    if case.baseline.key.phase == "grad" and num_lost_rows(Pair(baseline=case.baseline, candidate=case.candidate)):
+        message = f"{more} of {count} elements are zero in the {run} and not in the {other}{_lines(case, more)}."
         return Diagnosis(kind="zeros", message=message, evidence=evidence)
     if more < max(_FEWEST_ZEROS, 4.0 * math.sqrt(count)):
         return None

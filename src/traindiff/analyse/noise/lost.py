@@ -1,10 +1,10 @@
-"""Gradients of which rounding leaves nothing."""
+"""Gradients of which rounding leaves nothing, and gradients that lack whole rows, which rounding does not explain."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from traindiff.analyse.merge.distance import Pair
+from traindiff.analyse.merge.distance import Pair, difference
 from traindiff.analyse.merge.site import SiteKey
 from traindiff.core.summary import UNIT_ROUNDOFF, nonfinite_count, norm
 
@@ -38,6 +38,47 @@ def lost_in_rounding(pairs: Sequence[Pair]) -> Mapping[SiteKey, float]:
         for key, size in sizes.items()
         if key not in broken and size[0] and max(size) <= UNIT_ROUNDOFF["float32"] * most[key.phase]
     }
+
+
+_SHORTEST_ROW = 8
+"""Shorter rows may be zero by chance."""
+
+_BESIDE = 0.25
+"""Part of a row that may be zero by chance beside whole rows."""
+
+
+def lost_rows(pairs: Sequence[Pair]) -> Mapping[SiteKey, float]:
+    """Floors of gradients of which whole rows are zero in one run only: one rounding of their elements.
+
+    Rounding makes no row exactly zero. A gate that rounding turns may: of ReLU, of a mask, of a saturated unit. Then
+    other elements of activations, or of their gradients, are zero, too. So this is only told if none are.
+
+    Args:
+        pairs: All pairs of the step.
+    """
+    found = {}
+    for pair in pairs:
+        if pair.baseline.key[:2] == ("grad", "") and pair.baseline.key.slot == "grad" and num_lost_rows(pair):
+            u, size = UNIT_ROUNDOFF.get(pair.baseline.dtype, 0.0), difference(pair)
+            if size is not None and size > u:
+                found[pair.baseline.key] = u
+    flowing = (pair for pair in pairs if pair.baseline.key.phase in ("forward", "backward"))
+    if found and any(len({int(one.summary["zero"]) for one in (p.baseline, p.candidate)}) > 1 for p in flowing):
+        return {}
+    return found
+
+
+def num_lost_rows(pair: Pair) -> int:
+    """Number of rows that are zero in one run, in a tensor in which the other run has no row of zeros; or 0."""
+    baseline, candidate = pair.baseline, pair.candidate
+    if len(baseline.shape) < 2 or baseline.shape != candidate.shape or not (baseline.exact and candidate.exact):
+        return 0
+    row = int(baseline.summary["count"]) // max(1, baseline.shape[0])
+    fewer, more = sorted(int(one.summary["zero"]) for one in (baseline, candidate))
+    if row < _SHORTEST_ROW or fewer > _BESIDE * row:
+        return 0
+    rows, beside = divmod(more - fewer, row)
+    return rows if beside <= _BESIDE * row and rows < baseline.shape[0] else 0
 
 
 def _is_broken(pair: Pair) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from traindiff.analyse.merge.distance import Pair, equal_bits
+from traindiff.analyse.merge.distance import Pair, equal_bits, size_of
 from traindiff.analyse.merge.site import SiteKey, StepTable
 from traindiff.analyse.noise.gradients import Terms
 from traindiff.analyse.noise.uncalibrated import GAIN, Floors
@@ -144,9 +144,12 @@ def at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> tuple[Fl
     """Floors at the beginning of a step, from the parameters and from earlier steps; then the undisturbed ones."""
     squares: dict[str, tuple[float, float, float]] = {}
     alone = 0.0
-    for path, pair in parameters.items():
+    # Where a map joins parameters last: how far these are apart is not known, and taken from the others.
+    for path, pair in sorted(parameters.items(), key=lambda item: not item[1].baseline.placed):
         equal = equal_bits(pair)
         apart = 0.0 if equal else float(distance(pair.baseline.summary, pair.candidate.summary))
+        if not (equal or pair.baseline.placed):
+            apart = _apart_like_others(pair, squares, disturbed=path in run.disturbed)
         if not equal and nonfinite_count(pair.candidate.summary) != nonfinite_count(pair.baseline.summary):
             apart = math.inf  # the distance leaves out NaN, and all that is computed from it may be NaN
             run.disturbed.add(path)
@@ -174,6 +177,15 @@ def at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> tuple[Fl
             coefficients=run.coefficients,
         ),
     )  # fmt: skip
+
+
+def _apart_like_others(pair: Pair, squares: Mapping[str, tuple[float, float, float]], *, disturbed: bool) -> float:
+    """How far two parameters without places may be apart: as far as all others are; any distance after a finding."""
+    size, known = float(norm(pair.baseline.summary)), size_of(pair)
+    if disturbed or not math.isfinite(known):
+        return size
+    of_all, _, whole = squares.get("*", (0.0, 0.0, 0.0))
+    return max(known, math.sqrt(of_all / whole) if whole else 0.0) * size
 
 
 class GradientsTogether:

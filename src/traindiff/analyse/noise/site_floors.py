@@ -17,7 +17,7 @@ from traindiff.analyse.noise.gradients import (
     terms_by_module,
     turned_share,
 )
-from traindiff.analyse.noise.lost import lost_in_rounding
+from traindiff.analyse.noise.lost import lost_in_rounding, lost_rows
 from traindiff.analyse.noise.measured import ALONE, FEW, SAFETY, Calibration, StepNoise, basis
 from traindiff.analyse.noise.moments import MomentFloors, Moved
 from traindiff.analyse.noise.nonlinear import NonlinearUpdates
@@ -90,7 +90,7 @@ class SiteFloors:
         self._moments = MomentFloors(lambda key: SAFETY * calibration.constant(key.phase) * moments.get(key, 0.0))
         self._calibration = calibration
         self.choices = TurnedChoices(pairs, most=self.turned_rows)
-        self._lost = lost_in_rounding(pairs)
+        self._lost = {**lost_in_rounding(pairs), **lost_rows(pairs)}
         self._terms: Mapping[str, Terms] = terms_by_module(pairs, norms)
         self._coherent = CoherentErrors(self._terms, parameters)
         self._rounded = 0.0  # largest unit roundoff of the baseline so far in the step

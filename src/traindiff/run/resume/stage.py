@@ -12,12 +12,11 @@ from typing import Any
 from torch import distributed
 
 from traindiff.core.observation import Observation
-from traindiff.core.settings import SETTINGS, RecordSettings, check_names, record_settings
+from traindiff.core.settings import record_settings
 from traindiff.errors import ConfigError, Problem
 from traindiff.observe.torch.session.recorder import Recorder
-from traindiff.observe.torch.session.targets import Targets, find_targets
 from traindiff.run.config.setup import Setup
-from traindiff.run.config.training import Training, logged
+from traindiff.run.config.training import Training
 from traindiff.run.processes.rank_process import Here
 from traindiff.run.resume.held import optimizers_of
 from traindiff.run.resume.leaves import leaves_of
@@ -31,8 +30,7 @@ from traindiff.run.verify.recipe import (
     prepared,
     undisturbed_random_state,
 )
-
-_NO_MORE = object()
+from traindiff.run.verify.training_loop import settings_of, targets_of, train
 
 FRESH = "fresh"
 """Name of the state before anything was loaded."""
@@ -127,10 +125,8 @@ class _Running:
 
     def run(self, on_step: Callable[[int], None], last_seen: Callable[[Observation], None] | None) -> None:
         stage, training = self._stage, self._training
-        chosen = {**training.record, **stage.record}
-        check_names(chosen, known=SETTINGS, where=f"{self._where}, record")
-        settings = record_settings(**chosen)
-        targets = self._targets(settings)
+        settings = settings_of(training, stage.record, where=self._where)
+        targets = targets_of(training, settings)
         batches = self._begun()
         if stage.first_step in stage.states:
             self._keep(stage.states[stage.first_step])
@@ -138,23 +134,22 @@ class _Running:
             str(stage.output / stage.name), targets, settings, overwrite=True, recipe=self._recipe,
             last_seen=last_seen, first_step=stage.first_step,
         ) as recorder:  # fmt: skip
-            for step in range(stage.first_step, stage.end_step):
-                with self._explained(f"asking for batch {step}", where=f"{self._where}, batches"):
-                    batch = next(batches, _NO_MORE)
-                if batch is _NO_MORE:
-                    raise self._too_few(step)
-                with self._explained(f"calling it with batch {step}", where=f"{self._where}, step"):
-                    returned = training.train_on(batch)
-                for name, value in logged(returned):
-                    recorder.log(name, value)
-                recorder.write()
-                on_step(step)
-                if step + 1 in stage.states:
-                    self._keep(stage.states[step + 1])
+            steps = range(stage.first_step, stage.end_step)
+            count = train(
+                training, recorder, batches, steps, on_step=partial(self._ended, on_step), where=self._where,
+                asked_by=stage.asked_by,
+            )  # fmt: skip
+        if count < len(steps):
+            raise self._too_few(count)
         if stage.checkpoint is not None and not stage.loads:
             with self._explained("calling it", where=f"{self._where}, save"):
                 save_training(training, stage.setup, stage.checkpoint, num_batches=stage.end_step)
             self._keep(stage.saved)
+
+    def _ended(self, on_step: Callable[[int], None], step: int) -> None:
+        on_step(step)
+        if step + 1 in self._stage.states:
+            self._keep(self._stage.states[step + 1])
 
     def _begun(self) -> Iterator[Any]:
         """The batches, after loading if this part loads."""
@@ -167,19 +162,12 @@ class _Running:
         with self._explained("calling it", where=f"{self._where}, load"):
             return load_training(training, stage.setup, stage.checkpoint, where=self._where, asked_by=stage.asked_by)
 
-    def _targets(self, settings: RecordSettings) -> Targets:
-        training = self._training
-        return find_targets(
-            training.model, training.optimizer, select=settings.select, shards=settings.shards,
-            operators=settings.operators,
-        )  # fmt: skip
-
     def _keep(self, name: str) -> None:
         """Write the state of the training, which is between two steps."""
         own = {name: self._training.record[name] for name in ("shards",) if name in self._training.record}
         settings = record_settings(observe=("param", "optimizer"), **own)
         with Recorder(
-            str(state_path(self._stage.output, name)), self._targets(settings), settings, overwrite=True,
+            str(state_path(self._stage.output, name)), targets_of(self._training, settings), settings, overwrite=True,
             recipe=self._recipe,
         ) as recorder:  # fmt: skip
             for tap in recorder.followed.values():
@@ -190,8 +178,8 @@ class _Running:
         if distributed.is_initialized():
             distributed.barrier()
 
-    def _too_few(self, step: int) -> ConfigError:
-        loads, count = self._stage.loads, step - self._stage.first_step
+    def _too_few(self, count: int) -> ConfigError:
+        loads, step = self._stage.loads, self._stage.first_step + count
         what = f"are {count} {'after loading, ' if loads else ''}and step {step} needs another."
         fix = "Give more batches, or train fewer steps (--at, --steps)."
         return ConfigError(self._stage.asked_by, [Problem(where=f"{self._where}, batches", what=what, fix=fix)])

@@ -7,14 +7,13 @@ import pickle
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
 
 from traindiff.core.observation import Observation
 from traindiff.core.setting_checks import ReplicaSetting
-from traindiff.core.settings import SETTINGS, RecordSettings, check_names, record_settings
+from traindiff.core.settings import RecordSettings
 from traindiff.core.torch_compat.execution import log_recompilations
 from traindiff.errors import ConfigError, Problem
 from traindiff.observe.torch.perturb import make_replica
@@ -22,10 +21,9 @@ from traindiff.observe.torch.perturb.precision import PrecisionReplica
 from traindiff.observe.torch.perturb.replica import Replica, compiled_parts
 from traindiff.observe.torch.perturb.ulp import is_rounded, randomly_rounded, rounding_key
 from traindiff.observe.torch.session.recorder import Recorder
-from traindiff.observe.torch.session.targets import Targets, find_targets
+from traindiff.observe.torch.session.targets import Targets
 from traindiff.observe.torch.session.teacher_forcing import ForcedValues
 from traindiff.run.config.setup import PLAIN, Setup
-from traindiff.run.config.training import Training, logged
 from traindiff.run.processes.rank_process import Here
 from traindiff.run.verify.determinism import DROPOUT, controlled, take_out_dropout
 from traindiff.run.verify.recipe import (
@@ -38,9 +36,8 @@ from traindiff.run.verify.recipe import (
     refuse_without_loss,
     undisturbed_random_state,
 )
+from traindiff.run.verify.training_loop import settings_of, targets_of, train
 from traindiff.storage import open_recording
-
-_NO_MORE = object()
 
 
 def run_recipe(
@@ -88,13 +85,8 @@ def run_recipe(
         training = prepared(recipe, seed=seed, asked_by=asked_by, setup=setup)
         if DROPOUT in controls:
             take_out_dropout(training.model)
-        chosen = {**training.record, **settings}
-        check_names(chosen, known=SETTINGS, where=f"{where}, record")
-        checked = record_settings(**chosen)
-        targets = find_targets(
-            training.model, training.optimizer, select=checked.select, shards=checked.shards,
-            operators=checked.operators,
-        )  # fmt: skip
+        checked = settings_of(training, settings, where=where)
+        targets = targets_of(training, checked)
         if forced_by is not None or precision is not None:
             _refuse_compiled(targets, where=where, asked_by=asked_by)
         forced = None if forced_by is None else _forced_values(forced_by, checked.replica)
@@ -103,7 +95,12 @@ def run_recipe(
             os.fspath(path), targets, checked, overwrite=overwrite, replica=replica, forced=forced,
             recipe=name_of(recipe), last_seen=last_seen,
         ) as recorder:  # fmt: skip
-            trained = _train(training, recorder, num_steps, on_step, where=where, asked_by=asked_by)
+            with failures_explained("iterating over them", where=f"{where}, batches", asked_by=asked_by):
+                batches = iter(training.batches)
+            trained = train(
+                training, recorder, batches, range(num_steps), on_step=on_step or (lambda _: None), where=where,
+                asked_by=asked_by,
+            )  # fmt: skip
     if not trained:
         problem = Problem(where=f"{where}, batches", what="are none.", fix="Give at least one batch.")
         raise ConfigError(asked_by, [problem])
@@ -118,34 +115,6 @@ def _refuse_compiled(targets: Targets, *, where: str, asked_by: str) -> None:
             fix="Verify the same training without torch.compile.",
         )
         raise ConfigError(asked_by, [problem])
-
-
-def _train(
-    training: Training,
-    recorder: Recorder,
-    num_steps: int,
-    on_step: Callable[[int], None] | None,
-    *,
-    where: str,
-    asked_by: str,
-) -> int:
-    """Train on up to `num_steps` batches; return their number."""
-    explained = partial(failures_explained, asked_by=asked_by)
-    with explained("iterating over them", where=f"{where}, batches"):
-        batches = iter(training.batches)
-    for number in range(num_steps):
-        with explained(f"asking for batch {number}", where=f"{where}, batches"):
-            batch = next(batches, _NO_MORE)
-        if batch is _NO_MORE:
-            return number
-        with explained(f"calling it with batch {number}", where=f"{where}, step"):
-            returned = training.train_on(batch)
-        for name, value in logged(returned):
-            recorder.log(name, value)
-        recorder.write()  # complete each step, whatever happens in the next one
-        if on_step:
-            on_step(number)
-    return num_steps
 
 
 def _replica(
