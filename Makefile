@@ -37,7 +37,7 @@ help:
 	@echo
 	@echo "To measure:"
 	@echo "make campaigns           kill, starve and overload trainings, and mutate recordings (hours; see RELIABILITY.md)"
-	@echo "make bench               what recording costs (minutes)"
+	@echo "make bench               what recording, reading and comparing cost (minutes)"
 	@echo "make bench-gpu           what recording costs on a GPU (8 minutes)"
 	@echo "make faults              which faults are found, and which legal changes are flagged (minutes)"
 	@echo "make zoo                 the same for trainings of other people's design (an hour)"
@@ -158,6 +158,7 @@ campaigns: $(VENV)/ready
 bench: $(VENV)/ready
 	PYTHONPATH=. $(BIN)/python benchmarks/overhead.py
 	PYTHONPATH=. $(BIN)/python benchmarks/host.py
+	PYTHONPATH=. $(BIN)/python benchmarks/reading.py
 
 bench-gpu: $(VENV)/ready
 	PYTHONPATH=. $(BIN)/python benchmarks/gpu.py

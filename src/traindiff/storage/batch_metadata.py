@@ -13,6 +13,7 @@ from typing import Final
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from traindiff.core.summary import SUMMARY
 from traindiff.storage.schema import SCHEMA, Malformed
@@ -56,7 +57,7 @@ def buffers_of(message: bytes) -> tuple[int, list[tuple[int, int]]]:
     begin = 8 + length
     batch = _Table.root(message[8:begin]).table(2)
     assert batch is not None
-    places = [(begin + offset, begin + offset + size) for offset, size in batch.pairs(2)]
+    places = [(begin + offset, begin + offset + size) for offset, size in batch.pairs(2).tolist()]
     return batch.number(0, "<q"), places
 
 
@@ -91,9 +92,23 @@ def _decoded_bytes(batch: _Table, body: memoryview) -> int:
         raise Malformed("its buffers are compressed, and not with LZ4")
     if (len(nodes), len(buffers)) != (_NUM_NODES, _NUM_BUFFERS):
         raise Malformed(f"it has {len(buffers)} buffers of {len(nodes)} columns, not {_NUM_BUFFERS} of {_NUM_NODES}")
-    if any(num_null for _, num_null in nodes):
+    if nodes[:, 1].any():
         raise Malformed("a column has nulls")
-    return sum(_decoded(body, *buffer, compressed=compression is not None) for buffer in buffers)
+    if compression is not None and (sizes := _packed_sizes(body, buffers)) is not None:
+        return sizes
+    return sum(_decoded(body, *buffer, compressed=compression is not None) for buffer in buffers.tolist())
+
+
+def _packed_sizes(body: memoryview, buffers: NDArray[np.int64]) -> int | None:
+    """Size of all compressed buffers when they are decoded; None if one of them is to be looked at by itself."""
+    offsets, lengths = buffers[buffers[:, 1] != 0].T
+    if not ((offsets >= 0) & (lengths >= 8) & (lengths <= len(body)) & (offsets <= len(body) - lengths)).all():
+        return None
+    sizes = np.frombuffer(body, np.uint8)[offsets[:, None] + np.arange(8)].view("<i8")[:, 0]
+    if (sizes < _NOT_COMPRESSED).any():
+        return None
+    found: list[int] = np.where(sizes == _NOT_COMPRESSED, lengths - 8, sizes).tolist()
+    return sum(found)
 
 
 _RULE = f"{FREE_BYTES}, and {EXPANSION} times their number"
@@ -134,17 +149,16 @@ class _Table:
         where = self._where(field)
         return None if where is None else _Table(data=self.data, place=where + _unpacked("<I", self.data, where))
 
-    def pairs(self, field: int) -> list[tuple[int, int]]:
+    def pairs(self, field: int) -> NDArray[np.int64]:
         """A vector of structures of two 64-bit integers."""
         where = self._where(field)
         if where is None:
-            return []
+            return np.empty((0, 2), np.int64)
         where += _unpacked("<I", self.data, where)
         count = _unpacked("<I", self.data, where)
         if where + 4 + 16 * count > len(self.data):
             raise Malformed(f"a list of {count} items goes beyond its metadata")
-        found: list[list[int]] = np.frombuffer(self.data, "<i8", 2 * count, where + 4).reshape(-1, 2).tolist()
-        return [(first, second) for first, second in found]
+        return np.frombuffer(self.data, "<i8", 2 * count, where + 4).reshape(-1, 2)
 
     def _where(self, field: int) -> int | None:
         """Position of a field; None if it is left out."""

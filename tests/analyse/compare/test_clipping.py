@@ -231,3 +231,38 @@ def test_a_factor_that_clipping_hides_is_found_where_no_correct_run_has_it(facto
     if hidden:
         assert "(= world size 2: " in found[0].message or "one over the world size: " in found[0].message
         assert found[0].message.endswith("Clipping hides that.")
+
+
+def clipped_under_autocast(path: Path, ratio: float) -> Path:
+    """Another gradient of a middle layer makes the norm `ratio` x what it should be, before all are clipped to it."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8, bias=False) for _ in range(4)]
+    model = nn.Sequential(*(part for layer in layers for part in (layer, nn.SiLU())), nn.Linear(8, 4, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with traindiff.record(path, model, optimizer):
+        for step in range(2):
+            x = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+            with torch.autocast("cpu", torch.bfloat16):
+                model(x).float().exp().mean().backward()
+            gradient = layers[2].weight.grad
+            assert gradient is not None
+            if step == 1 and ratio > 1.0:
+                whole = math.hypot(*(float(one.grad.norm()) for one in model.parameters() if one.grad is not None))
+                gradient *= -math.sqrt(1.0 + (ratio**2 - 1.0) * (whole / float(gradient.norm())) ** 2)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+    return path
+
+
+@pytest.mark.parametrize("ratio", [1.005, 1.0095, 1.015])
+def test_a_gradient_that_hardly_moves_the_norm_is_told_from_those_that_clipping_scales(
+    ratio: float, tmp_path: Path
+) -> None:
+    right = clipped_under_autocast(tmp_path / "right", 1.0)
+    found = traindiff.compare(right, clipped_under_autocast(tmp_path / "wrong", ratio))
+
+    first = found.first_divergence
+    assert first is not None
+    assert (found.verdict, first.step, first.phase, first.path) == ("diverged", 1, "grad", "4.weight")
+    assert len(found.findings) < 4

@@ -37,7 +37,7 @@ def without_other_rows(tables: Tables) -> ComputedRows:
         for key, entry in baseline.items()
         if key in candidate
         and _are_other_rows(entry, candidate[key])
-        and counts[0][_site(key)] != counts[1][_site(key)]
+        and counts[0][key.of_calls] != counts[1][key.of_calls]
     ]
     if not found or _last_shapes(baseline) != _last_shapes(candidate):
         return ComputedRows(tables=tables)
@@ -53,16 +53,12 @@ def _flows(key: SiteKey) -> bool:
     return key.phase in ("forward", "backward") and not key.stage
 
 
-def _site(key: SiteKey) -> SiteKey:
-    return key._replace(call=0, micro_step=0)
-
-
 def _elements(table: StepTable) -> Counter[SiteKey]:
     """Elements of all calls of a step, by site."""
     found: Counter[SiteKey] = Counter()
     for key, entry in table.items():
         if _flows(key) and not entry.unobserved:
-            found[_site(key)] += int(entry.summary["count"])
+            found[key.of_calls] += int(entry.summary["count"])
     return found
 
 

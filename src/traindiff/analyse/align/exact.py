@@ -361,9 +361,9 @@ def settings_of(table: StepTable, groups: Groups) -> Settings:
         if key.group is None:
             continue
         name, index = key.group
-        members = groups.get(name, [])
+        members, value = groups.get(name, []), number(entry.summary)
         for path in members[index] if index < len(members) else [key.path]:
-            found[path, key.slot] = (number(entry.summary), entry)
+            found[path, key.slot] = (value, entry)
     return found
 
 

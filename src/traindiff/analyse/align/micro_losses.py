@@ -81,7 +81,8 @@ _AGAIN = re.compile(r"again\[\d+\]")
 
 
 def _of_first_pass(key: SiteKey) -> SiteKey:
-    return key._replace(stage="") if key.phase == "backward" and _AGAIN.fullmatch(key.stage) else key
+    again = key.phase == "backward" and key.stage and _AGAIN.fullmatch(key.stage)
+    return key._replace(stage="") if again else key
 
 
 def _passes(table: StepTable) -> dict[SiteKey, list[MergedSite]]:

@@ -20,7 +20,7 @@ def module_names(
     pairs: Sequence[Expanded],
     named: Sequence[tuple[str, str]],
     modules: Sequence[Collection[str]],
-    kinds: Mapping[str, str],
+    hidden: Mapping[str, str],
 ) -> Iterator[tuple[list[str], list[str], Literal["unplaced", "padded"] | None]]:
     """Modules of the baseline and of the candidate that are one, and what is not known of what they return.
 
@@ -31,7 +31,7 @@ def module_names(
         pairs: Parameters that are one.
         named: Modules that are one, as the user says.
         modules: Paths of all modules, of each run.
-        kinds: What is not known of a parameter, by its name in the baseline.
+        hidden: What is not known of a parameter, by its name in the baseline.
     """
     links: dict[_Link, Literal["unplaced", "padded"] | None] = {}
     holders: list[tuple[str, str]] = []
@@ -39,7 +39,7 @@ def module_names(
         link, leaves = _parents(here, there)
         if leaves <= {*_OWN}:
             moved = len(here) + len(there) > 2 or any(entry.layout.heads)
-            padded = kinds.get(here[0]) == "padded"
+            padded = hidden.get(here[0]) == "padded"
             known = links.get(link)
             links[link] = known or ("unplaced" if moved else "padded" if padded else None)
         elif len(link[0]) == len(link[1]) == 1:
@@ -50,7 +50,7 @@ def module_names(
             holders.append((here[0], there[0]))
     single = {name for link in links for name in (*link[0], *link[1])}
     chosen = dict(named)
-    yield from ((list(one[0]), list(one[1]), kind) for one, kind in _unambiguous(links))
+    yield from ((list(one[0]), list(one[1]), hides) for one, hides in _unambiguous(links))
     above = _above(holders)
     for baseline, candidate in above.items():
         free = baseline not in chosen and candidate not in chosen.values() and not {baseline, candidate} & single
@@ -78,7 +78,7 @@ def _unambiguous(
         for link in links:
             for name in link[side]:
                 count[name] = count.get(name, 0) + 1
-        links = {link: kind for link, kind in links.items() if all(count[name] == 1 for name in link[side])}
+        links = {link: hides for link, hides in links.items() if all(count[name] == 1 for name in link[side])}
     yield from links.items()
 
 

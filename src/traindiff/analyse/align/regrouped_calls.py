@@ -60,7 +60,7 @@ def _calls(table: StepTable) -> Calls:
     found: Calls = {}
     for key, entry in table.items():
         if key.phase in _FLOWS and key.stage not in (SAMPLE, "evaluation") and key.path not in ("rng", ITSELF):
-            site = key._replace(call=0, micro_step=0)
+            site = key.of_calls
             found.setdefault(site, {}).setdefault(key.call, []).append(entry)
     return found
 
@@ -113,7 +113,7 @@ def _is_scalar(sides: tuple[Mapping[int, list[MergedSite]], Mapping[int, list[Me
 def _joined(
     table: StepTable, calls: Calls, whole: Collection[SiteKey], scalars: Collection[SiteKey]
 ) -> dict[SiteKey, MergedSite]:
-    found = {key: one for key, one in table.items() if key._replace(call=0, micro_step=0) not in whole}
+    found = {key: one for key, one in table.items() if key.of_calls not in whole}
     for site in whole:
         entries = _entries(calls[site])
         if site.phase == "batch":

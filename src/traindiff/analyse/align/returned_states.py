@@ -91,7 +91,7 @@ def _whole(table: StepTable, phase: str) -> dict[SiteKey, _Elements | None]:
     sites: dict[SiteKey, list[MergedSite]] = {}
     for key, entry in table.items():
         if key[:2] == (phase, "") and key.stage != SAMPLE and key.path not in ("rng", ITSELF) and entry.shape:
-            sites.setdefault(key._replace(call=0, micro_step=0), []).append(entry)
+            sites.setdefault(key.of_calls, []).append(entry)
     return {site: _elements(entries) for site, entries in sites.items()}
 
 

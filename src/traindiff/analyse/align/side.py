@@ -155,7 +155,7 @@ class Side:
 
     def _in_common(self, one: SideStep, *, first: bool) -> SideStep:
         """A step under the names that both runs have in common: updates are derived, so parts may be merged."""
-        if not self._names.kinds:
+        if not self._names.hidden:
             return one
         joined, common = self._names.joined, self._names.common
         before = joined({entry.key: entry for entry in one.before.values()})

@@ -22,7 +22,7 @@ from traindiff.core.site import printable
 from traindiff.core.summary import merge
 from traindiff.storage import Run
 
-Kind = Literal["unplaced", "padded"]
+Hidden = Literal["unplaced", "padded"]
 """What is not known of a site: the places of its elements, or which rows are a padding."""
 
 _STAGES = frozenset({"", BEFORE, "micro", "reduced", "unscaled"})
@@ -35,12 +35,12 @@ class SideNames:
 
     Attributes:
         parts: Common name of each path that is a part of one path of the other run.
-        kinds: What is not known of a site, by common name.
+        hidden: What is not known of a site, by common name.
         rows: Number of rows that both runs have of a padded parameter, by common name.
     """
 
     parts: Mapping[str, str] = field(default_factory=dict)
-    kinds: Mapping[str, Kind] = field(default_factory=dict)
+    hidden: Mapping[str, Hidden] = field(default_factory=dict)
     rows: Mapping[str, int] = field(default_factory=dict)
 
     def common(self, path: str) -> str:
@@ -55,13 +55,13 @@ class SideNames:
             activations: Whether activations of joined modules are kept, and their gradients. Their sums move with the
                 parameters, and how far those are apart is known in part only.
         """
-        if not self.parts and not self.kinds:
+        if not self.parts and not self.hidden:
             return dict(table)
         grouped: dict[SiteKey, list[MergedSite]] = {}
         result: dict[SiteKey, MergedSite] = {}
         for key, entry in table.items():
             common = self.parts.get(key.path, key.path)
-            if (common == key.path and common not in self.kinds) or key.stage not in _STAGES:
+            if (common == key.path and common not in self.hidden) or key.stage not in _STAGES:
                 result[key] = entry
                 continue
             new = key._replace(path=common)
@@ -73,7 +73,7 @@ class SideNames:
         for key, entries in grouped.items():
             if not activations and key.phase in ("forward", "backward"):
                 one = None
-            elif self.kinds.get(key.path) == "padded":
+            elif self.hidden.get(key.path) == "padded":
                 one = _without_padding(key, entries[0], self.rows.get(key.path))
             else:
                 one = _site(key, entries, of=sizes.get(key.path, 1))
@@ -103,7 +103,7 @@ class SiteMap:
         held = [_parameters(run) for run in runs]
         own: dict[str, str] = {}
         parts: tuple[dict[str, str], dict[str, str]] = {}, {}
-        kinds: dict[str, Kind] = {}
+        hidden: dict[str, Hidden] = {}
         rows: dict[str, int] = {}
         pairs: list[tuple[list[str], list[str], Entry]] = []
         named: list[tuple[str, str]] = []
@@ -119,25 +119,25 @@ class SiteMap:
                 shown = printable(entry.baseline[0])
                 self.notes.append(f"Warning: entry {number + 1} of the map ({shown}) names what is not there.")
         for here, there, entry in pairs:
-            kind = _kind(entry, [held[0][name] for name in here], [held[1][name] for name in there])
-            if kind == "padded":
+            hides = _hides(entry, [held[0][name] for name in here], [held[1][name] for name in there])
+            if hides == "padded":
                 rows[here[0]] = min(held[0][here[0]][0], held[1][there[0]][0])
-            _file(own, parts, kinds, here, there, kind)
+            _file(own, parts, hidden, here, there, hides)
         looked_up = {path for path, name in _classes(runs[0]).items() if "Embedding" in name}
-        for here, there, moved in module_names(pairs, named, modules, kinds):
+        for here, there, moved in module_names(pairs, named, modules, hidden):
             # A padded table returns the rows of tokens, which are all there.
-            unknown = None if moved == "padded" and here[0] in looked_up else moved
-            _file(own, parts, kinds, here, there, unknown)
+            hides = None if moved == "padded" and here[0] in looked_up else moved
+            _file(own, parts, hidden, here, there, hides)
         self.sides = (
-            SideNames(parts=parts[0], kinds=kinds, rows=rows),
-            SideNames(parts=parts[1], kinds=kinds, rows=rows),
+            SideNames(parts=parts[0], hidden=hidden, rows=rows),
+            SideNames(parts=parts[1], hidden=hidden, rows=rows),
         )
         self.rename = _Mapped(own, rename) if entries else rename
-        self._fused = sorted({*parts[0].values(), *parts[1].values(), *kinds})
+        self._fused = sorted({*parts[0].values(), *parts[1].values(), *hidden})
 
     def joins(self, path: str) -> bool:
         """True if the elements of the site at this common name are in other places in the two runs."""
-        return path in self.sides[0].kinds
+        return path in self.sides[0].hidden
 
     @property
     def is_unplaced(self) -> bool:
@@ -200,7 +200,7 @@ def _parameters(run: Run) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _kind(entry: Entry, here: Sequence[tuple[int, ...]], there: Sequence[tuple[int, ...]]) -> Kind | None:
+def _hides(entry: Entry, here: Sequence[tuple[int, ...]], there: Sequence[tuple[int, ...]]) -> Hidden | None:
     """What an entry leaves unknown of a parameter; None if nothing."""
     if not entry.layout.is_plain or len(here) + len(there) > 2:
         return "unplaced"
@@ -212,10 +212,10 @@ def _kind(entry: Entry, here: Sequence[tuple[int, ...]], there: Sequence[tuple[i
 def _file(
     own: dict[str, str],
     parts: tuple[dict[str, str], dict[str, str]],
-    kinds: dict[str, Kind],
+    hidden: dict[str, Hidden],
     here: Sequence[str],
     there: Sequence[str],
-    kind: Kind | None,
+    hides: Hidden | None,
 ) -> None:
     """Note the names of one site of both runs, and what is not known of it."""
     common = here[0] if len(here) == 1 else _together(here)
@@ -225,8 +225,8 @@ def _file(
         parts[1].update(dict.fromkeys(there, common))
     if len(here) > 1:
         parts[0].update(dict.fromkeys(here, common))
-    if kind is not None:
-        kinds[common] = kind
+    if hides is not None:
+        hidden[common] = hides
 
 
 def _together(names: Sequence[str]) -> str:

@@ -72,6 +72,7 @@ class AlignedStep:
         other_form: Whether both runs were given the same samples, padded or ordered otherwise.
         earlier: The evaluations before this one, which are compared first.
         sources: Inputs of each run that are its own outputs, as `ReturnedStates.sources`.
+        same: Whether both tables hold the same entries, to the last bit.
     """
 
     step: int
@@ -88,6 +89,7 @@ class AlignedStep:
     other_form: bool = False
     earlier: tuple[AlignedStep, ...] = ()
     sources: Sources = ({}, {})
+    same: bool = False
 
     @property
     def parameters(self) -> dict[str, Pair]:
@@ -98,6 +100,19 @@ class AlignedStep:
             for path, entry in baseline.items()
             if path in candidate and candidate[path].shape == entry.shape
         }
+
+
+def _are_same(tables: Tables) -> bool:
+    """True if two tables hold the same entries: those that were merged once for both runs, and equal updates."""
+    baseline, candidate = tables
+    return len(baseline) == len(candidate) and all(map(_is_same, baseline.values(), candidate.values()))
+
+
+def _is_same(one: MergedSite, other: MergedSite) -> bool:
+    if one is other:
+        return one.placed
+    derived = one.key == other.key and one.key.phase == "update" and bool(one.origin)
+    return derived and one.origin == other.origin and one.summary.tobytes() == other.summary.tobytes()
 
 
 def _evaluation(side: SideStep, number: int) -> SideStep:
@@ -225,26 +240,37 @@ class TwoRuns:
         """One evaluation of a step of both runs; with the last one goes everything else of the step."""
         if len(self.compared) == 1 and not evaluation:
             sides = with_beginning(sides[0], sides[1]), with_beginning(sides[1], sides[0])
-        tables = self.uneven.comparable(with_summed_passes(self._comparable(join(sides), steps)))
-        if self.uneven.scalars or num_micro_steps(tables[0]) != num_micro_steps(tables[1]):
-            tables = with_combined_losses(tables)
-        tables = with_added_losses(tables)
+        tables = join(sides)
+        unmapped = not any(side.unmapped for side in sides)
+        same = unmapped and steps[0].missing == steps[1].missing and _are_same(tables)
+        if same:  # nothing is divided otherwise
+            self.uneven.begin()
+            tables = self._without_lost(tables)
+        else:
+            tables = self.uneven.comparable(with_summed_passes(self._comparable(tables, steps)))
+            if self.uneven.scalars or num_micro_steps(tables[0]) != num_micro_steps(tables[1]):
+                tables = with_combined_losses(tables)
+            tables = with_added_losses(tables)
         aligned = align(*map(sites_in_order, tables))
         pairs, findings = self.presence.judge(aligned, step=steps[0].step)
         return AlignedStep(
             step=steps[0].step, first=len(self.compared) == 1 and not evaluation, baseline=steps[0], sides=sides,
             tables=tables, aligned=aligned, pairs=pairs, findings=findings, evaluation=evaluation, recorded=sides,
-            unplaced=self.uneven.latest, other_form=self.uneven.other_form,
+            unplaced=self.uneven.latest, other_form=self.uneven.other_form, same=same,
             sources=(self._states[0].sources, self._states[1].sources),
         )  # fmt: skip
 
+    def _without_lost(self, tables: Tables) -> Tables:
+        lost = (*self.failed[0].lost, *self.failed[1].lost)
+        return without_lost(tables[0], lost), without_lost(tables[1], lost)
+
     def _comparable(self, tables: Tables, steps: tuple[RunStep, RunStep]) -> Tables:
         """The tables with derived gradient stages, and without what is unknown in one of them."""
-        lost = (*self.failed[0].lost, *self.failed[1].lost)
-        baseline, candidate = (
-            without_lost(with_gradient_stages(own, other, asked="grad.stages" in side.recorded), lost)
+        own, other = (
+            with_gradient_stages(own, other, asked="grad.stages" in side.recorded)
             for side, own, other in zip(self.sides, tables, tables[::-1], strict=True)
         )
+        baseline, candidate = self._without_lost((own, other))
         baseline, candidate = without_unplaced(baseline, candidate), without_unplaced(candidate, baseline)
         if steps[0].missing == steps[1].missing:
             return baseline, candidate  # both runs lack the same ranks, so the rest is comparable

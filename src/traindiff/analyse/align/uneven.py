@@ -55,12 +55,19 @@ class Unplaced:
     other_form: bool = False
     _lacking: set[SiteKey] = field(default_factory=set)  # left out in the latest step
 
+    def begin(self) -> None:
+        """Note that a step begins; nothing of it is left out so far."""
+        self._lacking = set()
+        self.latest = ()
+        self.scalars = False
+        self.other_form = False
+
     def comparable(self, tables: Tables) -> Tables:
         """The tables without sites whose rows cannot be brought together, or with their norms and sums.
 
         Nothing changes if both runs cut the batch in the same way: then micro-batches are compared one by one.
         """
-        self._lacking = set()
+        self.begin()
         rows = without_other_rows(with_paired_calls(tables))
         self.computed.update(dict.fromkeys(label(one.key.path, one.key.slot) for one in rows.without))
         calls = regrouped(rows.tables)
@@ -193,7 +200,7 @@ def _cut(table: StepTable) -> Cut:
     """How a run cuts the batch, by its first input that has a batch axis; empty if there is none."""
     for key, entry in table.items():
         if key[:2] == ("batch", "") and key.path not in _WITHOUT_ROWS and entry.parts and not entry.unobserved:
-            same = [one for other, one in table.items() if other._replace(micro_step=0) == key._replace(micro_step=0)]
+            same = [one for other, one in table.items() if other.of_step == key.of_step]
             parts = [part for one in same for part in one.parts if part.shard.batched and part.shard.shape]
             if parts:
                 return {(part.micro_step, part.term): part.shard.shape[0] for part in parts}
@@ -206,7 +213,7 @@ def _by_site(table: StepTable) -> dict[SiteKey, list[MergedSite]]:
     for key, entry in table.items():
         flows = key.phase in ("batch", "forward", "backward") and key.path not in _WITHOUT_ROWS
         if flows and key.stage not in (SAMPLE, "evaluation"):
-            found.setdefault(key._replace(micro_step=0), []).append(entry)
+            found.setdefault(key.of_step, []).append(entry)
     return found
 
 

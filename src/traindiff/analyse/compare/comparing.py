@@ -24,7 +24,7 @@ from traindiff.analyse.compare.verdict import Comparison
 from traindiff.analyse.findings import more_text, steps_text
 from traindiff.analyse.merge.history import DifferenceHistory
 from traindiff.analyse.merge.renames import parse_renames
-from traindiff.analyse.merge.run_steps import RunStep, run_steps
+from traindiff.analyse.merge.run_steps import RunStep, StepMerger, run_steps
 from traindiff.analyse.merge.site import Part
 from traindiff.analyse.merge.span import WHOLE_RUN, span_of
 from traindiff.analyse.noise.hold_out import calibration_of, following
@@ -161,7 +161,9 @@ def compare(
         history=DifferenceHistory() if history else None, accepted=accepted,
     )  # fmt: skip
     span = WHOLE_RUN if replicas else span_of(runs, selection)  # replicas are held against each other from the first on
-    streams = (run_steps(run, copies, span) for run, copies in zip(runs, comparison.runs.copies, strict=True))
+    own = StepMerger(runs[0], comparison.runs.copies[0])
+    mergers = own, StepMerger(runs[1], comparison.runs.copies[1], like=own)
+    streams = (run_steps(run, span, merger) for run, merger in zip(runs, mergers, strict=True))
     for both in step_pairs(*streams):
         step = _compared(comparison, *both)
         for one in both:

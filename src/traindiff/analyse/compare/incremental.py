@@ -48,6 +48,7 @@ from traindiff.analyse.compare.explanations import (
 from traindiff.analyse.compare.judge import OTHER_FORM, BothRuns, Judge, comes_last, is_uncalled
 from traindiff.analyse.compare.limits import choices_notes, hints, limits, not_followed, returned_note, unjudged_note
 from traindiff.analyse.compare.operator_search import OperatorSearch
+from traindiff.analyse.compare.same_so_far import SameSoFar
 from traindiff.analyse.compare.step_input import StepInput
 from traindiff.analyse.compare.step_judge import judge_step
 from traindiff.analyse.compare.turns import Turns
@@ -151,6 +152,8 @@ class RunningComparison:
         self._notes: dict[str, None] = {}
         self._other_dtypes: dict[tuple[str, str], dict[SiteKey, None]] = {}
         self._operators = OperatorSearch(runs.runs, rename)
+        may_wait = noise is None and history is None and not self._forced and not self._counts_in_float32
+        self._same = SameSoFar(self._judge) if may_wait else None
 
     def feed(self, baseline: RunStep | None, candidate: RunStep | None) -> ComparedStep | None:
         """Compare one step of both runs (see `TwoRuns.pair`); None if it was not compared."""
@@ -161,13 +164,26 @@ class RunningComparison:
             return None
         assert baseline is not None
         assert candidate is not None
-        findings = self._step(given, self._turns.findings(baseline, candidate))
+        turns, own = self._turns.findings(baseline, candidate), self._of_one_run(given)
+        if self._same is not None and not (turns or own) and self._same.waits(given, baseline):
+            return ComparedStep(aligned=given, findings=())
+        self._judge_waiting()
+        findings = self._step(given, turns, own)
+        if self._same is not None:
+            self._same.judged(given, baseline)
         if baseline.operators or candidate.operators:
             self._search_operators(findings, baseline, candidate)
         return ComparedStep(aligned=given, findings=tuple(findings))
 
+    def _judge_waiting(self) -> None:
+        """Judge the latest of the steps that wait, for all of them."""
+        if self._same is not None and (given := self._same.taken()) is not None:
+            self._step(given, (), ())
+            self._same.count(given.step)
+
     def result(self) -> Comparison:
         """The comparison of the steps so far."""
+        self._judge_waiting()
         baseline, candidate = self.runs.runs
         calibration = self._measured.calibration
         found, alone, listed = without_accepted(self._accepted, self._judge.findings, self.runs.presence.sides())
@@ -205,7 +221,7 @@ class RunningComparison:
             unaligned=alone,
             steps=self._steps(findings),
             notes=tuple(notes),
-            differences=tuple(sorted(self._judge.differences.values(), key=lambda row: row.order)),
+            differences=self._judge.sites.rows(),
             history=self._history,
             zooms=tuple(self._operators.found),
             first_bit_difference=self._judge.first_bit_difference,
@@ -223,14 +239,13 @@ class RunningComparison:
             own, other, *noise = ([part for part in run if number in (None, part[0].evaluation)] for run in runs)
             self._operators.see([one for one in findings if one.evaluation == number], (own, other), noise)
 
-    def _step(self, given: AlignedStep, turns: Sequence[Finding]) -> list[Finding]:
+    def _step(self, given: AlignedStep, turns: Sequence[Finding], own: Sequence[Finding]) -> list[Finding]:
         self._judge.run.mixing = self._judge.run.mixing or is_mixing(given.tables[0])
         self._judge.run.corrections = correction_error(given.tables[0], self._counts_in_float32)
         last = self._noise(given)
         noise = dict(enumerate(self._measured.earlier if given.recorded[0].earlier else ()))
         # What is of the whole step, and was before its first forward pass, comes first.
         extra = [*turns, *self._settings.findings(self.runs.sides, given.tables, step=given.step)]
-        own = self._of_one_run(given)
         extra += self._edits.findings(given, own)
         first = (*given.earlier, given)[0]
         begins = [min((e.order for k, e in one.items() if k.phase == "batch"), default=0) for one in first.tables]
@@ -255,7 +270,7 @@ class RunningComparison:
         ]
         return [
             with_names(one, self.runs.copies[RUNS.index(one.evidence["run"])], self._rename)
-            for one in self._both.findings(tables, step=given.step)
+            for one in self._both.findings(tables, step=given.step, same=given.same)
         ]
 
     def _evaluation(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +14,8 @@ from traindiff.analyse.align.side import RUNS
 from traindiff.analyse.compare.bits import bit_difference
 from traindiff.analyse.compare.moved_moments import KIND as SYSTEMATIC
 from traindiff.analyse.compare.other_loss import SEEN_AT
+from traindiff.analyse.compare.site_rows import SiteRows
 from traindiff.analyse.compare.step_input import StepInput
-from traindiff.analyse.compare.verdict import SiteDifference
 from traindiff.analyse.findings import UNJUDGED, Finding, SiteWord, word_of
 from traindiff.analyse.merge.distance import Pair, difference, equal_bits, same_bits, size_of
 from traindiff.analyse.merge.history import DifferenceHistory
@@ -58,7 +59,7 @@ class Judge:
 
     Attributes:
         run: Numbers that determine the floors of later steps.
-        differences: Largest difference of each site so far, in units of its floor.
+        sites: Largest difference of each site so far, in units of its floor.
         all_equal: True if every pair so far is known to hold the same bits.
         first_bit_difference: The first site whose bits are known to differ.
         unknown_bits: Sites whose bits the recordings do not tell, in the order in which they were first seen.
@@ -89,7 +90,7 @@ class Judge:
         self.tolerance = tolerance
         self.forced = forced
         self.run = RunFloors(coefficients=coefficients)
-        self.differences: dict[SiteKey, SiteDifference] = {}
+        self.sites = SiteRows()
         self.all_equal = True
         self.first_bit_difference: Finding | None = None
         self.unknown_bits: dict[SiteKey, None] = {}
@@ -109,14 +110,13 @@ class Judge:
         self._history = history
         self._found: dict[tuple[SiteKey, str], Finding] = {}
         self._counted: dict[tuple[SiteKey, str], int] = {}  # the step that was counted last
-        self._noted: dict[SiteKey, tuple[int, bool]] = {}  # the step that was noted last, and whether it was identical
 
     def check_batch(self, pair: Pair, given: StepInput) -> tuple[Finding | None, float, float]:
         """What is wrong with an input of a root, how far it is apart, and how far it may be."""
         finding = exact.check_batch(pair, step=given.step, samples=given.batches)
         if finding is None:
             return None, 0.0 if equal_bits(pair) else difference(pair) or 0.0, exact.rounding_apart(pair)
-        rows = ((key, row) for key, row in self.differences.items() if key.phase == "forward")
+        rows = ((key, row) for key, row in self.sites.weightiest.items() if key.phase == "forward")
         noise = max((row.difference for _, row in rows if row.ratio <= 1.0 or self._found), default=0.0)
         if (finding := check_state(pair, finding, given.sources, noise=noise)) is not None:
             return finding, math.inf, 0.0
@@ -202,7 +202,7 @@ class Judge:
 
     @property
     def _phases(self) -> set[str]:
-        return {row.phase for row in self.differences.values()}
+        return {key.phase for key in self.sites.weightiest}
 
     def _is_representation(self, finding: Finding) -> bool:
         if is_uncalled(finding):
@@ -292,23 +292,9 @@ class Judge:
             self.unjudged.setdefault(key, step)
         if self._history is not None:
             self._history.note(pair, step, size, floor, word)
-        row = SiteDifference(
-            phase=key.phase, stage=key.stage, path=key.path, slot=key.slot, call=key.call, step=step,
-            order=pair.baseline.order, difference=size, floor=floor, undisturbed=min(undisturbed, floor), word=word,
-            first_other_bits=step if same is False else None, num_steps=1, num_identical_steps=int(equal),
-        )  # fmt: skip
-        held = self.differences.get(key)
-        latest, was_equal = self._noted.get(key, (-1, False))
-        again = latest == step  # in another evaluation of the loss
-        identical = equal and (was_equal or not again)
-        self._noted[key] = step, identical
-        if held is not None:
-            row = replace(
-                held.joined(row),
-                num_steps=held.num_steps + (not again),
-                num_identical_steps=held.num_identical_steps + identical - (again and was_equal),
-            )
-        self.differences[key] = row
+        self.sites.note(
+            pair.baseline, step, (size, floor, min(undisturbed, floor)), word, equal=equal, other_bits=same is False
+        )
 
 
 LENIENT = 2.0
@@ -320,6 +306,8 @@ _NO_NAMES = frozenset({"A", "Activation", "An", "Rank", "Ranks", "Stage", "The"}
 
 class BothRuns:
     """Judges each of two runs by the rules.
+
+    Runs whose steps are the same so far, and of which the same is known, are judged once.
 
     Args:
         facts: Facts about each run.
@@ -335,25 +323,41 @@ class BothRuns:
         self._strict = [RunJudge(rules, one) for one in facts]
         self._lenient = [RunJudge(rules, one, strictness=LENIENT) for one in facts]
         self.shared: dict[str, str] = {}
+        self._facts = facts
+        self._alike = facts[0] == facts[1]
 
     @property
     def unknown(self) -> list[str]:
         """One sentence for each thing that rules could not judge, and the comparison judges by the other run."""
         return [
             f"{name}: {_within(reason)}, so it is judged by the other run only."
-            for name, judge in zip(RUNS, self._strict, strict=True)
+            for name, judge in zip(RUNS, self._judges(self._strict), strict=True)
             for reason in judge.unknown
         ]
 
-    def findings(self, tables: Sequence[StepTable], *, step: int) -> list[Finding]:
-        """Faults of one run that the other does not have, labeled with the run."""
-        for judge, table in zip(self._strict, tables, strict=True):
+    def findings(self, tables: Sequence[StepTable], *, step: int, same: bool = False) -> list[Finding]:
+        """Faults of one run that the other does not have, labeled with the run.
+
+        Args:
+            tables: The step in both runs.
+            step: Its number.
+            same: Both tables hold the same.
+        """
+        if self._alike and not same:
+            for judges in (self._strict, self._lenient):
+                judges[1] = deepcopy(judges[0], {id(self._facts[0]): self._facts[1]})
+            self._alike = False
+        if self._alike:
+            tables = tables[:1]
+        for judge, table in zip(self._strict, tables, strict=False):
             judge.note_unknown(table)
-        strict = [judge.step(table, step=step) for judge, table in zip(self._strict, tables, strict=True)]
+        strict = [judge.step(table, step=step) for judge, table in zip(self._strict, tables, strict=False)]
         lenient = [
             {(one.kind, common(one.path)) for one in judge.step(table, step=step)}
-            for judge, table, common in zip(self._lenient, tables, self._common, strict=True)
+            for judge, table, common in zip(self._lenient, tables, self._common, strict=False)
         ]
+        if self._alike:
+            strict, lenient = strict * 2, lenient * 2
         found = []
         for name, own, other, common in zip(RUNS, strict, lenient[::-1], self._common, strict=True):
             for one in own:
@@ -366,6 +370,10 @@ class BothRuns:
                     message = f"In the {name}, {_within(one.message)}"
                     found.append(replace(one, message=message, evidence={**one.evidence, "run": name}))
         return found
+
+    def _judges(self, judges: Sequence[RunJudge]) -> Sequence[RunJudge]:
+        """Of both runs."""
+        return (judges[0], judges[0]) if self._alike else judges
 
 
 def _within(sentence: str) -> str:

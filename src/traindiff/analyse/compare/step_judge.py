@@ -265,7 +265,8 @@ class StepJudge:
     ) -> tuple[float | None, Mapping[SiteKey, float]]:
         """The factor that most gradients share, if any, and the floors above which it is: of elements, or of norms."""
         fits = [best_fit(pair.baseline, pair.candidate)[0] for pair in pairs]
-        factor = common_factor(fits, [floors[pair.baseline.key] for pair in pairs])
+        own = [self._factor_floor(one, self._judge.size(one) or 0.0, floors[one.baseline.key]) for one in pairs]
+        factor = common_factor(fits, own)
         if factor is not None:
             return factor, floors
         limits = {

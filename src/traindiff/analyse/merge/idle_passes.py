@@ -88,10 +88,6 @@ class Rest(NamedTuple):
     moved: frozenset[SiteKey] = frozenset()
 
 
-NOT_IDLE = Rest([])
-"""A step without such passes."""
-
-
 def without_idle(parts: Sequence[Part]) -> Rest:
     """The parts of a step without the passes from which nothing follows, as if these had not been run.
 

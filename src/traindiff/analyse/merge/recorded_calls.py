@@ -98,9 +98,12 @@ def is_clip(key: SiteKey) -> bool:
 def clips(table: StepTable) -> list[Clip]:
     """The calls of a step that clip gradients, in the order of execution."""
     found = []
+    limits = [(key, entry) for key, entry in table.items() if key[1] == "clipped" and is_clip(key)]
+    if not limits:
+        return []
     held = {part.rank for key, entry in table.items() if key[:2] == ("grad", "") for part in entry.parts}
-    for key, entry in table.items():
-        if not is_clip(key) or key.slot not in ("max_norm", "max_value") or entry.unobserved:
+    for key, entry in limits:
+        if key.slot not in ("max_norm", "max_value") or entry.unobserved:
             continue
         limit = number(entry.summary)
         norm = None if key.slot == "max_value" else _norm(table, key)

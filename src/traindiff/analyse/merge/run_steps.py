@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from traindiff.analyse.merge.idle_passes import NOT_IDLE, Rest, without_idle
+import numpy as np
+
+from traindiff.analyse.merge.idle_passes import Rest, without_idle
 from traindiff.analyse.merge.parameters import NO_COPIES, Copies, group_numbers, group_paths, under_one_name
+from traindiff.analyse.merge.shared_steps import SharedSteps
 from traindiff.analyse.merge.site import MergedSite, Part, SiteKey
 from traindiff.analyse.merge.span import WHOLE_RUN, Span
 from traindiff.analyse.merge.step_table import step_table
@@ -21,6 +24,7 @@ from traindiff.core.observation import (
     Observation,
     is_of_evaluation,
 )
+from traindiff.core.summary import nonfinite_count
 from traindiff.storage import Recording, Run, StepObservations, ended
 
 
@@ -35,6 +39,27 @@ class Evaluation:
 
     table: dict[SiteKey, MergedSite]
     moved: dict[str, MergedSite]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepContent:
+    """What is merged of a step; see `RunStep`."""
+
+    table: dict[SiteKey, MergedSite]
+    earlier: list[Evaluation] = field(default_factory=list)
+    operators: list[Part] = field(default_factory=list)
+    products: list[Part] = field(default_factory=list)
+    without_idle: tuple[list[Evaluation], dict[SiteKey, MergedSite]] | None = None
+    layout: object = None
+    finite: bool = False
+
+    def again(self) -> StepContent:
+        """The same for the other run, which releases it by itself."""
+        idle = self.without_idle
+        return replace(
+            self, table=dict(self.table), earlier=list(self.earlier), operators=list(self.operators),
+            products=list(self.products), without_idle=idle and (list(idle[0]), dict(idle[1])),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +78,8 @@ class RunStep:
         last: The last observation of each rank.
         after: The latest step of each other optimizer before this one, as far as the order is known.
         without_idle: `earlier` and `table` without passes from which nothing follows; None if there are none.
+        layout: Steps with the same object were merged in the same way; None if that is not known.
+        finite: Whether all its numbers are finite.
     """
 
     optimizer: str
@@ -66,6 +93,8 @@ class RunStep:
     last: Mapping[int, Observation] = field(default_factory=dict)
     after: Mapping[str, int] = field(default_factory=dict)
     without_idle: tuple[list[Evaluation], dict[SiteKey, MergedSite]] | None = None
+    layout: object = None
+    finite: bool = False
 
     def release(self) -> None:
         """Drop the sites, so that no two steps are in memory when the next one is read."""
@@ -87,11 +116,15 @@ class StepMerger:
     Args:
         run: The run.
         copies: Parameters that are filed under other names, by rank.
+        like: Of the run that it is compared with, whose steps are merged just before: what has the same bits in both
+            runs is merged once.
     """
 
-    def __init__(self, run: Run, copies: Copies = NO_COPIES) -> None:
+    def __init__(self, run: Run, copies: Copies = NO_COPIES, like: StepMerger | None = None) -> None:
+        self._given: SharedSteps[StepContent] | None = None  # to the other run
         own = group_paths(group_numbers(run))
         self._names = {rank: {**own.get(rank, {}), **copies.get(rank, {})} for rank in {**own, **copies}}
+        self._taken = None if like is None or self._names else like.shared()  # from the other run
         self._ranks = range(run.world_size)
         self._plans: list[TablePlan] = []  # the latest first
         self._layouts: tuple[object, ...] = ()  # of the step before that was not planned
@@ -107,18 +140,11 @@ class StepMerger:
     def merged(self, of_ranks: Sequence[StepObservations]) -> RunStep:
         """One step, from what each rank has recorded of it; at least one has."""
         optimizer, step = of_ranks[0].optimizer, of_ranks[0].step
-        earlier: list[Evaluation] = []
-        rest: Rest = NOT_IDLE
-        plan = next((one for one in self._plans if one.fits(of_ranks)), None)
-        if plan is not None:
-            planned = plan.planned(of_ranks)
-            table, operators, products = planned.table, planned.operators, planned.products
-            self._plans = [plan, *(one for one in self._plans if one is not plan)]
-        else:
-            operators, products, sites = self._sorted(of_ranks)
-            earlier, table = _by_evaluation(sites)
-            rest = without_idle(sites)
-            self._plan(of_ranks, sites)
+        taken = self._taken and self._taken.take(of_ranks)
+        content = taken.again() if taken else self._content(of_ranks)
+        if self._given is not None:
+            self._given.give(of_ranks, content)
+        table = content.table
         shown = any(key.phase in ("grad", "optimizer", "param") and key.stage == "" for key in table)
         if shown:
             self._shows_calls.add(optimizer)
@@ -127,10 +153,41 @@ class StepMerger:
         else:
             finished = shown or not (self._called or optimizer in self._shows_calls)
         return RunStep(
-            optimizer=optimizer, step=step, after=of_ranks[0].after, table=table, earlier=earlier, finished=finished,
-            operators=operators, products=products, without_idle=_evaluations(rest),
+            optimizer=optimizer, step=step, after=of_ranks[0].after, table=table, earlier=content.earlier,
+            finished=finished, operators=content.operators, products=content.products,
+            without_idle=content.without_idle, layout=content.layout, finite=content.finite,
             missing=self._without(tuple(one.rank for one in of_ranks)),
             last={one.rank: one.observations[-1] for one in of_ranks if one.observations},
+        )  # fmt: skip
+
+    def shared(self) -> SharedSteps[StepContent] | None:
+        """The steps merged from now on, for the other run; None if some are filed under other names."""
+        if not self._names:
+            self._given = SharedSteps()
+        return self._given
+
+    def forget(self) -> None:
+        """Drop what is kept of the latest step for the other run."""
+        if self._given is not None:
+            self._given.forget()
+
+    def _content(self, of_ranks: Sequence[StepObservations]) -> StepContent:
+        """What is merged of a step, by a plan if there is one."""
+        finite = all(map(_is_finite, of_ranks))
+        plan = next((one for one in self._plans if one.fits(of_ranks)), None)
+        if plan is not None:
+            planned = plan.planned(of_ranks)
+            self._plans = [plan, *(one for one in self._plans if one is not plan)]
+            return StepContent(
+                table=planned.table, operators=planned.operators, products=planned.products, layout=plan, finite=finite
+            )
+        operators, products, sites = self._sorted(of_ranks)
+        earlier, table = _by_evaluation(sites)
+        rest: Rest = without_idle(sites)
+        self._plan(of_ranks, sites)
+        return StepContent(
+            table=table, earlier=earlier, operators=operators, products=products, without_idle=_evaluations(rest),
+            finite=finite,
         )  # fmt: skip
 
     def _sorted(self, of_ranks: Sequence[StepObservations]) -> tuple[list[Part], list[Part], list[Part]]:
@@ -157,6 +214,12 @@ class StepMerger:
             here = frozenset(there)
             self._missing = there, tuple(rank for rank in self._ranks if rank not in here)
         return self._missing[1]
+
+
+def _is_finite(step: StepObservations) -> bool:
+    """True if no tensor of a step holds NaN or infinities, and no sum of squares overflowed."""
+    summaries = step.summaries
+    return not nonfinite_count(summaries).any() and bool(np.isfinite(summaries["sum_of_squares"]).all())
 
 
 def _by_evaluation(sites: Sequence[Part]) -> tuple[list[Evaluation], dict[SiteKey, MergedSite]]:
@@ -198,20 +261,21 @@ _OF_ALL = (UNSEEN, MAYBE_UNSEEN)
 """Reasons that hold for a whole step."""
 
 
-def run_steps(recording: Recording, copies: Copies = NO_COPIES, span: Span = WHOLE_RUN) -> Iterator[RunStep]:
+def run_steps(recording: Recording, span: Span = WHOLE_RUN, merger: StepMerger | None = None) -> Iterator[RunStep]:
     """Steps of a recording in the order in which they were taken.
 
     Args:
         recording: The run.
-        copies: Parameters that are filed under other names, by rank.
         span: Steps to read.
+        merger: Merges its steps; one of its own if left out.
     """
-    merger = StepMerger(recording, copies)
+    merger = merger or StepMerger(recording)
     for of_ranks in rank_steps(recording, span):
         merged = merger.merged(of_ranks)
         of_ranks.clear()  # frees the step before the next one is read
         yield merged
         del merged
+        merger.forget()
 
 
 def rank_steps(recording: Recording, span: Span = WHOLE_RUN) -> Iterator[list[StepObservations]]:

@@ -34,6 +34,16 @@ class SiteKey(NamedTuple):
     micro_step: int = 0  # 0 for what merges over micro-steps
 
     @property
+    def of_step(self) -> SiteKey:
+        """The key over all micro-steps: as a rule the same."""
+        return self._replace(micro_step=0) if self.micro_step else self
+
+    @property
+    def of_calls(self) -> SiteKey:
+        """The key over all calls and micro-steps: as a rule the same."""
+        return self._replace(call=0, micro_step=0) if self.call or self.micro_step else self
+
+    @property
     def group(self) -> tuple[str, int] | None:
         """Optimizer and number of the parameter group, if this is a setting of a group."""
         return _group(self.path) if self.phase == "optimizer" else None

@@ -120,6 +120,12 @@ class RunFloors:
         self._least[site] = least = min(canceled, self._least.get(site, canceled))
         return max(1.0, canceled / least) if least else 1.0
 
+    def note_states(self, pairs: Iterable[Pair]) -> None:
+        """Note the norms of the states of optimizers after a step."""
+        for pair in pairs:
+            if pair.baseline.key.phase == "optimizer":
+                self.states[pair.baseline.key] = float(norm(pair.baseline.summary))
+
     def begin(self, pairs: Iterable[Pair], floors: tuple[Floors, ...]) -> None:
         """Note the floors of a step that begins.
 

@@ -229,13 +229,14 @@ class SiteFloors:
         if self._forced:
             return
         expected = None if self._noise is None else self._noise.get(key)
-        few = int(finite_count(pair.baseline.summary)) < FEW and key.phase not in ("update", "param")
-        if expected is not None and not few:
+        if expected is not None and (
+            key.phase in ("update", "param") or int(finite_count(pair.baseline.summary)) >= FEW
+        ):
             # A BatchNorm that sums in another order than the replicas may differ more, and is still right.
             shown = measured if key.phase == "grad" else self.measured(pair, summed=False)
             self._run.exceeded_noise |= size > (shown or 0.0)
         if key.phase == "optimizer":
-            self._run.states[key] = float(norm(pair.baseline.summary))
+            self._run.note_states([pair])
         elif key.phase == "grad" and key.slot == "grad":
             self._seen[key.path] = pair
             self._together.saw(pair, norms_apart(pair) if key.path in self._run.permuted else size)

@@ -37,8 +37,10 @@ class BoundariesHold(Rule):
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """Findings of a step."""
         for key, before in table.items():
+            if key.stage != BOUNDARY:
+                continue
             stage, slot = _STAGE.fullmatch(key.path), _SENT.fullmatch(key.slot)
-            if key.stage != BOUNDARY or not stage or not slot:
+            if not stage or not slot:
                 continue
             number = int(stage[1])
             after = table.get(key._replace(path=f"stage[{number + 1}]", slot=f"received{slot[1]}"))

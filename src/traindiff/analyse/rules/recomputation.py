@@ -52,8 +52,10 @@ def changed_when_recomputed(table: StepTable) -> Iterator[Pair]:
     """Outputs that differ when they are recomputed, paired with the first computation."""
     calls = Counter((key.path, key.slot) for key in table if key.phase == "forward" and not key.stage)
     for key, entry in table.items():
+        if key.stage != RECOMPUTED:
+            continue
         first = table.get(key._replace(stage=""))
-        if key.stage != RECOMPUTED or first is None or calls[key.path, key.slot] != 1:
+        if first is None or calls[key.path, key.slot] != 1:
             continue
         if first.unobserved or entry.unobserved:
             continue

@@ -1,0 +1,95 @@
+"""Two runs that have the same bits so far: of their steps only the latest needs to be judged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from traindiff.analyse.align.side import gradient_norms
+from traindiff.analyse.align.two_runs import AlignedStep
+from traindiff.analyse.compare.judge import Judge
+from traindiff.analyse.merge.distance import Pair
+from traindiff.analyse.merge.recorded_calls import clips
+from traindiff.analyse.merge.run_steps import RunStep
+from traindiff.analyse.merge.site import SiteKey
+from traindiff.analyse.noise.lost import lost_in_rounding
+from traindiff.analyse.noise.nonlinear import FEW
+
+
+class SameSoFar:
+    """Lets steps wait to be judged while they have the same bits in both runs.
+
+    No site of such a step is a finding, and all differences are 0. What its judgment leaves for later steps (floors,
+    norms, the baseline's numbers) is replaced by that of the next step with the same sites. So only the latest step is
+    judged: when a step follows that is another one, or at the end. Counts of steps include all that waited.
+
+    Steps are judged at once where this does not hold: if something was found before, if numbers are not finite, if
+    gradients are clipped, if further gradients are lost in rounding, or if a step has sites that only one run has.
+
+    Args:
+        judge: Judges the steps.
+    """
+
+    def __init__(self, judge: Judge) -> None:
+        self._judge = judge
+        self._layout: object = None  # of the step that was judged last, if later ones may wait
+        self._sites: list[SiteKey] = []  # of it
+        self._lost: frozenset[SiteKey] = frozenset()  # sites that have no floor in the waiting step
+        self._waiting: AlignedStep | None = None
+        self._num_waiting = 0
+
+    def waits(self, given: AlignedStep, baseline: RunStep) -> bool:
+        """True if a step need not be judged before the next one; it is kept in place of the one before."""
+        if self._layout is None or baseline.layout is not self._layout or not given.same:
+            return False
+        if not self._is_plain(given, baseline):
+            return False
+        lost = _without_floors(given.pairs)
+        if [pair.baseline.key for pair in given.pairs] != self._sites or (self._num_waiting and not lost <= self._lost):
+            return False  # a site keeps the floor of the latest step in which it had one
+        self._lost = lost
+        if self._waiting is not None:
+            self._judge.run.note_states(self._waiting.pairs)  # the floors of running averages know the step before
+        self._waiting = given
+        self._num_waiting += 1
+        return True
+
+    def judged(self, given: AlignedStep, baseline: RunStep) -> None:
+        """Note a step that was judged. Steps like it may wait if nothing of it is left to be decided."""
+        judge = self._judge
+        plain = self._is_plain(given, baseline) and judge.all_equal and not judge.findings
+        decided = not judge.run.mixing and not any(map(self._is_undecided, given.pairs))
+        self._layout = baseline.layout if plain and decided else None
+        self._sites = [pair.baseline.key for pair in given.pairs]
+
+    def taken(self) -> AlignedStep | None:
+        """The latest step that waits, which is judged now; None if there is none."""
+        waiting, self._waiting = self._waiting, None
+        return waiting
+
+    def count(self, step: int) -> None:
+        """Count the steps that waited with the one that was judged for all of them."""
+        self._judge.sites.count_again(step, self._num_waiting - 1)
+        self._num_waiting = 0
+
+    def _is_plain(self, given: AlignedStep, baseline: RunStep) -> bool:
+        """True if a step has nothing but pairs of finite numbers."""
+        aligned = given.aligned
+        return not (
+            given.first or given.findings or given.earlier or given.evaluation is not None or given.unplaced
+            or aligned.only_baseline or aligned.only_candidate or aligned.unmerged
+            or baseline.operators or baseline.products or not baseline.finite
+            or baseline.without_idle or any(map(clips, given.tables))
+        )  # fmt: skip
+
+    def _is_undecided(self, pair: Pair) -> bool:
+        """True if a later step may tell for the first time whether an update is linear; see `NonlinearUpdates`."""
+        key, run = pair.baseline.key, self._judge.run
+        known = key.path in run.adaptive or key.path in run.nonlinear
+        return key.phase == "update" and not known and int(pair.baseline.summary["count"]) >= FEW
+
+
+def _without_floors(pairs: Sequence[Pair]) -> frozenset[SiteKey]:
+    """Sites whose floor in a step may be no measure for later steps: what is lost in rounding, or is zero."""
+    rests = (pair for pair in pairs if pair.baseline.key.phase in ("grad", "update"))
+    zero = (pair.baseline.key for pair in rests if not pair.baseline.summary["sum_of_squares"])
+    return frozenset((*lost_in_rounding([*pairs, *gradient_norms(pairs)]), *zero))

@@ -1,0 +1,62 @@
+"""Steps in which two runs recorded the same bits: what is merged of one is that of the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from traindiff.storage import StepObservations
+
+Merged = TypeVar("Merged")
+"""What is made of a step."""
+
+
+class SharedSteps(Generic[Merged]):
+    """Hands what was merged of one run's step to the run that it is compared with, if their bits are the same.
+
+    Numbers are compared as columns, all at once. What is said about them is compared once for each pair of layouts.
+    """
+
+    def __init__(self) -> None:
+        self._latest: tuple[Sequence[StepObservations], Merged] | None = None
+        self._alike: tuple[tuple[object, ...], tuple[object, ...]] = ((), ())  # layouts that say the same
+
+    def give(self, of_ranks: Sequence[StepObservations], merged: Merged) -> None:
+        """Keep what was merged of a step, until `forget`."""
+        self._latest = tuple(of_ranks), merged
+
+    def take(self, of_ranks: Sequence[StepObservations]) -> Merged | None:
+        """What was merged of the step that was given last, if this one is the same to the bit."""
+        if self._latest is None:
+            return None
+        given, merged = self._latest
+        return merged if self._are_same(given, of_ranks) else None
+
+    def forget(self) -> None:
+        """Drop what was given, so that no step stays in memory when the next one is read."""
+        self._latest = None
+
+    def _are_same(self, given: Sequence[StepObservations], of_ranks: Sequence[StepObservations]) -> bool:
+        if list(map(_place, given)) != list(map(_place, of_ranks)):
+            return False
+        pairs = list(zip(given, of_ranks, strict=True))
+        if not all(
+            np.array_equal(one.summaries.view(np.uint64), other.summaries.view(np.uint64)) for one, other in pairs
+        ):
+            return False
+        layouts = tuple(one.layout for one in given), tuple(one.layout for one in of_ranks)
+        known = all(
+            own is held and own is not None
+            for side, before in zip(layouts, self._alike, strict=True)
+            for own, held in zip(side, before or (None,) * len(side), strict=False)
+        )
+        if not known and any(one.observations != other.observations for one, other in pairs):
+            return False
+        self._alike = layouts
+        return True
+
+
+def _place(step: StepObservations) -> tuple[int, str, int, int]:
+    return step.rank, step.optimizer, step.step, len(step.observations)
