@@ -16,6 +16,15 @@ def test_any_bit_between_two_steps_is_found(kind: str) -> None:
     assert found.at_site
 
 
+def test_a_bit_whose_change_is_less_than_the_roundings_of_all_elements_is_found_in_a_short_dtype() -> None:
+    found = outcome("parameter", 4, dtype=torch.bfloat16, known=frozenset({"lost-update"}))
+
+    assert found is not None
+    assert found.flip.share < 0.0078  # two roundings
+    assert found.at_step
+    assert found.at_site
+
+
 @pytest.mark.parametrize("kind", ["product", "gradient"])
 def test_a_bit_that_changes_a_thousandth_of_the_tensor_is_found(kind: str) -> None:
     outcomes = (outcome(kind, seed, dtype=torch.float32, known=frozenset()) for seed in range(40))

@@ -25,7 +25,7 @@ class OptimizersAloneChangeParameters(Rule):
     With `observe="witness"`, the same is known of the optimizer's state, until the next step. Some trainings do this on
     purpose: they clip weights, load other weights, or replace them by averages, as schedule-free optimizers do for an
     evaluation. So the rule only warns. If weights were moved and moved back, rounding is left: changes of up to two
-    roundings are no finding.
+    roundings are no finding, of all elements together or of one that alone is another.
     """
 
     name = "edited"
@@ -57,7 +57,11 @@ class OptimizersAloneChangeParameters(Rule):
         before, u = self._left.get((key.path, key.slot)), UNIT_ROUNDOFF.get(entry.dtype, 0.0)
         if key.phase != "param" or before is None or entry.unobserved:
             return False
-        return bool(distance(before, entry.summary) <= _ROUNDINGS * u * norm(before))
+        change = distance(before, entry.summary)
+        if np.count_nonzero(before["sketch"] != entry.summary["sketch"]) == 1:  # one element: perhaps a bit has flipped
+            largest = max(abs(float(before["minimum"])), abs(float(before["maximum"])))
+            return bool(change <= _ROUNDINGS * u * largest)
+        return bool(change <= _ROUNDINGS * u * norm(before))
 
 
 def _finding(table: StepTable, fresh: Sequence[MergedSite], *, step: int) -> Finding:
