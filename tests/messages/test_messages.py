@@ -46,6 +46,7 @@ NOT_PROVOKED = {
     "check | nothing was printed": "the consequence of the one before",
     "subscribe(subscribers=...) | is {}, and no list.": "tests/compat/onnxruntime",
     "interrupted": "needs somebody who interrupts",
+    "the Trainer has ended; give it more steps (max_steps)": "needs a trainer; tests/integrations/test_resuming.py",
     "LockstepError(told['error'])": "other ranks, of what rank 0 has raised; tests/run/lockstep/test_on_ranks.py",
 }
 """By the words of the source: messages that no situation provokes, and why."""
