@@ -24,7 +24,8 @@ from traindiff.present.data.exports import scalars
 from traindiff.present.page import page_of, write
 from traindiff.present.text.recording import print_head, print_rows
 from traindiff.present.text.results import print_report
-from traindiff.present.viewer.catalog import Catalog, write_listing
+from traindiff.present.viewer.catalog import Catalog
+from traindiff.present.viewer.listing import Listing
 from traindiff.run.testing.golden import Golden
 from traindiff.storage import Recording, open_recording
 
@@ -121,7 +122,7 @@ def _compare(case: Case) -> None:
 
 def _view(case: Case) -> None:
     catalog = Catalog(case.places.under)
-    write_listing(catalog)
+    Listing(catalog).write()
     catalog.find("training/baseline")
     catalog.state("training/baseline")
 

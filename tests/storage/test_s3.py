@@ -22,7 +22,7 @@ from tests.storage.s3_server import S3Server, answering, cut, s3_server
 from tests.storage.samples import RUN, step, write
 from traindiff.cli.commands import app
 from traindiff.errors import ConfigError, NotARecordingError
-from traindiff.present.viewer.catalog import write_listing
+from traindiff.present.viewer.listing import Listing
 from traindiff.present.viewer.pages import catalog_of, written
 from traindiff.storage import RecordingWriter, open_recording
 from traindiff.storage.stores import StoreError
@@ -271,5 +271,5 @@ def test_view_lists_and_shows_what_is_under_a_url() -> None:
     write(URL, steps=3, overwrite=True)
     assert catalog.state("base") != before
     assert catalog.state("nothing") == "gone"
-    assert "deep/candidate" in write_listing(catalog)
+    assert "deep/candidate" in Listing(catalog).write()
     assert "<html" in written(catalog, ["base"])

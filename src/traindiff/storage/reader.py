@@ -188,6 +188,14 @@ class Recording:
         part = Part(begin=begin, end=end, before=before, only=self._only_optimizer(rank))
         yield from map(self._intact, self._stream(rank).steps(part))
 
+    def last_step(self, rank: int) -> int | None:
+        """Number of the last step of a rank that was written whole, found by its seals; None if it is not known.
+
+        Raises:
+            CorruptRecordingError: The bytes that tell it are not those that were written.
+        """
+        return self._stream(rank).last_step()
+
     def _only_optimizer(self, rank: int) -> str:
         """Name of the only optimizer of a rank; empty if it has several, or if its `rank.json` names none."""
         content = self.rank_content(rank)

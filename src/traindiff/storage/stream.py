@@ -180,18 +180,32 @@ class RankStream:
         if part not in self._starts and (size := self._size()) and self._size(SEALS) <= MOST_TO_SEARCH:
             seals = SealLines(self._folder.read(SEALS, limit=MOST_TO_SEARCH))
             with self._folder.open(DATA) as file:
-
-                def step_of(number: int) -> tuple[str, int] | None:
-                    sealed = seals.of(number)
-                    message = sealed and self._message(file, number, sealed, size)
-                    if not message or len(message) <= len(_END_OF_STREAM):
-                        return None
-                    with self._checking(f"message {number}"):
-                        found = _packed(message)
-                    return found.optimizer, found.step
-
+                step_of = partial(self._step_of, file, seals, size)
                 self._starts[part] = seals.start(first_message(step_of, len(seals), part))
         return self._starts.get(part, FIRST)
+
+    def last_step(self) -> int | None:
+        """Number of the step of the last whole message; None if there is none, or if there are too many seals.
+
+        Reads the seals and, as a rule, two messages.
+        """
+        size = self._size()
+        if not size or not 0 < self._size(SEALS) <= MOST_TO_SEARCH:
+            return None
+        seals = SealLines(self._folder.read(SEALS, limit=MOST_TO_SEARCH))
+        with self._folder.open(DATA) as file:
+            found = (self._step_of(file, seals, size, number) for number in range(len(seals) - 1, 0, -1))
+            return next((one[1] for one in found if one is not None), None)
+
+    def _step_of(self, file: IO[bytes], seals: SealLines, size: int, number: int) -> tuple[str, int] | None:
+        """Optimizer and step of a message; None for the end of the stream and for a message that is cut off."""
+        sealed = seals.of(number)
+        message = sealed and self._message(file, number, sealed, size)
+        if not message or len(message) <= len(_END_OF_STREAM):
+            return None
+        with self._checking(f"message {number}"):
+            found = _packed(message)
+        return found.optimizer, found.step
 
     def _unpacked(self, packed: _Packed, *, decoder: Decoder) -> StepObservations:
         with self._checking(f"step {packed.step}"):

@@ -35,9 +35,9 @@ def test_two_recordings_of_the_list_are_compared(browser: Any, viewer: Viewer) -
     tab.goto(viewer.address)
     SCREENSHOTS.mkdir(exist_ok=True)
     tab.screenshot(path=SCREENSHOTS / "list.png")
-    tab.check("input[name=baseline][value=baseline]")
-    tab.check("input[name=candidate][value=candidate]")
-    tab.click("button >> text=Compare")
+    tab.click("a[aria-label='pin baseline as the baseline']")
+    tab.screenshot(path=SCREENSHOTS / "pinned.png")
+    tab.click("a[href='/compare?baseline=baseline&candidate=candidate']")
     tab.wait_for_selector("body[data-ready=yes]")
 
     assert tab.inner_text(".verdict .word") == "diverged"

@@ -284,7 +284,7 @@ def test_hundreds_of_slow_clients_take_few_threads_and_keep_nobody_out(viewer: V
 
     assert ask("/")[0].status == 200
     assert time.monotonic() - begun < 5
-    assert active_count() - before <= served.MOST_CONNECTIONS
+    assert active_count() - before <= served.MOST_CONNECTIONS + 2  # what looks into recordings, and its limit
     for client in clients:
         client.close()
 

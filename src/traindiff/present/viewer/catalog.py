@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import quote
 
 from traindiff.errors import RecordingError
 from traindiff.present.page.writing import environment, policy, styles
@@ -38,6 +37,7 @@ class Listed:
         ending: `closed`, `aborted` (ended by an error), `unclosed` (still recording, or killed), `unreadable`, or
             `unread` (there was no time).
         message: The ending in a sentence; may be empty.
+        state: Sizes and times of its files; empty if it was not looked into.
     """
 
     name: str
@@ -46,6 +46,33 @@ class Listed:
     size_bytes: int
     ending: str
     message: str
+    state: str = ""
+
+
+class KeptDescriptions:
+    """Descriptions of recordings, each made again only if its files have changed."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Listed] = {}
+
+    def of(self, names: Iterable[str], state: Callable[[str], str], described: Callable[[str], Listed]) -> list[Listed]:
+        """The recordings of these names, the latest first.
+
+        Args:
+            names: Names of recordings.
+            state: A text that changes when a recording does.
+            described: Looks into a recording.
+        """
+        until, kept = time.monotonic() + SECONDS, {}
+        for name in names:
+            if time.monotonic() >= until:
+                kept[name] = without_details(name, ending="unread", message=UNREAD)
+                continue
+            now = state(name)
+            one = self._kept.get(name)
+            kept[name] = one if one is not None and one.state == now else replace(described(name), state=now)
+        self._kept = kept
+        return sorted(kept.values(), key=lambda one: (one.created, one.name), reverse=True)
 
 
 class Catalog:
@@ -53,15 +80,12 @@ class Catalog:
 
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
+        self._kept = KeptDescriptions()
 
     def recordings(self) -> list[Listed]:
         """The recordings, the latest first."""
-        until = time.monotonic() + SECONDS
-        found = [
-            _listed(path, name) if time.monotonic() < until else without_details(name, ending="unread", message=UNREAD)
-            for name, path in self._found()
-        ]
-        return sorted(found, key=lambda one: (one.created, one.name), reverse=True)
+        paths = dict(self._found())
+        return self._kept.of(paths, self.state, lambda name: _listed(paths[name], name))
 
     def find(self, name: str) -> Path | None:
         """The directory of a recording, by the name in an address; None if it is not under the root.
@@ -78,14 +102,14 @@ class Catalog:
         return path if path.is_relative_to(self.root) and os.path.lexists(path / "run.json") else None
 
     def state(self, name: str) -> str:
-        """The sizes of a recording's files, as a text that changes when the recording grows."""
+        """Sizes and times of a recording's files, as a text that changes when the recording does."""
         path = self.find(name)
         if path is None:
             return "gone"
         ranks = sorted(path.glob("rank-*"))[:32]
         inside = [rank for rank in ranks if Path(os.path.realpath(rank)).is_relative_to(path)]
-        files = [rank / f"observations.{ending}" for rank in inside for ending in ("arrows", "crc")]
-        return ";".join(map(_size, (path / "run.json", *files)))
+        files = [rank / name for rank in inside for name in ("observations.arrows", "observations.crc", "rank.json")]
+        return ";".join(map(_size_and_time, (path / "run.json", *files)))
 
     def _found(self) -> Iterator[tuple[str, Path]]:
         count = 0
@@ -103,9 +127,10 @@ class Catalog:
                 return
 
 
-def _size(file: Path) -> str:
+def _size_and_time(file: Path) -> str:
     try:
-        return str(file.lstat().st_size)
+        status = file.lstat()
+        return f"{status.st_size}:{status.st_mtime_ns:x}"
     except OSError:  # not there, or removed since
         return ""
 
@@ -161,24 +186,7 @@ class Recordings(Protocol):
         """Where a recording is, by the name in an address; None if it is not under the root."""
 
     def state(self, name: str) -> str:
-        """A text that changes when the recording grows."""
-
-
-def write_listing(catalog: Recordings) -> str:
-    """The page that lists the recordings under a directory."""
-    found = catalog.recordings()
-    return (
-        environment("traindiff.present.viewer")
-        .get_template("listing.html")
-        .render(
-            root=str(catalog.root),
-            recordings=[(one, quote(os.fsencode(one.name))) for one in found],
-            growing=any(one.ending == "unclosed" for one in found),
-            most=MOST if len(found) >= MOST else 0,
-            policy=policy("", sends_forms=True),
-            styles=styles(),
-        )
-    )
+        """A text that changes when the recording does; `gone` if there is none."""
 
 
 def message_page(text: str, *, again: int = 0) -> str:

@@ -16,7 +16,9 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from traindiff.errors import TraindiffError
-from traindiff.present.viewer.catalog import Recordings, message_page, write_listing
+from traindiff.present.viewer.catalog import Recordings, message_page
+from traindiff.present.viewer.listing import Listing
+from traindiff.present.viewer.looks import Looks
 from traindiff.present.viewer.pages import Answer, Pages, catalog_of
 
 PATIENCE_SECONDS = 1.0
@@ -111,6 +113,8 @@ class Viewer:
         self._server = _Server((ADDRESS, port), _Handler)
         self._server.catalog = self.catalog
         self._server.pages = Pages(self.catalog)
+        self._looks = Looks(str(self.catalog.root))
+        self._server.listing = Listing(self.catalog, self._looks)
         names = (ADDRESS, "localhost")
         hosts = {f"{name}:{self.port}" for name in names} | (set(names) if self.port == 80 else set())
         self._server.hosts = frozenset(hosts)
@@ -134,6 +138,7 @@ class Viewer:
         self._server.shutdown()
         self._server.server_close()
         self._server.pages.close()
+        self._looks.close()
 
 
 class _Server(ThreadingHTTPServer):
@@ -143,6 +148,7 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 128
     catalog: Recordings
     pages: Pages
+    listing: Listing
     hosts: frozenset[str]
 
     def __init__(self, *args: Any) -> None:
@@ -229,7 +235,8 @@ class _Handler(BaseHTTPRequestHandler):
         parts = urlsplit(self.path)
         asked = parse_qs(parts.query, errors="surrogateescape")
         if parts.path == "/":
-            page = write_listing(self.server.catalog)
+            baseline, search = (asked.get(name, [""])[0] for name in ("baseline", "search"))
+            page = self.server.listing.write(baseline=baseline, search=search)
             return Answer(status=HTTPStatus.OK, content=page.encode(errors="replace"))  # a name may be no UTF-8
         if parts.path.startswith("/run/"):
             name = unquote(parts.path.removeprefix("/run/"), errors="surrogateescape")

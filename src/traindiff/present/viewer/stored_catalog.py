@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import posixpath
-import time
 from collections.abc import Iterator
 
 from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import RecordingError, TraindiffError
-from traindiff.present.viewer.catalog import DEPTH, MOST, SECONDS, UNREAD, Listed, described, without_details
+from traindiff.present.viewer.catalog import DEPTH, MOST, KeptDescriptions, Listed, described, without_details
 from traindiff.storage import open_recording
 from traindiff.storage.location import file_system
 
@@ -29,17 +28,13 @@ class StoredCatalog:
 
     def __init__(self, url: str) -> None:
         self.root = url.rstrip("/")
+        self._kept = KeptDescriptions()
         store, path = file_system(self.root)
         self._folder = Folder(store, path)
 
     def recordings(self) -> list[Listed]:
         """The recordings, the latest first."""
-        until = time.monotonic() + SECONDS
-        found = [
-            self._listed(name) if time.monotonic() < until else without_details(name, ending="unread", message=UNREAD)
-            for name in self._found()
-        ]
-        return sorted(found, key=lambda one: (one.created, one.name), reverse=True)
+        return self._kept.of(self._found(), self.state, self._listed)
 
     def find(self, name: str) -> str | None:
         """The URL of a recording, by the name in an address; None if it is not under the root.
