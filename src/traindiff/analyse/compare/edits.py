@@ -14,7 +14,7 @@ from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import difference
 from traindiff.analyse.merge.site import MergedSite, SiteKey, finding_at
 from traindiff.analyse.rules.rule import RunFacts
-from traindiff.core.observation import BEFORE, EDITED
+from traindiff.core.observation import BEFORE, EDITED, MASTER
 from traindiff.core.summary import UNIT_ROUNDOFF, distance, norm
 
 _GAIN = 8.0
@@ -52,6 +52,7 @@ class EditsApart:
         by_hand = held and self._seen and not forced
         self._unheld = facts[0].parameters - held if by_hand else frozenset[str]()
         self._gradients: dict[str, float] = {}  # by path: largest relative difference of the gradient so far
+        self._mastered: set[str] = set()  # parameters that are copied from master weights, and so no averages
         self._step = -1
 
     def findings(self, given: AlignedStep, told: Iterable[Finding]) -> list[Finding]:
@@ -62,6 +63,7 @@ class EditsApart:
             {key.path: entry for table in tables for key, entry in table.items() if self._is_edit(key)}
             for tables in parts
         ]
+        self._mastered |= {key.path for tables in parts for table in tables for key in table if key.slot == MASTER}
         found = []
         for path in {**edits[0], **edits[1]} if self._seen else ():
             judged = path in given.parameters and path in self._left
@@ -86,7 +88,7 @@ class EditsApart:
         size, before, whole = float(distance(*now)), float(distance(*left)), float(norm(now[0]))
         u = max(UNIT_ROUNDOFF.get(one.dtype, 0.0) for one in (pair.baseline, pair.candidate))
         roundings = _ROUNDINGS
-        if path in self._unheld and path not in self._gradients:
+        if path in self._unheld and path not in self._gradients and path not in self._mastered:
             roundings = min(_ROUNDINGS, _AVERAGED * (1.0 + 3.0 / math.sqrt(max(1, int(now[0]["count"])))))
         floor = _GAIN * before + roundings * u * whole
         if path in self._unheld:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from traindiff.core.shards import Piece
-from traindiff.core.site import path_in_optimizer
+from traindiff.core.site import is_of_no_module, path_in_optimizer
 
 if TYPE_CHECKING:
     from traindiff.observe.torch.hooks.context import TapContext
@@ -40,6 +40,7 @@ class HeldParameters:
         self._name = name
         self._groups: list[list[Tensor]] = []
         self._changes = -1  # of the names of parameters
+        self._of_model: set[int] = set()  # ids of those that are, or were, parameters of the model
         self.all: Sequence[Held] = ()
         self.selected: Sequence[tuple[Tensor, Sequence[Piece]]] = ()
         self.tensors: Sequence[Tensor] = ()
@@ -68,13 +69,17 @@ class HeldParameters:
         return targets.changes.number == self._changes
 
     def _look_up(self, groups: Sequence[dict[str, Any]]) -> None:
-        targets, found = self._targets, []
+        targets, found, masters = self._targets, [], self._targets.master_ids()
         self._groups = [[*entry["params"]] for entry in groups]
         for number, parameters in enumerate(self._groups):
             for position, parameter in enumerate(parameters):
                 pieces = targets.pieces_of(parameter)
                 if pieces is None:
-                    pieces = targets.adopt(path_in_optimizer(self._name, number, position), parameter)
+                    path = path_in_optimizer(self._name, number, position)
+                    is_other = id(parameter) in masters or id(parameter) in self._of_model
+                    pieces = (Piece(path=path),) if is_other else targets.adopt(path, parameter)
+                elif not any(is_of_no_module(piece.path) for piece in pieces):
+                    self._of_model.add(id(parameter))
                 found.append((number, parameter, pieces))
         self._changes = targets.changes.number
         self.all = found

@@ -149,6 +149,10 @@ class Targets:
         path = self.names.get(id(parameter))
         return None if path is None else _all_of(path)
 
+    def master_ids(self) -> set[int]:
+        """Ids of the model's master weights, which are observed beside the parameters that are copied from them."""
+        return {id(one) for one in map(master_weights, self.parameters.values()) if one is not None}
+
     def adopt(self, path: str, parameter: Tensor) -> tuple[Piece, ...]:
         """File a parameter of an optimizer that is none of the model's; returns the piece that is all of it.
 
