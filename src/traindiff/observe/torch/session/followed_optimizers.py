@@ -134,6 +134,8 @@ class FollowedOptimizers:
 
         Optimizers that are made while the training runs look for something else, e.g. for the worst input.
         """
+        if self._context.settings.main_gradients:  # then those of the model may hold copies
+            return False
         return optimizer in self._beside and not outermost(live_modules(), _held_by(optimizer))
 
     def _is_of_copies(self) -> bool:
