@@ -191,6 +191,9 @@ class Recording:
     def last_step(self, rank: int) -> int | None:
         """Number of the last step of a rank that was written whole, found by its seals; None if it is not known.
 
+        Args:
+            rank: One of `ranks`.
+
         Raises:
             CorruptRecordingError: The bytes that tell it are not those that were written.
         """
