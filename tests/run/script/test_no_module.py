@@ -79,3 +79,27 @@ def test_check_says_what_it_has_not_seen(tmp_path: Path) -> None:
     run(tmp_path, "run", "0.1", "one")
 
     assert NOT_SEEN.removeprefix("Not followed: ") in str(traindiff.check(tmp_path / "run"))
+
+
+MODEL = """
+model = torch.nn.Linear(8, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(inputs).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_model_that_is_trained_afterwards_is_recorded_instead(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(TENSORS + MODEL)
+    ended = recorded_warm("script.py", "0.1", "one", output="run", cwd=tmp_path)
+
+    assert ended.code == 0, ended.errors
+    assert ended.said == [
+        "Recorded in run: 3 steps of SGD.",
+        "Models: Linear, 2 parameters.",
+        "Not followed: Adam with 2 parameters, 4 steps: they belong to none of the recorded models.",
+    ]
+    assert {*open_recording(str(tmp_path / "run")).rank_content(0)["parameters"]} == {"weight", "bias"}
+    assert traindiff.check(tmp_path / "run").verdict == "healthy"

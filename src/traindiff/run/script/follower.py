@@ -83,10 +83,12 @@ class Follower:
         self._were_given = False
         self._undo = ExitStack()
         self._until_attached = ExitStack()
+        self._while_recording = ExitStack()
 
     def start(self) -> None:
         """Start to look for a training. Torch has been imported by now."""
         self._account.torch_imported = True
+        self._undo.callback(self._while_recording.close)
         self._undo.enter_context(optimizer_made.attach(self._guarded(self._made)))
         self._undo.enter_context(process_started.attach(self._guarded(self._started)))
         self._undo.enter_context(program_started.attach(self._guarded(self._launched)))
@@ -199,7 +201,7 @@ class Follower:
     def _called(self, module: nn.Module) -> None:
         if not self._given or module in self._others or not torch.is_grad_enabled() or self._is_elsewhere():
             return
-        if self._waits:
+        if self._waits or self._account.without_module:
             held = frozenset().union(*self._given.values())
             if any(id(one) in held for one in module.parameters()):
                 self._attach(module)
@@ -221,10 +223,13 @@ class Follower:
             self._account.refused = True
             self._refuse(error)
         finally:
-            if not self._waits:
+            if not (self._waits or self._account.without_module):
                 self._until_attached.close()
 
     def _record(self, called: nn.Module | None, stepping: Optimizer | None, frame: FrameType) -> None:
+        replaces = self._recorder is not None
+        if replaces:
+            self._end_without_module()
         if path := is_recorded_by_script():
             self._account.own_recording = path
             return
@@ -248,19 +253,29 @@ class Follower:
             None if stepping is None else self._named_optimizers(stepping, models),
             select=request.settings.select, called=roots, operators=request.settings.operators,
         )  # fmt: skip
-        recorder = recorder_of(request.path, targets, request.settings, overwrite=request.overwrite)
+        overwrite = request.overwrite or replaces
+        recorder = recorder_of(request.path, targets, request.settings, overwrite=overwrite)
         if not recorder.is_recording:
             self._account.left_out = True
             return
         self._recorder, self._were_given = recorder, stepping is not None
         recorder.describe_at_end("not_followed", self._account.not_followed)
-        self._undo.enter_context(recorder_made.attach(self._give_way))
+        self._while_recording.enter_context(recorder_made.attach(self._give_way))
         self._account.models += [_seen(name, model) for name, model in names.items()]
         self._account.without_module = isinstance(models[0], NoModule)
         inside = {id(one) for model in models for one in model.modules()}
         others = [one for one in live if id(one) not in inside and not _is_only_a_shape(one)]
         every = {id(parameter) for one in others for parameter in one.parameters()}
         self._account.untrained += [_seen("", one) for one in outermost(others, every)]
+
+    def _end_without_module(self) -> None:
+        """End the recording of tensors of no module, because a model is trained now."""
+        self._while_recording.close()
+        if self._recorder is not None:
+            self._recorder.close()
+        self._account.models.clear()
+        for seen in self._account.optimizers:
+            seen.followed_as = ""
 
     def _named_optimizers(self, first: Optimizer, models: list[nn.Module]) -> dict[str, Optimizer]:
         """The optimizers of some models, with the names that they would get if they were found at their first step."""
