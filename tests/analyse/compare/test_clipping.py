@@ -179,6 +179,8 @@ def clipping(path: Path, how: str, *, dtype: torch.dtype = torch.float32) -> Pat
                 elements_by_hand(gradients)
             elif how == "to another norm by hand":
                 by_hand(gradients, 0.02)
+            elif how == "to nearly that norm by hand":
+                by_hand(gradients, 0.0105)
             optimizer.step()
             optimizer.zero_grad()
     return path
@@ -216,6 +218,17 @@ def test_clipping_to_another_limit_by_hand_is_found(tmp_path: Path) -> None:
     called, hand = (clipping(tmp_path / how, how) for how in ("norm", "to another norm by hand"))
 
     assert traindiff.compare(called, hand).verdict == "diverged"
+
+
+def test_clipping_by_hand_to_nearly_the_same_norm_is_told_of_all_gradients_together(tmp_path: Path) -> None:
+    called, hand = (clipping(tmp_path / how.replace(" ", "-"), how) for how in ("norm", "to nearly that norm by hand"))
+
+    for pair, factor in (((called, hand), "1.05"), ((hand, called), "0.9524")):
+        first = traindiff.compare(*pair).first_divergence
+
+        assert first is not None
+        assert (first.step, first.phase, first.path) == (0, "grad", "(all parameters)")
+        assert first.message == f"All gradients are {factor} x the baseline's."
 
 
 @pytest.mark.parametrize(("factor", "hidden"), [(0.5, True), (2.0, True), (1.7, False), (1.0, False)])

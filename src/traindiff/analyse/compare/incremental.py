@@ -329,6 +329,7 @@ class RunningComparison:
                 clipped=tuple(clip_factor(*clipped)),
                 coefficients=(clip_coefficient(clipped[0]), clip_coefficient(clipped[1])),
                 clips=any(clipped),
+                clips_in_one=any(clipped) and not all(clipped),
                 evaluation=given.evaluation,
                 whole=whole,
                 carried=clip_coefficient(clipped[0]) / scales[1],

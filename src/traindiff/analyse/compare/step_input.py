@@ -38,6 +38,7 @@ class StepInput:
         clipped: The same for gradients only.
         coefficients: Factors that clipping to a norm applied in both runs; 1 without it.
         clips: Whether a run clips gradients in this step.
+        clips_in_one: Whether only one run is seen to do so.
         carried: Part that a gradient which was not set to zero has in the next one, relative to that one's own part.
         leaky: Whether the model has gates that leave no zeros when they shut.
         evaluation: Number of the evaluation of the loss; None in a step with one.
@@ -68,6 +69,7 @@ class StepInput:
     clipped: tuple[tuple[float, str], ...] = ()
     coefficients: tuple[float, float] = (1.0, 1.0)
     clips: bool = False
+    clips_in_one: bool = False
     carried: float = 1.0
     leaky: bool = False
     evaluation: int | None = None

@@ -30,7 +30,7 @@ from traindiff.analyse.merge.site import SiteKey, finding_at, only_rank
 from traindiff.analyse.noise.gradients import common_factor
 from traindiff.analyse.noise.moments import Moved
 from traindiff.analyse.noise.site_floors import SiteFloors
-from traindiff.core.observation import is_of_evaluation
+from traindiff.core.observation import ALL_GRADIENTS, is_of_evaluation
 from traindiff.core.summary import norm, rounding
 
 LOGGED = "logged"
@@ -284,6 +284,8 @@ class StepJudge:
         meaning = factor_meaning(factor, self._given.micro_steps, self._given.ranks, self._factors(first))
         message = f"All gradients are {factor_text(factor)} x the baseline's{meaning}."
         evidence = {**finding.evidence, "factor": factor, "parameters": len(pairs)}
+        if self._given.clips_in_one:  # the other one clips in another way, which is where to look
+            finding = replace(finding, path=ALL_GRADIENTS, slot="norm")
         return replace(finding, kind="scale", message=message, evidence=evidence)
 
     def _moved(self, pair: Pair, size: float, floor: float) -> Moved | None:
