@@ -88,10 +88,7 @@ def training(trainer: Any, module: Any, *data: Any) -> Training:
         pauses.stepping.start(lambda: trainer.fit(module, *data, ckpt_path=checkpoint))
 
     def step(_: int) -> None:
-        if not pauses.stepping.started:
-            begin()
-        if not pauses.stepping.advance():
-            raise RuntimeError("the Trainer has ended; give it more steps (max_steps)")
+        pauses.stepping.step(begin)
 
     def save(directory: Path) -> None:
         trainer.save_checkpoint(directory / "saved.ckpt")

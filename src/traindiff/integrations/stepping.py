@@ -7,14 +7,10 @@ from collections.abc import Callable
 
 
 class Stepping:
-    """Runs a function in a thread that goes on only while its caller waits, so that the two never run at once.
-
-    Attributes:
-        started: Whether the function has been started.
-    """
+    """Runs a function in a thread that goes on only while its caller waits, so that the two never run at once."""
 
     def __init__(self) -> None:
-        self.started = False
+        self._started = False
         self._go = threading.Semaphore(0)
         self._waits = threading.Semaphore(0)
         self._ended = False
@@ -32,9 +28,23 @@ class Stepping:
             self._ended = True
             self._waits.release()
 
-        self.started = True
+        self._started = True
         threading.Thread(target=guarded, name="traindiff-trainer", daemon=True).start()
         self.advance()
+
+    def step(self, begin: Callable[[], None]) -> None:
+        """Let the trainer take one step.
+
+        Args:
+            begin: Starts it, if nothing has started it yet.
+
+        Raises:
+            RuntimeError: It has no steps left.
+        """
+        if not self._started:
+            begin()
+        if not self.advance():
+            raise RuntimeError("the Trainer has ended; give it more steps (max_steps)")
 
     def advance(self) -> bool:
         """Let the function go on until it pauses; False if it has ended.

@@ -78,10 +78,7 @@ def training(trainer: Any) -> Training:
         pauses.stepping.start(lambda: trainer.train(resume_from_checkpoint=checkpoint))
 
     def step(_: int) -> None:
-        if not pauses.stepping.started:
-            begin()
-        if not pauses.stepping.advance():
-            raise RuntimeError("the Trainer has ended; give it more steps (max_steps)")
+        pauses.stepping.step(begin)
 
     def save(directory: Path) -> None:
         pauses.save_into(directory)

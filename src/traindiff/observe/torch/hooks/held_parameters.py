@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -69,12 +69,14 @@ class HeldParameters:
         return targets.changes.number == self._changes
 
     def _look_up(self, groups: Sequence[dict[str, Any]]) -> None:
-        targets, found, masters = self._targets, [], self._targets.master_ids()
+        targets, found = self._targets, []
+        masters: Collection[int] | None = None
         self._groups = [[*entry["params"]] for entry in groups]
         for number, parameters in enumerate(self._groups):
             for position, parameter in enumerate(parameters):
                 pieces = targets.pieces_of(parameter)
                 if pieces is None:
+                    masters = targets.master_ids() if masters is None else masters
                     path = path_in_optimizer(self._name, number, position)
                     is_other = id(parameter) in masters or id(parameter) in self._of_model
                     pieces = (Piece(path=path),) if is_other else targets.adopt(path, parameter)

@@ -108,7 +108,6 @@ class _LayerProducts:
             not progress.observing or progress.evaluating or progress.hidden or inside_backward()
             or not all(map(is_plain, tensors)) or is_abstract(output) or output.numel() == 0
             or given.shape[-1:] != weight.shape[1:] or output.shape != (*given.shape[:-1], weight.shape[0])
-            or (output.is_cuda and torch.cuda.is_current_stream_capturing())
         ):  # fmt: skip
             return
         try:
