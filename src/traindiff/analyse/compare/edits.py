@@ -63,7 +63,8 @@ class EditsApart:
             {key.path: entry for table in tables for key, entry in table.items() if self._is_edit(key)}
             for tables in parts
         ]
-        self._mastered |= {key.path for tables in parts for table in tables for key in table if key.slot == MASTER}
+        if self._unheld:  # only of these it is asked
+            self._mastered |= {key.path for tables in parts for table in tables for key in table if key.slot == MASTER}
         found = []
         for path in {**edits[0], **edits[1]} if self._seen else ():
             judged = path in given.parameters and path in self._left
