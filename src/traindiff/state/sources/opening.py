@@ -88,7 +88,7 @@ def _of_directory(path: str, folder: Folder) -> Checkpoint:
         return Checkpoint(path=path, kind=kind, tensors=distributed_checkpoints.of_directory(folder))
     zero = zero_checkpoints.directory_of(folder)
     if zero is not None:
-        return Checkpoint(path=path, kind="DeepSpeed ZeRO", tensors=zero_checkpoints.of_directory(zero))
+        return Checkpoint(path=path, kind="DeepSpeed", tensors=zero_checkpoints.of_directory(zero))
     for name in _INDEXES:
         if name in names:
             return _of_index(path, folder, name)
