@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 
+import traindiff
 from tests.observe.sharding.deepspeed_training import import_deepspeed
 from tests.on_ranks import run_on_ranks
 from traindiff.state.sources.opening import open_checkpoint
@@ -36,11 +37,16 @@ class Model(nn.Module):
         return found
 
 
-def train(directory: str, dtype: str) -> None:
-    """Train with every stage, save, and write what the engine says that it holds; on every rank."""
+def train(directory: str, dtype: str) -> list[str]:
+    """Train with every stage, save, and write what the engine says that it holds; on every rank.
+
+    Returns:
+        By stage, the verdict of comparing what was saved with what this rank holds in memory, without the others.
+    """
     deepspeed = import_deepspeed()
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+    verdicts = []
     for stage in STAGES:
         torch.manual_seed(0)
         model = Model()
@@ -71,12 +77,21 @@ def train(directory: str, dtype: str) -> None:
                 held[f"optimizer.state.{name}.exp_avg"] = safe_get_full_optimizer_state(one, "exp_avg").clone()
         held |= dict(engine.module.named_buffers())
         torch.save(held, f"{directory}/{stage}-held-{distributed.get_rank()}.pt")
+        distributed.barrier()
+        for rank in range(distributed.get_world_size()):
+            if rank == distributed.get_rank():
+                verdicts.append(traindiff.weights(f"{directory}/{stage}", engine.module).verdict)
+            distributed.barrier()
+    return verdicts
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_what_deepspeed_has_saved_is_what_it_held(tmp_path: Path, ranks: int, dtype: str) -> None:
-    run_on_ranks(train, ranks, str(tmp_path), dtype, timeout_seconds=400)
+    verdicts = run_on_ranks(train, ranks, str(tmp_path), dtype, timeout_seconds=400)
+
+    rounded = "equivalent" if dtype == "bfloat16" else "identical"
+    assert verdicts == [["identical", rounded, rounded, rounded]] * ranks
 
     for stage in STAGES:
         held = torch.load(tmp_path / f"{stage}-held-0.pt")

@@ -16,6 +16,7 @@ from traindiff.state.adapters import merged_adapters
 from traindiff.state.comparison import Relation, WeightsComparison, moved_sentences
 from traindiff.state.dtypes import shorter
 from traindiff.state.equal_bits import Equality, can_be_equal, equalities
+from traindiff.state.held_parts import cut_to_held
 from traindiff.state.maps import mapped
 from traindiff.state.matching import Matching
 from traindiff.state.measured import Measured, measure, same_bits
@@ -76,7 +77,7 @@ def weights(
         if not first or not second:
             notes += _one_sided(role, first, second)
             continue
-        if role == "parameter":
+        if role == "parameter" and not any(one.held for one in (*first.values(), *second.values())):
             first, second, found = merged_adapters(first, second, {} if third is None else _of_role(third, role))
             relations += found
             if not first or not second:
@@ -85,6 +86,9 @@ def weights(
         notes += [named[2]] if named[2] else []
         baseline_named = {named[0][name]: tensor for name, tensor in first.items()}
         candidate_named = {named[1][name]: tensor for name, tensor in second.items()}
+        baseline_named, candidate_named, found, told = cut_to_held(baseline_named, candidate_named)
+        relations += found
+        notes += told
         equal = _equal(baseline_named, candidate_named, counter)
         measured = _measured(baseline_named, candidate_named, equal, counter)
         relations += Matching(role, *measured, equal, counter).relations()

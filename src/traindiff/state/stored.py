@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from traindiff.core.shards import Region, Shard
 from traindiff.core.untrusted.demands import quoted
 from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import CheckpointError
@@ -139,6 +140,7 @@ class StoredTensor:
         memory: Slabs of a tensor in memory, by first and last row.
         summary: Its summary, if that is all there is.
         in_one: Whether it is one slab, because its elements are made of whole tensors.
+        held: Which elements of a sharded tensor it is, if it is what one rank holds; `shape` is then that of the part.
     """
 
     name: str
@@ -149,6 +151,7 @@ class StoredTensor:
     memory: Callable[[int, int], Bits] | None = None
     summary: Any = None
     in_one: bool = False
+    held: Region | Shard | None = None
 
     @property
     def size(self) -> int:
