@@ -45,7 +45,7 @@ def weights(
 
     Args:
         baseline: Path or fsspec URL of a file or directory of saved weights (safetensors, torch.save, a Hugging Face
-            directory, torch.distributed.checkpoint, DeepSpeed) or of a recording, a model, or a state dict.
+            directory, torch.distributed.checkpoint, DeepSpeed, Megatron) or of a recording, a model, or a state dict.
         candidate: What is compared with it, likewise.
         base: A third set, e.g. the model before fine-tuning: tensors of the candidate that are still its are named.
         map: File that says which tensors of the two are which, and in which layout, or the name of a map that

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal
 
@@ -62,6 +62,10 @@ class Bytes:
     name: str
     offset: int
     count: int
+
+    def after(self, count: int) -> Bytes:
+        """The bytes without the first `count` ones."""
+        return replace(self, offset=self.offset + count, count=max(0, self.count - count))
 
     def read(self, first: int, count: int, into: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
         """`count` bytes from byte `first` on; in `into` if they fit there.

@@ -19,7 +19,7 @@ from traindiff.core.untrusted.folder import Folder
 from traindiff.state.dtypes import ITEM_BYTES
 from traindiff.state.sources.pickles import Record
 from traindiff.state.sources.torch_files import Archive, archive_of, named_tensors
-from traindiff.state.stored import Bytes, Part, Place, Role, StoredTensor, check_parts, unreadable
+from traindiff.state.stored import Part, Place, Role, StoredTensor, check_parts, unreadable
 
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,9})_mp_rank_(\d{2,9})_optim_states\.pt", re.ASCII)
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,9})_)?mp_rank_(\d{2,9})_model_states\.pt", re.ASCII)
@@ -255,12 +255,7 @@ def _shifted(flat: StoredTensor, first: int) -> Place:
     whole = flat.parts[0].find()
     if whole.strides is not None:
         raise unreadable(whole.content.folder.path(whole.content.name), "a partition in it has gaps")
-    skipped, content = first * ITEM_BYTES[flat.dtype], whole.content
-    return Place(
-        content=Bytes(
-            folder=content.folder, name=content.name, offset=content.offset + skipped, count=content.count - skipped
-        )
-    )
+    return Place(content=whole.content.after(first * ITEM_BYTES[flat.dtype]))
 
 
 def _whole(
