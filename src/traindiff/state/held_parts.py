@@ -30,9 +30,9 @@ def cut_to_held(
     """
     first, second = dict(baseline), dict(candidate)
     found: list[Relation] = []
-    for name in first.keys() & second.keys():
-        one, other = first[name], second[name]
-        if one.held == other.held:
+    for name, one in baseline.items():
+        other = candidate.get(name)
+        if other is None or one.held == other.held:
             continue
         if one.held is not None and other.held is not None:
             raise CheckpointError(
