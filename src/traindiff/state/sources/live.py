@@ -19,7 +19,6 @@ from traindiff.state.dtypes import ITEM_BYTES, Bits, bits_type
 from traindiff.state.sources.torch_files import named_tensors
 from traindiff.state.stored import Role, StoredTensor
 
-
 _SAVE = "Save with torch.distributed.checkpoint, and give that directory."
 
 
