@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from traindiff.analyse.merge.distance import ESTIMATED_PERMUTED_NORMS, Pair, has_other_losses, norms_apart
 from traindiff.analyse.merge.site import MergedSite, SiteKey
 from traindiff.analyse.noise.choices import TurnedChoices
-from traindiff.analyse.noise.coherent import CoherentErrors
+from traindiff.analyse.noise.coherent import CoherentErrors, canceled_means
 from traindiff.analyse.noise.gradients import (
-    NO_NORMS,
+    NO_CLASSES,
     Terms,
     gradient_floor,
     summed_rows,
@@ -59,8 +59,9 @@ class SiteFloors:
         forced: Whether the candidate was given the baseline's tensors after each operation, so that all inputs agree
             and each operation is judged alone.
         leaky: Whether the model has gates that leave no zeros when they shut, as LeakyReLU.
-        norms: Class names of the norms over positions, by path.
+        classes: Class names of norms over positions and of embeddings, by path.
         unplaced: The baseline's entries of sites whose rows could not be brought together, in execution order.
+        unpaired: Entries of sites that only one run has.
     """
 
     def __init__(
@@ -75,8 +76,9 @@ class SiteFloors:
         calibration: Calibration,
         forced: bool = False,
         leaky: bool = False,
-        norms: Mapping[str, str] = NO_NORMS,
+        classes: Mapping[str, str] = NO_CLASSES,
         unplaced: Sequence[MergedSite] = (),
+        unpaired: Sequence[MergedSite] = (),
     ) -> None:
         self._run = run
         self._forced = forced
@@ -91,7 +93,8 @@ class SiteFloors:
         self._calibration = calibration
         self.choices = TurnedChoices(pairs, most=self.turned_rows)
         self._lost = {**lost_in_rounding(pairs), **lost_rows(pairs)}
-        self._terms: Mapping[str, Terms] = terms_by_module(pairs, norms)
+        self._terms: Mapping[str, Terms] = terms_by_module(pairs, classes, (*unplaced, *unpaired))
+        self._canceled_means = canceled_means(pairs)
         self._coherent = CoherentErrors(self._terms, parameters)
         self._rounded = 0.0  # largest unit roundoff of the baseline so far in the step
         self._noise_flow = 0.0  # largest difference of a replica so far in the step
@@ -367,7 +370,8 @@ class SiteFloors:
             floor = floors.update(key.path, dtypes[0], adaptive=adaptive, storage=self.storage(pair), unseen=unseen)
             turned = self._turned(pair, floors) if adaptive and not self._forced else 0.0
             return max(floor, turned, self._together.floor(pair)) + self._run.correction(pair.baseline.key)
-        return max(floors.activation(key.path.rpartition(".")[0], dtypes), self._summation(pair))  # a buffer
+        buffer = max(floors.activation(key.path.rpartition(".")[0], dtypes), self._summation(pair))
+        return buffer * self._canceled_means.get(key, 1.0)
 
     def _summation(self, pair: Pair) -> float:
         """Floor of values computed from a mean and a variance over many rows; 0 for anything else.
