@@ -91,7 +91,7 @@ class SiteFloors:
         moments: Mapping[SiteKey, float] = noise.moments if noise else {}
         self._moments = MomentFloors(lambda key: SAFETY * calibration.constant(key.phase) * moments.get(key, 0.0))
         self._calibration = calibration
-        self.choices = TurnedChoices(pairs, most=self.turned_rows)
+        self.choices = TurnedChoices(pairs, most=lambda rows, computed: self.turned_rows(rows, computed=computed))
         self._lost = {**lost_in_rounding(pairs), **lost_rows(pairs)}
         self._terms: Mapping[str, Terms] = terms_by_module(pairs, classes, (*unplaced, *unpaired))
         self._canceled_means = canceled_means(pairs)
@@ -123,7 +123,7 @@ class SiteFloors:
         """True if anything that this step has read so far differs by noise, not by what a divergence makes of it."""
         return bool(self._calm.flow or self._calm.parameters)
 
-    def turned_rows(self, rows: int, *, undisturbed: bool = False) -> float:
+    def turned_rows(self, rows: int, *, undisturbed: bool = False, computed: bool = False) -> float:
         """Number of rows of a choice that may change because of differences at its inputs.
 
         A choice is a gate (see `Floors.gated`): about a share e of its decisions lies within e of the threshold.
@@ -131,9 +131,10 @@ class SiteFloors:
         Args:
             rows: Number of rows in the baseline.
             undisturbed: Count differences within noise only.
+            computed: What is compared with the threshold is computed inside a module, and rounded there.
         """
         floors = self._calm if undisturbed else self._floors
-        hidden = rows * max(floors.flow, floors.parameters)
+        hidden = rows * max(floors.flow, floors.parameters, floors.precision if computed else 0.0)
         return max(1.0, GAIN * hidden) if hidden >= SEEN_FLIPS else 0.0
 
     def of(self, pair: Pair) -> float:
@@ -399,7 +400,8 @@ class SiteFloors:
         key = pair.baseline.key
         if key.phase not in ("forward", "backward"):
             return 0.0
-        chosen = self.choices.floor(pair, inputs=max(floors.flow, floors.parameters))
+        inputs = max(floors.flow, floors.parameters)
+        chosen = self.choices.floor(pair, inputs=inputs, precision=floors.precision)
         if key.phase == "forward":
             return chosen
         turned = self._turned_signs.get(key._replace(phase="forward")) if self._leaky else None
