@@ -66,6 +66,11 @@ ROW_ERRORS: tuple[Kernel, ...] = (
 )
 """Kernels that compare such sums of two matrices, by `row_errors(sums, made, bound)`."""
 
+LINEAR_CHECKS: tuple[Kernel, ...] = (
+    Kernel(module="traindiff.core.kernels.cpu.linear_checks", device_types=frozenset({"cpu"}), needs="llvmlite"),
+)
+"""Kernels that do all of this for a linear layer in one call, by `reads(matrix)`, `Output(...)` and `OfInput(...)`."""
+
 WORDS = Kernel(module="traindiff.core.kernels.cpu.words", device_types=frozenset({"cpu"}), needs="llvmlite")
 """The kernel that adds up 64-bit words in memory: `sums(address, rows)`."""
 

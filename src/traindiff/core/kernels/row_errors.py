@@ -42,6 +42,28 @@ class Bound(NamedTuple):
     constant: float | Tensor
 
 
+class Weights(NamedTuple):
+    """What multiplies the sizes of a row in the bound of its error.
+
+    Attributes:
+        output: Of what is rounded to the dtype of the output: the result, and, if something is added, the product.
+        added: Of the norm of what is added, beside that.
+        partial: Of the largest partial sum.
+        coherent: Of the same, times its size in units of the terms'.
+        most: Largest such size.
+        lost: Lost with numbers that are too small to be normal.
+        lost_by_input: The same, times the norm of the inputs.
+    """
+
+    output: float
+    added: float
+    partial: float
+    coherent: float
+    most: float
+    lost: float
+    lost_by_input: float
+
+
 def row_errors(sums: Tensor, made: Tensor, bound: Bound, counts: Sequence[int] = ()) -> Tensor:
     """The largest error, its row, the median error, and the error of all rows.
 

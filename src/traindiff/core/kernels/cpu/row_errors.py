@@ -24,7 +24,7 @@ def row_errors(sums: torch.Tensor, made: torch.Tensor, bound: Bound, counts: Seq
     rows = sums.shape[1]
     size = NUMBERS + len(counts)
     found = torch.empty(size + rows, dtype=torch.float64, device="cpu")  # behind the numbers there is room for work
-    numbers = array("d", (*bound, *counts))
+    numbers = array("d", map(float, (*bound, *counts)))
     _function()(
         sums.data_ptr(), made.data_ptr(), rows, numbers.buffer_info()[0], len(counts), found.data_ptr(),
     )  # fmt: skip
@@ -35,12 +35,20 @@ def row_errors(sums: torch.Tensor, made: torch.Tensor, bound: Bound, counts: Seq
 def _function() -> Callable[..., None]:
     """Build `errors(sums, made, rows, bound, counts, found)`; so many counts follow the numbers of the bound."""
     word, pointer = ctypes.c_int64, ctypes.c_void_p
-    return machine_code("row_errors", _module)("errors", pointer, pointer, word, pointer, word, pointer)
+    code = machine_code("row_errors", _module)
+    made: Callable[..., None] = code("errors", pointer, pointer, word, pointer, word, pointer)
+    return made
 
 
 def _module() -> ir.Module:
     """The LLVM IR: the same for every machine."""
     module = ir.Module("row_errors")
+    errors_function(module)
+    return module
+
+
+def errors_function(module: ir.Module) -> ir.Function:
+    """Define `errors`; see `_function`."""
     signature = ir.FunctionType(ir.VoidType(), [POINTER, POINTER, I64, POINTER, I64, POINTER])
     code = Code(ir.Function(module, signature, "errors"))
     sums, made, rows, bound, counts, found = code.arguments
@@ -76,14 +84,14 @@ def _module() -> ir.Module:
     for norm in norms:
         share = norm // size
         numbers.append(((size > nothing) & (share >= nothing)).choose(share, nothing))
-    for number, one in enumerate(numbers):
-        code.store(code.at(found, number, F64), one)
+    for place_of, one in enumerate(numbers):
+        code.store(code.at(found, place_of, F64), one)
     with code.loop(zero, counts, 1) as number:
         code.store(
             code.at(found, number + NUMBERS, F64), code.load(code.at(bound, number + len(Bound._fields), F64), F64)
         )
     code.finish()
-    return module
+    return code.function
 
 
 def _root(code: Code, value: Value) -> Value:

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from traindiff.core.kernels.row_errors import TINY, Bound
+from traindiff.core.kernels.row_errors import TINY, Bound, Weights
 from traindiff.core.torch_compat.execution import inputs_may_be_rounded_to, partial_sums_may_be_short
 
 _SHORT_SUMS = 2.0**-13
@@ -131,30 +131,14 @@ def _coherence(terms: Rows, partial: Rows, count: int) -> Rows:
     return (partial / terms.clip(TINY, None)).clip(1.0, math.sqrt(count))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
-    """What multiplies the sizes of a row in the bound of its error; the module's docstring has the formula.
-
-    Attributes:
-        output: Of what is rounded to the dtype of the output.
-        added: Of the norm of what is added, beside that.
-        partial: Of the largest partial sum.
-        coherent: Of the same, times its size in units of the terms'.
-        lost: Lost with numbers that are too small to be normal.
-        lost_by_input: The same, times the norm of the inputs.
-    """
-
-    output: float
-    added: float
-    partial: float
-    coherent: float
-    lost: float
-    lost_by_input: float
-
-
 def weights(form: Format, num_columns: int, num_terms: int) -> Weights:
-    """The weights for rows of so many elements with so many terms, as the user's settings are now."""
+    """The weights for rows of so many elements with so many terms, as the user's settings are now; see the module."""
     return _weights(form, form.shortened, form.adds_parts_in_output, num_columns, num_terms)
+
+
+def precision_of_products() -> tuple[Any, ...]:
+    """What the user's settings say now of products of matrices on the CPU; `weights` depend on it."""
+    return inputs_may_be_rounded_to("cpu", convolution=False), partial_sums_may_be_short("cpu", torch.float16)
 
 
 @lru_cache(maxsize=4096)
@@ -170,7 +154,8 @@ def _weights(form: Format, shortened: str, parts: bool, num_columns: int, num_te
     small = sums.tiny * num_terms
     return Weights(
         output=u_output, added=2.0 * u_sums + check, partial=of_inputs + of_parts + check,
-        coherent=u_sums * math.sqrt(num_terms), lost=width * (output.tiny + small), lost_by_input=width * small,
+        coherent=u_sums * math.sqrt(num_terms), most=math.sqrt(num_terms), lost=width * (output.tiny + small),
+        lost_by_input=width * small,
     )  # fmt: skip
 
 
@@ -205,6 +190,6 @@ def bound_of_rows(form: Format, num_columns: int, num_terms: int, largest_input:
     product, norm = added
     rounded = by.output * (norm > 0)
     return Bound(
-        offset=product, result=by.output + rounded, partial=by.partial, coherent=by.coherent, most=math.sqrt(num_terms),
+        offset=product, result=by.output + rounded, partial=by.partial, coherent=by.coherent, most=by.most,
         constant=by.lost + by.lost_by_input * largest_input + (by.added + rounded) * norm,
     )  # fmt: skip

@@ -31,7 +31,7 @@ _PLACES = {"AddmmBackward": 1, "MmBackward": 0}
 
 
 @lru_cache(maxsize=4096)
-def _signs(count: int, device: torch.device) -> Tensor:
+def signs(count: int, device: torch.device) -> Tensor:
     """Random signs, float64: always the same ones."""
     generator = torch.Generator().manual_seed(_SEED + count)
     drawn = torch.randint(0, 2, (count,), generator=generator)
@@ -50,14 +50,15 @@ class Factor:
     Attributes:
         shape: Number of outputs and of inputs.
         dtype: In which the product is computed: autocast converts weights.
-        by_input: float64, shape (2, inputs): `Wᵀa`, and the squared norms of the weight's columns.
+        by_input: float64, shape (2, inputs): `Wᵀa`, and the squared norms of the weight's columns; None if
+            it is not needed any more.
         by_output: float64, shape (2, outputs): `W b`, and the squared norms of its rows.
         largest: Norm of the weight.
     """
 
     shape: tuple[int, int]
     dtype: torch.dtype
-    by_input: Tensor
+    by_input: Tensor | None
     by_output: Tensor
     largest: Tensor | float
 
@@ -66,28 +67,29 @@ def factor_of(weight: Tensor, dtype: torch.dtype) -> Factor:
     """A weight, shape (outputs, inputs), as a product in a dtype uses it."""
     values = _in(weight, dtype)
     outputs, inputs = values.shape
-    by_input, by_output = table_sums(values, _signs(outputs, values.device), _signs(inputs, values.device))
+    by_input, by_output = table_sums(values, signs(outputs, values.device), signs(inputs, values.device))
     (square,) = _numbers(by_output[1].sum().reshape(1))
     return Factor(shape=(outputs, inputs), dtype=dtype, by_input=by_input, by_output=by_output, largest=square**0.5)
 
 
 def check_output(factor: Factor, given: Tensor, bias: Tensor | None, output: Tensor) -> Tensor:
     """The check of what a linear layer returned; see `_checked`."""
+    assert factor.by_input is not None
     outputs = factor.shape[0]
-    signs = _signs(outputs, output.device)
+    drawn = signs(outputs, output.device)
     added: tuple[Any, Any] = (0.0, 0.0)
     if bias is not None:
         product, square, _ = _numbers(
-            row_sums(_in(bias, factor.dtype).reshape(1, outputs), signs, _ones(outputs, output.device)).reshape(3)
+            row_sums(_in(bias, factor.dtype).reshape(1, outputs), drawn, _ones(outputs, output.device)).reshape(3)
         )
         added = product, square**0.5
-    return _checked(_in(given, factor.dtype), factor, factor.by_input, output.detach(), signs, added, output.shape[:-1])
+    return _checked(_in(given, factor.dtype), factor, factor.by_input, output.detach(), drawn, added, output.shape[:-1])
 
 
 def check_gradient(factor: Factor, gradient: Tensor, of_input: Tensor, rows: Sequence[int]) -> Tensor:
     """The check of the gradient of its input, given that of its output, and the shape of its rows; see `_checked`."""
-    signs = _signs(factor.shape[1], of_input.device)
-    return _checked(gradient.detach(), factor, factor.by_output, of_input.detach(), signs, (0.0, 0.0), rows)
+    drawn = signs(factor.shape[1], of_input.device)
+    return _checked(gradient.detach(), factor, factor.by_output, of_input.detach(), drawn, (0.0, 0.0), rows)
 
 
 def _in(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -119,7 +121,7 @@ def _checked(
     Returns:
         float64, shape (8,), as `traindiff.core.witness` says, without synchronizing.
     """
-    form = _format(left.dtype, factor.dtype, found.dtype, found.device.type)
+    form = format_of(left.dtype, factor.dtype, found.dtype, found.device.type)
     terms, columns = left.shape[-1], signs.numel()
     sums = row_sums(left.reshape(-1, terms), right[0], right[1])
     made = row_sums(found.reshape(-1, columns), signs, _ones(columns, signs.device))
@@ -128,7 +130,8 @@ def _checked(
 
 
 @cache
-def _format(left: torch.dtype, right: torch.dtype, result: torch.dtype, device: str) -> Format:
+def format_of(left: torch.dtype, right: torch.dtype, result: torch.dtype, device: str) -> Format:
+    """The format of a product of two dtypes."""
     return Format(inputs=(left, right), output=result, device=device)
 
 
