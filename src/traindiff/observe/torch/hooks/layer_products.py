@@ -14,6 +14,7 @@ from traindiff.core.observation import WITNESSED_PRODUCT
 from traindiff.core.shards import Shard
 from traindiff.core.site import path_in_whole
 from traindiff.core.torch_compat.execution import inside_backward
+from traindiff.core.torch_compat.training import parameters_of
 from traindiff.core.witness import OF_INPUT, OF_OUTPUT, SIZE
 from traindiff.errors import UnsupportedTensorError
 from traindiff.observe.torch.hooks.context import TapContext
@@ -32,9 +33,6 @@ from traindiff.observe.torch.witness.layer_products import (
 from traindiff.observe.torch.witness.prepared_products import Prepared, prepared
 
 _WHOLE = Shard.whole((SIZE,))
-
-_RIGHT = 1.0
-"""Error of a row up to which a check is believed that goes by settings of precision read earlier in the step."""
 
 _SUSPECT = 2.5
 """Error of a row, in units of what rounding explains, that right products do not reach: they are checked once more."""
@@ -132,11 +130,11 @@ class _LayerProducts:
         known = self._prepared.get(path)
         if known is None:
             return False
-        own = module._parameters  # has no weight that code computes
+        own = parameters_of(module)  # has no weight that code computes
         if (weight := own.get("weight")) is None:
             return False
         found = known.output(given, weight, own.get("bias"), output)
-        if found is None or float(found[0][0]) > _RIGHT:
+        if found is None or float(found[0][0]) > _SUSPECT:
             return False
         vector, by_output = found
         call = self._sink.progress.next_call(path, WITNESSED_PRODUCT)
@@ -174,7 +172,7 @@ class _LayerProducts:
             return
         found, gradient = of_inputs[place], gradients[0]
         vector = call.of_input(gradient, found)
-        if vector is None or float(vector[0]) > _RIGHT:
+        if vector is None or float(vector[0]) > _SUSPECT:
             vector = self._checked(call, gradient, found)
         if vector is not None:
             self._emit(vector, "backward", call.path, OF_INPUT, call.call)

@@ -97,9 +97,12 @@ def prepared(given: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor)
     return Prepared(kernel, given, weight, bias, output)
 
 
-def _is_like(one: Tensor, other: Tensor, dtype: Any) -> bool:
+def _is_like(one: Any, other: Any, dtype: Any) -> bool:
     """True for contiguous tensors of one dtype in memory."""
-    return all(part.dtype == dtype and part.is_cpu and part.is_contiguous() for part in (one, other))
+    return all(
+        isinstance(part, Tensor) and part.dtype == dtype and part.is_cpu and part.is_contiguous()
+        for part in (one, other)
+    )  # fmt: skip
 
 
 @cache
