@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -160,7 +161,8 @@ def shares(step: Sequence[Site], whole: Summaries, num_ranks: int, number: int) 
         part["count"] = size
         part["negative"] = np.where(last, left["negative"], np.minimum(size, left["negative"]) // 2)
         for name in sums:
-            noise = 1.0 + 0.1 * random.normal(size=whole[name].shape)
+            # What is left for the last rank then stays close to its share, and positive.
+            noise = 1.0 + 0.1 / math.sqrt(num_ranks) * random.normal(size=whole[name].shape)
             share = size.reshape(-1, *(1,) * (whole[name].ndim - 1)) / np.maximum(1, whole["count"]).reshape(
                 -1, *(1,) * (whole[name].ndim - 1)
             )
