@@ -201,9 +201,12 @@ class Recording:
     def merged_steps(
         self, *, begin: int = 0, end: int | None = None, before: bool = False
     ) -> Iterator[StepObservations]:
-        """The steps of a compact recording with their ranks merged. A step without rows is whole: `steps` has it.
+        """The steps of a compact recording with their ranks merged. For a step that is whole, there is a mark.
 
-        The arguments are those of `steps`.
+        Args:
+            begin: As for `steps`.
+            end: As for `steps`.
+            before: As for `steps`.
 
         Raises:
             CorruptRecordingError: The bytes are not those that were written.

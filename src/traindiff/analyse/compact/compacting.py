@@ -74,11 +74,11 @@ def compact(
     whole_every: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Compacted:
-    """Merge the ranks of a recording once, into a new recording of which everything else can be asked as before.
+    """Merge the ranks of a recording once, into a smaller one of which everything else can be asked as before.
 
     Args:
         recording: The recording; it is only read. One that is compact already may be given.
-        output: Path of the new one. It is there when all of it has been written.
+        output: Path of the smaller one. It is there when all of it has been written.
         whole_every: Also keep every n-th step rank by rank, if the recording has it so.
         progress: Called with the number of each step.
 
