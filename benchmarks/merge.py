@@ -143,7 +143,12 @@ def of_the_whole(step: Sequence[Site], number: int) -> Summaries:
     for name in ("row", "column"):
         found[f"{name}_largest"] = 4.0
         found[f"{name}_squares"] = (found["count"] / BUCKETS)[:, None]
+    for name in _OF_FRACTIONS:
+        found[name][[site.about[0] == "batch" for site in step]] = 0.0  # whole numbers: tokens
     return found
+
+
+_OF_FRACTIONS = ("sum", "sum_of_squares", "sketch", "row_largest", "column_largest", "row_squares", "column_squares")
 
 
 def shares(step: Sequence[Site], whole: Summaries, num_ranks: int, number: int) -> Iterator[Summaries]:
@@ -226,7 +231,7 @@ def _observed(site: Site, order: int, step: int, rank: int, num_ranks: int) -> O
     phase, stage, path, slot = site.about
     return Observation(
         step=step, micro_step=0, optimizer="optimizer", phase=phase, stage=stage, path=path, slot=slot, call=0,
-        order=order, dtype="float64" if site.whole else "bfloat16", shard=site.shard(rank, num_ranks),
+        order=order, dtype="int64" if phase == "batch" else "float64" if site.whole else "bfloat16", shard=site.shard(rank, num_ranks),
         factor=_factor(site, num_ranks), term=rank,
     )  # fmt: skip
 

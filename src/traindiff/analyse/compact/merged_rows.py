@@ -17,7 +17,7 @@ from traindiff.core.observation import Observation
 from traindiff.core.shards import Shard
 from traindiff.core.summary import SUMMARY, Summaries, add, empty
 from traindiff.storage.merged_rows import ENTRY, MICRO_STEP, PART, RANKS, groups_text, listed
-from traindiff.storage.places import Place, PlaceWriter
+from traindiff.storage.places import Place, Places, PlaceWriter
 
 
 class Unmergeable(Exception):  # noqa: N818
@@ -53,7 +53,7 @@ class RowMaker:
     def __init__(self, places: PlaceWriter, bits: int) -> None:
         self._places = places
         self._bits = bits
-        self._latest: dict[SiteKey, tuple[list[Place], int]] = {}  # where the parts of a site were, and its number
+        self._latest: dict[SiteKey, tuple[Places, int]] = {}  # where the parts of a site were, and the list's number
 
     def rows(self, table: StepTable, *, optimizer: str, step: int) -> Rows:
         """The rows of a step.
@@ -75,10 +75,11 @@ class RowMaker:
         return rows
 
     def _number(self, key: SiteKey, parts: Sequence[RankPart]) -> int:
-        places = [Place(part.micro_step, part.rank, part.shard, part.term) for part in parts]
+        places = tuple(Place(part.micro_step, part.rank, part.shard, part.term) for part in parts)
         latest = self._latest.get(key)
         if latest is None or latest[0] != places:
-            latest = self._latest[key] = places, self._places.number(places)
+            number = self._places.number(places)
+            latest = self._latest[key] = self._places.of(number), number  # one object for all sites with these places
         return latest[1]
 
     def _further(
