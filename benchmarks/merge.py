@@ -229,9 +229,10 @@ def write(path: Path, *, num_ranks: int, num_steps: int) -> int:
 
 def _observed(site: Site, order: int, step: int, rank: int, num_ranks: int) -> Observation:
     phase, stage, path, slot = site.about
+    dtype = "int64" if phase == "batch" else "float64" if site.whole else "bfloat16"
     return Observation(
         step=step, micro_step=0, optimizer="optimizer", phase=phase, stage=stage, path=path, slot=slot, call=0,
-        order=order, dtype="int64" if phase == "batch" else "float64" if site.whole else "bfloat16", shard=site.shard(rank, num_ranks),
+        order=order, dtype=dtype, shard=site.shard(rank, num_ranks),
         factor=_factor(site, num_ranks), term=rank,
     )  # fmt: skip
 
