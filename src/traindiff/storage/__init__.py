@@ -2,6 +2,7 @@
 
 from traindiff.storage.gap import Gap
 from traindiff.storage.manifest import Ended, ended
+from traindiff.storage.places import Places
 from traindiff.storage.reader import Recording, Run, open_recording
 from traindiff.storage.shifted import ShiftedRecording
 from traindiff.storage.stream import RankStatus, StepObservations
@@ -10,6 +11,7 @@ from traindiff.storage.writer import RecordingWriter
 __all__ = [
     "Ended",
     "Gap",
+    "Places",
     "RankStatus",
     "Recording",
     "RecordingWriter",

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from itertools import chain, count, islice
-from typing import IO, Literal
+from typing import IO, TYPE_CHECKING, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -35,6 +35,9 @@ from traindiff.storage.schema import (
 )
 from traindiff.storage.seals import FIRST, MOST_TO_SEARCH, Seal, SealLines, Start, seals_in
 
+if TYPE_CHECKING:
+    from traindiff.storage.places import PlaceSource
+
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
@@ -45,6 +48,9 @@ class StepObservations:
     `stored` holds the optional parts by the same i; `Recording.tensors` reads their files. `after` holds the latest
     step of each other optimizer before it, as far as the order is known. Steps of a rank with the same object as
     `layout` have the same observations but for the number of the step; None if that is not known.
+
+    If the ranks of a compact recording are merged, `places` tells which ranks have which parts, `observations` are the
+    rows of a merged step (FORMAT.md), and `rank` is the lowest one. Else `places` is None.
     """
 
     rank: int
@@ -55,6 +61,7 @@ class StepObservations:
     stored: Stored = NOTHING_STORED
     after: Mapping[str, int] = field(default_factory=dict)
     layout: object = None
+    places: PlaceSource | None = None
 
     def joined(self, more: StepObservations) -> StepObservations:
         """The step with further observations added."""

@@ -139,11 +139,21 @@ def _reaches(table: StepTable, limit: float) -> bool:
     )
 
 
+_ALL_RANKS = -1
+"""In a compact recording, contributions are known as the sum over all ranks."""
+
+
 def contributions(table: StepTable) -> dict[str, dict[tuple[int, int], Any]]:
-    """By path: gradient of each micro-batch, by micro-step and rank; copies count once."""
+    """By path: gradient of each micro-batch, by micro-step and rank; copies count once.
+
+    Of a site of a compact recording whose ranks are merged, the rank is -1: all of them.
+    """
     found: dict[str, dict[tuple[int, int], Any]] = {}
     for key, entry in table.items():
         if key.phase != "grad" or key.stage != "micro" or key.call or entry.unobserved:
+            continue
+        if entry.abridged is not None:
+            found[key.path] = {(number, _ALL_RANKS): one for number, one in entry.abridged.micro_steps.items()}
             continue
         terms = {(part.micro_step, part.term, part.shard): part for part in reversed(entry.parts)}
         by_place: dict[tuple[int, int], list[Any]] = {}
