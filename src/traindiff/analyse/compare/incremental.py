@@ -420,9 +420,9 @@ class RunningComparison:
         return "identical" if equal else "equivalent"
 
 
-_SUMMING = re.compile("(Batch|Instance|Group)Norm|Embedding")
-"""Modules that sum in kernels of their own: norms over the positions of an image or a sequence, some of them without
-running statistics, and embeddings."""
+_SUMMING = re.compile("(Batch|Instance|Group|RMS)Norm|Embedding")
+"""Modules whose kernels are known to sum in their own ways: norms, most of them over the positions of an image or a
+sequence, and embeddings."""
 
 _LEAKY = frozenset({"LeakyReLU", "PReLU", "RReLU"})
 """Modules with gates that leave no zeros when they shut."""
