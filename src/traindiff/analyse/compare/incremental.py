@@ -132,7 +132,7 @@ class RunningComparison:
         self._both = BothRuns(self._facts, [side.common for side in runs.map.sides])
         modules = self._facts[0].modules
         self._leaky = not _LEAKY.isdisjoint(modules.values())
-        self._norms = {path: name for path, name in modules.items() if _OVER_POSITIONS.search(name)}
+        self._classes = {path: name for path, name in modules.items() if _SUMMING.search(name)}
         contents = [[run.rank_content(rank) for rank in run.ranks] for run in runs.runs]
         self._configurations = Configurations(contents[0], contents[1], rename, ranks=[run.ranks for run in runs.runs])
         self._forced = bool(candidate.run.get("forced_by"))
@@ -334,8 +334,9 @@ class RunningComparison:
                 whole=whole,
                 carried=clip_coefficient(clipped[0]) / scales[1],
                 leaky=self._leaky,
-                norms=self._norms,
+                classes=self._classes,
                 unplaced=given.unplaced,
+                unpaired=(*given.aligned.only_baseline, *given.aligned.only_candidate),
                 other_form=given.other_form,
                 sources=given.sources,
             ),
@@ -415,8 +416,9 @@ class RunningComparison:
         return "identical" if equal else "equivalent"
 
 
-_OVER_POSITIONS = re.compile("(Batch|Instance|Group)Norm")
-"""Modules that take means over the positions of an image or a sequence, some of them without running statistics."""
+_SUMMING = re.compile("(Batch|Instance|Group)Norm|Embedding")
+"""Modules that sum in kernels of their own: norms over the positions of an image or a sequence, some of them without
+running statistics, and embeddings."""
 
 _LEAKY = frozenset({"LeakyReLU", "PReLU", "RReLU"})
 """Modules with gates that leave no zeros when they shut."""

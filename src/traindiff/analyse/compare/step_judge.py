@@ -44,12 +44,14 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
     if given.first:
         judge.run.permuted |= exact.permuted_paths(given.pairs)
         judge.run.disturbed |= exact.other_parameters(given.pairs)
+    edited = (one for one in given.found if one.kind == "edited")
+    judge.run.disturbed.update(path for one in edited for path in one.evidence["paths"])
     lacking = (one for one in given.found if one.kind in ("missing", "extra") and not is_uncalled(one))
     judge.absent.update(finding.path for finding in lacking)
     floors = SiteFloors(
         judge.run, parameters=given.parameters, pairs=given.pairs, samples=given.samples,
         micro_steps=given.most_micro_steps, noise=given.noise, calibration=given.calibration, forced=judge.forced,
-        leaky=given.leaky, norms=given.norms, unplaced=given.unplaced,
+        leaky=given.leaky, classes=given.classes, unplaced=given.unplaced, unpaired=given.unpaired,
     )  # fmt: skip
     judged = with_causes((*given.found, *StepJudge(judge, given, floors).judge()))
     found = sorted(judged, key=lambda finding: finding.order)
