@@ -1,5 +1,6 @@
 """Observations to disk and back. The format is defined in FORMAT.md beside this file."""
 
+from traindiff.storage.following import Follower, not_following, open_followed
 from traindiff.storage.gap import Gap
 from traindiff.storage.manifest import Ended, ended
 from traindiff.storage.places import Places
@@ -10,6 +11,7 @@ from traindiff.storage.writer import RecordingWriter
 
 __all__ = [
     "Ended",
+    "Follower",
     "Gap",
     "Places",
     "RankStatus",
@@ -19,5 +21,7 @@ __all__ = [
     "ShiftedRecording",
     "StepObservations",
     "ended",
+    "not_following",
+    "open_followed",
     "open_recording",
 ]

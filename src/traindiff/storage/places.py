@@ -34,6 +34,11 @@ class Places(tuple[Place, ...]):
         return frozenset(one.rank for one in self)
 
     @cached_property
+    def shards(self) -> frozenset[Shard]:
+        """The different parts of the whole."""
+        return frozenset(one.shard for one in self)
+
+    @cached_property
     def num_micro_steps(self) -> int:
         """One more than the largest number of a micro-step; 0 without any."""
         return 1 + max((one.micro_step for one in self), default=-1)

@@ -97,7 +97,7 @@ class RankStatus:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Packed:
+class PackedStep:
     """A step as it is on disk. It ends where the next one begins; finding that does not need unpacking."""
 
     optimizer: str
@@ -107,7 +107,7 @@ class _Packed:
     unpacked_bytes: int
     after: Mapping[str, int] = field(default_factory=dict)
 
-    def append(self, more: _Packed) -> None:
+    def append(self, more: PackedStep) -> None:
         """Add further messages of the step.
 
         Raises:
@@ -214,7 +214,7 @@ class RankStream:
             found = _packed(message)
         return found.optimizer, found.step
 
-    def _unpacked(self, packed: _Packed, *, decoder: Decoder) -> StepObservations:
+    def _unpacked(self, packed: PackedStep, *, decoder: Decoder) -> StepObservations:
         with self._checking(f"step {packed.step}"):
             return unpacked(packed, self._rank, decoder)
 
@@ -232,12 +232,12 @@ class RankStream:
         content = self._folder.read(gap.GAP_FILE, limit=gap.RESERVED_BYTES)
         return gap.parsed(content, where=self._path(gap.GAP_FILE))
 
-    def _packed_steps(self, start: Start = FIRST) -> Iterator[_Packed]:
+    def _packed_steps(self, start: Start = FIRST) -> Iterator[PackedStep]:
         """The rank's steps as they are on disk; this generator keeps no reference to a step that it has yielded.
 
         A comparison of two runs relies on ascending numbers: a step out of order would be compared with nothing.
         """
-        held: dict[str, _Packed] = {}
+        held: dict[str, PackedStep] = {}
         begun: dict[str, int] = {}
         for part in self._messages(start):
             if part.optimizer in held and held[part.optimizer].step == part.step:
@@ -258,7 +258,7 @@ class RankStream:
         while held:
             yield held.pop(next(iter(held)))
 
-    def _messages(self, start: Start) -> Iterator[_Packed]:
+    def _messages(self, start: Start) -> Iterator[PackedStep]:
         """The messages from `start` on, after the first, which is the schema."""
         size = self._size()
         if not self._folder.exists(DATA):
@@ -336,7 +336,7 @@ class RankStream:
         return self._folder.path(name)
 
 
-def unpacked(packed: _Packed, rank: int, decoder: Decoder) -> StepObservations:
+def unpacked(packed: PackedStep, rank: int, decoder: Decoder) -> StepObservations:
     """A step from its messages.
 
     Raises:
@@ -368,14 +368,14 @@ def _check_schema(message: bytes, where: str) -> None:
         )
 
 
-def _packed(message: bytes) -> _Packed:
+def _packed(message: bytes) -> PackedStep:
     """A message as part of a step; only the two columns that identify the step are decoded."""
     size = checked_size(message)
     with decoding():
         batch = read_columns(message, ("step", "optimizer"))
         batch.validate(full=True)
     (optimizer,) = check_texts([batch.column("optimizer")[0].as_py()])
-    return _Packed(
+    return PackedStep(
         step=batch.column("step")[0].as_py(),
         optimizer=printable(optimizer),
         messages=[message],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,17 @@ def record_ranks(
     last: Callable[[int], int] = lambda rank: 1 << 30,
 ) -> Path:
     """Write a recording of several ranks; those that `close` names end it, and a rank ends before step `last`."""
+    writers = writers_of(path, world_size=world_size)
+    for rank, (write, end) in enumerate(writers):
+        for step in range(min(steps, last(rank))):
+            write(step, change)
+        if close(rank):
+            end()
+    return path
+
+
+def writers_of(path: Path, *, world_size: int = 4) -> list[tuple[Callable[[int, Change], None], Callable[[], None]]]:
+    """For each rank: what writes a step, and what ends its recording."""
     observe = ["batch", "forward", "loss", "backward", "grad", "optimizer", "param"]
     run = {
         "world_size": world_size,
@@ -89,16 +101,18 @@ def record_ranks(
         "parameters": {name: {"shape": [WHOLE_SIZE], "dtype": "float32"} for name in ("copy", "shard")},
         "optimizers": [{"name": "optimizer", "type": "SGD", "groups": [["copy", "shard"]]}],
     }  # fmt: skip
+    found = []
     for rank in range(world_size):
         writer = RecordingWriter(str(path), run=run, rank=rank, world_size=world_size)
         writer.write_rank(content)
-        for step in range(min(steps, last(rank))):
-            held = tensors(step, rank, world_size)
-            change(step, rank, held)
-            writer.write_step(*_rows(held, step, rank))
-        if close(rank):
-            writer.close()
-    return path
+        found.append((partial(_write, writer, rank, world_size), writer.close))
+    return found
+
+
+def _write(writer: RecordingWriter, rank: int, world_size: int, step: int, change: Change) -> None:
+    held = tensors(step, rank, world_size)
+    change(step, rank, held)
+    writer.write_step(*_rows(held, step, rank))
 
 
 def _rows(held: Tensors, step: int, rank: int) -> tuple[list[Observation], Any]:

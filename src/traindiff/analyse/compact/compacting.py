@@ -15,7 +15,7 @@ import numpy as np
 
 from traindiff.analyse.compact.merged_rows import RowMaker, Rows, Unmergeable
 from traindiff.analyse.merge.merged_tables import MergedTables
-from traindiff.analyse.merge.placed_parts import are_known
+from traindiff.analyse.merge.placed_parts import PlacedParts, places_of
 from traindiff.analyse.merge.rank_codes import num_bits
 from traindiff.analyse.merge.rank_steps import rank_steps
 from traindiff.analyse.merge.run_steps import RunStep, StepMerger
@@ -256,16 +256,15 @@ _COMPARED = tuple(name for name in NAMES if name not in ("summary", "parts", "ab
 def _same(expected: MergedSite, found: MergedSite) -> bool:
     if any(getattr(expected, name) != getattr(found, name) for name in _COMPARED):
         return False
-    if _bytes(expected.summary) != _bytes(found.summary) or len(expected.parts) != len(found.parts):
+    if _bytes(expected.summary) != _bytes(found.summary):
         return False
-    if not are_known(found.parts) and found.abridged is None:
+    if not isinstance(found.parts, PlacedParts) or (not found.parts.are_known and found.abridged is None):
         return False
-    for one, other in zip(expected.parts, found.parts, strict=True):
-        if one[:3] != other[:3] or one.term != other.term:
-            return False
-        if other.summary is not None and (one.summary is None or _bytes(one.summary) != _bytes(other.summary)):
-            return False
-    return True
+    places = tuple((part.micro_step, part.rank, part.shard, part.term) for part in places_of(expected.parts))
+    if places != tuple(found.parts.places):
+        return False
+    known = ((expected.parts[at].summary, summary) for at, summary in found.parts.known.items())
+    return all(one is not None and _bytes(one) == _bytes(other) for one, other in known)
 
 
 def _bytes(summary: Any) -> bytes:

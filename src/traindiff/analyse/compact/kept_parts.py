@@ -29,7 +29,7 @@ def kept_parts(table: StepTable, key: SiteKey, entry: MergedSite) -> set[int]:
         return set(range(len(parts)))  # a copy may be a rank's own contribution
     if key.stage == BOUNDARY and _was_changed(table, key, entry):
         return set(range(len(parts)))
-    found = set(_nonfinite(parts))
+    found = set(_nonfinite(parts)) if nonfinite_count(entry.summary) else set()
     if entry.apart:
         found.update(_copies_apart(parts))
     return found

@@ -44,6 +44,11 @@ class PlacedParts(Sequence[RankPart]):
         """True if the numbers of all parts are known."""
         return self._alike is not None or len(self._kept) == len(self.places)
 
+    @property
+    def known(self) -> Mapping[int, Any]:
+        """The numbers that are known, by position; of parts that are all alike, of the first."""
+        return self._kept if self._alike is None else {0: self._alike}
+
     def __len__(self) -> int:
         return len(self.places)
 
@@ -94,6 +99,16 @@ def _digest(parts: Sequence[RankPart]) -> bytes:
     if isinstance(parts, PlacedParts):
         return parts.places.digest
     return Places(Place(part.micro_step, part.rank, part.shard, part.term) for part in parts).digest
+
+
+def shards_of(parts: Sequence[RankPart]) -> frozenset[Shard]:
+    """The different parts of the whole."""
+    return parts.places.shards if isinstance(parts, PlacedParts) else frozenset(part.shard for part in parts)
+
+
+def places_of(parts: Sequence[RankPart]) -> Sequence[RankPart | Place]:
+    """Where the parts are, for those who do not ask for their numbers."""
+    return parts.places if isinstance(parts, PlacedParts) else parts
 
 
 def ranks_of(parts: Sequence[RankPart]) -> frozenset[int]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from traindiff.analyse.findings import more_text, ranks_text
-from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
+from traindiff.analyse.merge.placed_parts import ranks_of
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, ranks_in
 from traindiff.core.observation import ALL_GRADIENTS, CLEARED, SAMPLE
 from traindiff.core.summary import UNIT_ROUNDOFF, add, largest, number
 
@@ -101,7 +102,7 @@ def clips(table: StepTable) -> list[Clip]:
     limits = [(key, entry) for key, entry in table.items() if key[1] == "clipped" and is_clip(key)]
     if not limits:
         return []
-    held = {part.rank for key, entry in table.items() if key[:2] == ("grad", "") for part in entry.parts}
+    held = ranks_in({key: entry for key, entry in table.items() if key[:2] == ("grad", "")})
     for key, entry in limits:
         if key.slot not in ("max_norm", "max_value") or entry.unobserved:
             continue
@@ -112,7 +113,7 @@ def clips(table: StepTable) -> list[Clip]:
         effective = (
             _reaches(table, limit) if norm is None else math.isfinite(norm) and limit / (norm + 1e-6) < 1.0 - EFFECT
         )
-        ranks = {part.rank for part in entry.parts}
+        ranks = ranks_of(entry.parts)
         only = tuple(sorted(ranks)) if ranks < held else ()
         found.append(Clip(entry=entry, limit=limit, norm=norm, effective=effective, only=only))
     return found

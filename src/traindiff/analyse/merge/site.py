@@ -14,6 +14,7 @@ from traindiff.analyse.merge.placed_parts import Abridged, PlacedParts, ranks_of
 from traindiff.analyse.merge.placed_parts import RankPart as RankPart
 from traindiff.core.observation import ALL_GRADIENTS, LOSS_SCALE, Observation
 from traindiff.core.summary import empty, nonfinite_count, number
+from traindiff.storage import Places
 
 _GROUP = re.compile(r"(.*)\.groups\[(\d{1,9})\]")
 
@@ -172,6 +173,18 @@ def only_rank(entry: MergedSite) -> int | None:
     """The only rank that has a site; None if several do. Sites derived from a whole step count as rank 0."""
     held = ranks_of(entry.parts) or {0}
     return next(iter(held)) if len(held) == 1 else None
+
+
+def ranks_in(table: Mapping[Any, MergedSite]) -> set[int]:
+    """The ranks that hold a part of some site."""
+    found: set[int] = set()
+    different: dict[int, Places] = {}
+    for entry in table.values():
+        if isinstance(entry.parts, PlacedParts):
+            different[id(entry.parts.places)] = entry.parts.places
+        else:
+            found.update(part.rank for part in entry.parts)
+    return found.union(*(places.ranks for places in different.values()))
 
 
 def num_micro_steps(table: StepTable) -> int:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from traindiff.analyse.findings import Finding, micro_steps_text, ranks_text
 from traindiff.analyse.merge.distance import Pair, best_fit, difference, rounded_to
+from traindiff.analyse.merge.placed_parts import PlacedParts
 from traindiff.analyse.merge.recorded_calls import contributions
 from traindiff.analyse.merge.site import MergedSite, RankPart, SiteKey, StepTable, finding_at, num_micro_steps
 from traindiff.analyse.rules.optimizers import moves_parameters
@@ -179,6 +180,9 @@ def _bits(entry: MergedSite) -> dict[Shard, int]:
     """Fingerprints of the copies that all ranks hold, by shard; of copies that differ, of none."""
     if entry.apart or entry.unobserved:
         return {}
+    if isinstance(entry.parts, PlacedParts) and len(entry.parts.places.shards) == 1:  # one of many copies is enough
+        known = entry.parts.known.values()
+        return {entry.parts.places[0].shard: int(next(iter(known))["fingerprint"])} if known else {}
     return {part.shard: int(part.summary["fingerprint"]) for part in entry.parts if part.summary is not None}
 
 
