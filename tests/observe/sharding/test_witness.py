@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -197,6 +197,54 @@ def test_a_gradient_that_is_wrong_on_one_rank_is_named_there(wrong: Path) -> Non
 
     assert (finding.path, finding.rank) == ("blocks.0.up.weight", 1)
     assert finding.message == "The gradient on rank 1 is 2 x what the inputs and outputs of its layer give."
+
+
+BEFORE_REDUCING: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
+    "lost": (lambda now, _: now.zero_(), "The gradient lacks what rank 1 of 2 contributed."),
+    "doubled": (lambda now, _: now.mul_(2.0), "The gradient holds twice what rank 1 of 2 contributed."),
+    "too large": (lambda now, _: now.mul_(1.25), "The gradient holds 1.25 x what rank 1 of 2 contributed."),
+    "stale": (
+        lambda now, before: now.copy_(before),
+        "The gradient holds what rank 1 of 2 contributed to the step before, in place of what it computed now.",
+    ),
+    "kept": (
+        lambda now, before: now.add_(before),
+        "The gradient also holds what rank 1 of 2 contributed to the step before.",
+    ),
+}  # fmt: skip
+
+
+def train_before_reducing(directory: str) -> None:
+    """With FSDP2, change what rank 1 contributes to one weight in step 1, before gradients are reduced."""
+    for name, (change, _) in BEFORE_REDUCING.items():
+        kept: list[Tensor] = []
+
+        def contributed_to(gradients: Any, change: Any = change, kept: list[Tensor] = kept) -> None:
+            (gradient,) = gradients
+            before = gradient.clone()
+            if len(kept) == 1 and distributed.get_rank() == 1:
+                change(gradient, kept[0])
+            kept.append(before)
+
+        def called(module: Any, *_: Any, to: Any = contributed_to) -> None:
+            node: Any = module.weight.expand_as(module.weight).grad_fn
+            node.next_functions[0][0].register_prehook(to)
+
+        def prepared(model: Model, called: Any = called) -> nn.Module:
+            in_fsdp2(model)
+            model.blocks[0].up.register_forward_hook(called, prepend=True)
+            return model
+
+        train(f"{directory}/{name}", prepared, observe=OBSERVED, steps=3)
+
+
+def test_a_rank_that_contributes_something_else_to_a_sharded_gradient_is_named(tmp_path: Path) -> None:
+    run_on_ranks(train_before_reducing, 2, str(tmp_path))
+
+    for name, (_, message) in BEFORE_REDUCING.items():
+        (finding,) = found(tmp_path / name)
+        assert (finding.path, finding.step, finding.rank) == ("blocks.0.up.weight", 1, 1), name
+        assert finding.message == message
 
 
 def test_compressed_gradients_are_not_witnessed(wrong: Path) -> None:

@@ -74,7 +74,7 @@ class GradientsFollow(Rule):
             if rms(given - one.expected) > limit * one.allowed
         ]
         for one in found:
-            self._before[one.entry.key.path] = step, Before(one.given[0][1], one.expected)
+            self._before[one.entry.key.path] = step, Before.of(one)
         if wrong and (sentence := _of_all(wrong, found)):
             self._changed.setdefault(sentence, []).append(step)
             return

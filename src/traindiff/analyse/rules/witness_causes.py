@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,10 +40,17 @@ class Cause(NamedTuple):
 
 
 class Before(NamedTuple):
-    """What is known of the step before: the probes of the gradient, and what was expected of it."""
+    """What is known of the step before: the probes of the gradient, and what was expected of it, and of each rank."""
 
     given: Vector
     expected: Vector
+    of_ranks: Mapping[int, Vector]
+
+    @classmethod
+    def of(cls, one: Witnessed) -> Before:
+        """What will be known of this step in the next one."""
+        ranks = {part.rank: part.sums for part in _parts(one.terms) if part.rank is not None}
+        return cls(one.given[0][1], one.expected, ranks)
 
 
 def cause_of(one: Witnessed, given: Vector, before: Before | None, *, limit: float) -> Cause | None:
@@ -85,6 +92,9 @@ def _candidates(one: Witnessed, given: Vector, before: Before | None) -> Iterato
         yield from _late(expected, given, before)
     for part in parts:
         yield from _once_more(expected, part)
+        late = None if before is None or part.rank is None else before.of_ranks.get(part.rank)
+        if late is not None:
+            yield from _late_on_rank(expected, part, late)
     factor = _share(given, expected)
     yield _times(factor, one.right), factor * expected
     for part in parts:
@@ -117,6 +127,14 @@ def _late(expected: Vector, given: Vector, before: Before) -> Iterator[tuple[Cau
     much = "" if abs(share - 1.0) < _NEARLY else f"{share:.4g} x "
     message = f"The gradient also holds {much}the one of the step before: was zero_grad() left out?"
     yield Cause("kept", message, share), expected + share * before.given
+
+
+def _late_on_rank(expected: Vector, part: _Part, before: Vector) -> Iterator[tuple[Cause, Vector]]:
+    """What one rank contributed to the step before."""
+    message = f"The gradient holds what {part.name} contributed to the step before, in place of what it computed now."
+    yield Cause("stale", message, 0.0, None, part.rank), expected - part.sums + before
+    message = f"The gradient also holds what {part.name} contributed to the step before."
+    yield Cause("kept", message, 1.0, None, part.rank), expected + before
 
 
 def _once_more(expected: Vector, part: _Part) -> Iterator[tuple[Cause, Vector]]:

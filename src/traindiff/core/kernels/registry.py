@@ -61,6 +61,16 @@ ROW_SUMS: tuple[Kernel, ...] = (
 )
 """Kernels that add up rows and columns of matrices: `reads(matrix)`, `row_sums(...)`, `table_sums(...)`."""
 
+ROW_ERRORS: tuple[Kernel, ...] = (
+    Kernel(module="traindiff.core.kernels.cpu.row_errors", device_types=frozenset({"cpu"}), needs="llvmlite"),
+)
+"""Kernels that compare such sums of two matrices, by `row_errors(sums, made, bound)`."""
+
+LINEAR_CHECKS: tuple[Kernel, ...] = (
+    Kernel(module="traindiff.core.kernels.cpu.linear_checks", device_types=frozenset({"cpu"}), needs="llvmlite"),
+)
+"""Kernels that do all of this for a linear layer in one call, by `reads(matrix)`, `Output(...)` and `OfInput(...)`."""
+
 WORDS = Kernel(module="traindiff.core.kernels.cpu.words", device_types=frozenset({"cpu"}), needs="llvmlite")
 """The kernel that adds up 64-bit words in memory: `sums(address, rows)`."""
 

@@ -65,8 +65,8 @@ def _module(name: str) -> ir.Module:
     module = ir.Module(f"row_sums_{name}")
     dtype = DTYPES[name]
     assert isinstance(dtype, FloatDtype)
-    _row_function(module, dtype)
-    _table_function(module, dtype)
+    rows_function(module, dtype)
+    table_function(module, dtype)
     return module
 
 
@@ -77,8 +77,8 @@ def _lanes(code: Code, pointer: Value, dtype: FloatDtype | None, count: Value | 
     return read if dtype is None else dtype.value(read).widened(F64)
 
 
-def _row_function(module: ir.Module, dtype: FloatDtype) -> None:
-    """`row_sums(x, rows, row_step, columns, factors, squares, found)`."""
+def rows_function(module: ir.Module, dtype: FloatDtype) -> ir.Function:
+    """Define `row_sums(x, rows, row_step, columns, factors, squares, found)`."""
     signature = ir.FunctionType(ir.VoidType(), [POINTER, I64, I64, I64, POINTER, POINTER, POINTER])
     code = Code(ir.Function(module, signature, "row_sums"))
     x, rows, row_step, columns, factors, squares, found = code.arguments
@@ -119,10 +119,11 @@ def _row_function(module: ir.Module, dtype: FloatDtype) -> None:
                 code.store(code.at(found, rows + place, F64), weighted.value.total())
                 code.store(code.at(found, rows + rows + place, F64), largest.value.larger(in_lanes))
     code.finish()
+    return code.function
 
 
-def _table_function(module: ir.Module, dtype: FloatDtype) -> None:
-    """`table_sums(x, rows, row_step, columns, row_factors, column_factors, by_column, by_row)`."""
+def table_function(module: ir.Module, dtype: FloatDtype) -> ir.Function:
+    """Define `table_sums(x, rows, row_step, columns, row_factors, column_factors, by_column, by_row)`."""
     signature = ir.FunctionType(ir.VoidType(), [POINTER, I64, I64, I64, POINTER, POINTER, POINTER, POINTER])
     code = Code(ir.Function(module, signature, "table_sums"))
     x, rows, row_step, columns, row_factors, column_factors, by_column, by_row = code.arguments
@@ -168,6 +169,7 @@ def _table_function(module: ir.Module, dtype: FloatDtype) -> None:
                 code.store(code.at(by_row, row + number, F64), along.value.total())
                 code.store(code.at(by_row, rows + row + number, F64), weighted.value.total())
     code.finish()
+    return code.function
 
 
 def _store_first(code: Code, pointer: Value, value: Value, count: Value) -> None:

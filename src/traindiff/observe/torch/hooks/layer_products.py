@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,10 +14,12 @@ from traindiff.core.observation import WITNESSED_PRODUCT
 from traindiff.core.shards import Shard
 from traindiff.core.site import path_in_whole
 from traindiff.core.torch_compat.execution import inside_backward
+from traindiff.core.torch_compat.training import parameters_of
 from traindiff.core.witness import OF_INPUT, OF_OUTPUT, SIZE
 from traindiff.errors import UnsupportedTensorError
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.followed_modules import Following, HeldHooks, takes_hooks
+from traindiff.observe.torch.products.rounding import precision_of_products
 from traindiff.observe.torch.witness.attention import AttentionCalls
 from traindiff.observe.torch.witness.layer_products import (
     Factor,
@@ -28,6 +30,7 @@ from traindiff.observe.torch.witness.layer_products import (
     plain_weight,
     product_node,
 )
+from traindiff.observe.torch.witness.prepared_products import Prepared, prepared
 
 _WHOLE = Shard.whole((SIZE,))
 
@@ -52,17 +55,17 @@ class _Call(NamedTuple):
         call: Number of the call.
         weight: Its weight. Trainings that write to it through `.data` before the backward pass are not found out by
             torch, which then computes with the new one.
-        factor: The weight as the call used it.
-        place: Which gradient of the node is that of the layer's input.
-        rows: Shape of the rows.
+        factor: Makes the weight as the call used it.
+        output: Shape of its output.
+        of_input: Checks a gradient of the input quickly, given that of the output, if it looks as expected.
     """
 
     path: str
     call: int
     weight: Tensor
-    factor: Factor
-    place: int
-    rows: Sequence[int]
+    factor: Callable[[], Factor]
+    output: Sequence[int]
+    of_input: Callable[[Any, Any], Tensor | None]
 
 
 class _LayerProducts:
@@ -73,6 +76,10 @@ class _LayerProducts:
         self._sink = context.sink
         self._guarded = partial(context.sink.guarded, "layer_products")
         self._attention = AttentionCalls(self._guarded(self._called_in_attention))
+        self._prepared: dict[str, Prepared | None] = {}  # by path
+        self._latest: dict[str, Sequence[int]] = {}  # shape of the input of a call that was not prepared, by path
+        self._settings: tuple[Any, ...] = ()  # what users set for all products
+        self._read_in = -1  # the step in which that was read
 
     def attach(self) -> None:
         context = self._context
@@ -91,52 +98,100 @@ class _LayerProducts:
             )
 
     def _called(self, path: str, module: Any, args: tuple[Any, ...], named: Mapping[str, Any], output: Any) -> None:
-        given = next(iter((*args, *named.values())), None)
-        weight = plain_weight(module) if isinstance(given, Tensor) else None
-        if weight is not None:
-            self._check(path, given, weight, module.bias, output)
+        if self._is_hidden():
+            return
+        given = args[0] if args else next(iter(named.values()), None)
+        if not self._check_quickly(path, given, module, output):
+            if not isinstance(given, Tensor) or (weight := plain_weight(module)) is None:
+                return
+            if self._check(path, given, weight, module.bias, output):
+                if self._latest.get(path) == given.shape:  # it may come again
+                    self._prepared[path] = prepared(given, weight, module.bias, output)
+                self._latest[path] = given.shape
 
     def _called_in_attention(
         self, path: str, _: nn.Module, given: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor
     ) -> None:
-        self._check(path, given, weight, bias, output)
+        if not self._is_hidden():
+            self._check(path, given, weight, bias, output)
 
-    def _check(self, path: str, given: Any, weight: Tensor, bias: Any, output: Any) -> None:
+    def _is_hidden(self) -> bool:
+        """True if calls are not to be checked now."""
         progress = self._sink.progress
+        return not progress.observing or progress.evaluating or progress.hidden or inside_backward()
+
+    def _check_quickly(self, path: str, given: Any, module: nn.Module, output: Any) -> bool:
+        """Check a call that looks like those before; False if it does not, or if its product may be wrong."""
+        step = self._sink.progress.number_of(self._sink.progress.optimizer)
+        if step != self._read_in:
+            self._read_in, before, self._settings = step, self._settings, precision_of_products()
+            if before != self._settings:
+                self._prepared.clear()
+        known = self._prepared.get(path)
+        if known is None:
+            return False
+        own = parameters_of(module)  # has no weight that code computes
+        if (weight := own.get("weight")) is None:
+            return False
+        found = known.output(given, weight, own.get("bias"), output)
+        if found is None or float(found[0][0]) > _SUSPECT:
+            return False
+        vector, by_output = found
+        call = self._sink.progress.next_call(path, WITNESSED_PRODUCT)
+        self._emit(vector, "forward", path, OF_OUTPUT, call)
+        of_input, factor = partial(known.of_input, by_output), partial(known.factor, by_output)
+        self._wait(_Call(path, call, weight.detach(), factor, output.shape, of_input), output)
+        return True
+
+    def _check(self, path: str, given: Any, weight: Tensor, bias: Any, output: Any) -> bool:
+        """Check any call; False if it cannot be checked."""
         tensors = [given, weight, output, *([] if bias is None else [bias])]
         if (
-            not progress.observing or progress.evaluating or progress.hidden or inside_backward()
-            or not all(map(is_plain, tensors)) or is_abstract(output) or output.numel() == 0
+            not all(map(is_plain, tensors)) or is_abstract(output) or output.numel() == 0
             or given.shape[-1:] != weight.shape[1:] or output.shape != (*given.shape[:-1], weight.shape[0])
         ):  # fmt: skip
-            return
+            return False
         try:
             factor = factor_of(weight, output.dtype)  # now: no counter sees writes through `.data`
-            call = progress.next_call(path, WITNESSED_PRODUCT)
+            call = self._sink.progress.next_call(path, WITNESSED_PRODUCT)
             self._emit(check_output(factor, given, bias, output), "forward", path, OF_OUTPUT, call)
         except UnsupportedTensorError:
-            return
+            return False
+        self._wait(_Call(path, call, weight.detach(), lambda: factor, output.shape, lambda *_: None), output)
+        return True
+
+    def _wait(self, call: _Call, output: Tensor) -> None:
+        """Have the gradient of the input checked when it is computed."""
         if (found := product_node(output)) is not None:
             node, place = found
-            node.register_hook(
-                self._guarded(
-                    partial(self._returned, _Call(path, call, weight.detach(), factor, place, output.shape[:-1]))
-                )
-            )
+            node.register_hook(self._guarded(partial(self._returned, call, place)))
 
-    def _returned(self, call: _Call, of_inputs: tuple[Any, ...], gradients: tuple[Any, ...]) -> None:
-        """The node of a product has computed the gradients of its inputs."""
-        found, gradient, (outputs, inputs) = of_inputs[call.place], gradients[0], call.factor.shape
+    def _returned(self, call: _Call, place: int, of_inputs: tuple[Any, ...], gradients: tuple[Any, ...]) -> None:
+        """The node of a product has computed the gradients of its inputs, the layer's in the given place."""
+        if not self._sink.progress.observing:
+            return
+        found, gradient = of_inputs[place], gradients[0]
+        vector = call.of_input(gradient, found)
+        if vector is None or float(vector[0]) > _SUSPECT:
+            vector = self._checked(call, gradient, found)
+        if vector is not None:
+            self._emit(vector, "backward", call.path, OF_INPUT, call.call)
+
+    def _checked(self, call: _Call, gradient: Any, found: Any) -> Tensor | None:
+        """The check of the gradient of an input; None if it cannot be checked."""
+        factor = call.factor()
+        outputs, inputs = factor.shape
         if (
-            not self._sink.progress.observing or not is_plain(found) or not is_plain(gradient) or is_abstract(found)
+            not is_plain(found) or not is_plain(gradient) or is_abstract(found)
             or found.numel() == 0 or gradient.shape[-1] != outputs or found.shape[-1] != inputs
         ):  # fmt: skip
-            return
-        vector = check_gradient(call.factor, gradient, found, call.rows)
+            return None
+        rows = call.output[:-1]
+        vector = check_gradient(factor, gradient, found, rows)
         if (found.device.type != "cpu" or vector[0] > _SUSPECT) and not is_freed(call.weight):
-            now = check_gradient(factor_of(call.weight, call.factor.dtype), gradient, found, call.rows)
+            now = check_gradient(factor_of(call.weight, factor.dtype), gradient, found, rows)
             vector = torch.where(now[0] < vector[0], now, vector)
-        self._emit(vector, "backward", call.path, OF_INPUT, call.call)
+        return vector
 
     def _emit(self, vector: Tensor, phase: str, path: str, slot: str, call: int) -> None:
         self._sink.emit(

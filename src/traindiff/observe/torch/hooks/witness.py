@@ -357,7 +357,7 @@ class _Witness:
                 if piece.path not in self._said:
                     self._say(tap, piece.path, OTHERWISE)
                 continue
-            if expected.reason or not expected.terms:
+            if expected.reason or not expected.terms:  # `_emit_expected` has added them up
                 continue
             left = expected.left.get(id(parameter))
             edited = left is not None and (left[0] is not gradient or version_of(gradient) != left[1])

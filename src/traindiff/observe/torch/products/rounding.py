@@ -24,17 +24,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 
+from traindiff.core.kernels.row_errors import TINY, Bound, Weights
 from traindiff.core.torch_compat.execution import inputs_may_be_rounded_to, partial_sums_may_be_short
 
 _SHORT_SUMS = 2.0**-13
 """Unit roundoff with which GPUs add up products of FP8: they keep about 14 bits (DeepSeek-V3 technical report, arXiv
 2412.19437, section 3.5.2). It was not measured here."""
-
-_TINY = torch.finfo(torch.float64).tiny
 
 _EXACT = torch.finfo(torch.float64).eps
 
@@ -89,7 +89,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 Rows = Any
-"""One number for each row, float64: a tensor, or an array of NumPy, which is faster for few rows in memory."""
+"""One number for each row, or for all, float64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +123,40 @@ def added_up(terms: Rows, partial: Rows, count: int) -> Rows:
         partial: Size of the largest partial sum; at least `terms`.
         count: Number of numbers.
     """
-    coherence = (partial / terms.clip(_TINY, None)).clip(1.0, math.sqrt(count))
-    return math.sqrt(count) * coherence * partial
+    return math.sqrt(count) * _coherence(terms, partial, count) * partial
+
+
+def _coherence(terms: Rows, partial: Rows, count: int) -> Rows:
+    """How much larger a partial sum is than one of numbers with random signs."""
+    return (partial / terms.clip(TINY, None)).clip(1.0, math.sqrt(count))
+
+
+def weights(form: Format, num_columns: int, num_terms: int) -> Weights:
+    """The weights for rows of so many elements with so many terms, as the user's settings are now; see the module."""
+    return _weights(form, form.shortened, form.adds_parts_in_output, num_columns, num_terms)
+
+
+def precision_of_products() -> tuple[Any, ...]:
+    """What the user's settings say now of products of matrices on the CPU; `weights` depend on it."""
+    return inputs_may_be_rounded_to("cpu", convolution=False), partial_sums_may_be_short("cpu", torch.float16)
+
+
+@lru_cache(maxsize=4096)
+def _weights(form: Format, shortened: str, parts: bool, num_columns: int, num_terms: int) -> Weights:  # noqa: FBT001
+    output, sums = torch.finfo(form.output), torch.finfo(form.sums)
+    u_output, u_sums = output.eps / 2.0, sums.eps / 2.0
+    if form.device == "cuda" and all(torch.finfo(dtype).bits == 8 for dtype in form.inputs):
+        u_sums = _SHORT_SUMS
+    width = math.sqrt(num_columns)
+    check = _EXACT * width  # the check itself is computed in float64
+    of_inputs = 4.0 * (2.0**-11 if shortened == "tf32" else 2.0**-8) if shortened else 0.0
+    of_parts = u_output * math.sqrt(_MOST_SPLITS) if parts else 0.0
+    small = sums.tiny * num_terms
+    return Weights(
+        output=u_output, added=2.0 * u_sums + check, partial=of_inputs + of_parts + check,
+        coherent=u_sums * math.sqrt(num_terms), most=math.sqrt(num_terms), lost=width * (output.tiny + small),
+        lost_by_input=width * small,
+    )  # fmt: skip
 
 
 def allowed(form: Format, sizes: RowSizes, largest_input: Rows) -> Rows:
@@ -138,18 +170,26 @@ def allowed(form: Format, sizes: RowSizes, largest_input: Rows) -> Rows:
     Returns:
         Float64, in the shape of the rows, of the same kind as the sizes.
     """
-    output, sums = torch.finfo(form.output), torch.finfo(form.sums)
-    u_output, u_sums = output.eps / 2.0, sums.eps / 2.0
-    if form.device == "cuda" and all(torch.finfo(dtype).bits == 8 for dtype in form.inputs):
-        u_sums = _SHORT_SUMS
-    bound = u_output * (sizes.result + sizes.rounded + (sizes.added > 0) * (sizes.result + sizes.added))
-    bound = bound + u_sums * (added_up(sizes.terms, sizes.partial, sizes.num_terms) + 2.0 * sizes.added)
-    if form.shortened:
-        u_inputs = 2.0**-11 if form.shortened == "tf32" else 2.0**-8
-        bound = bound + 4.0 * u_inputs * sizes.partial
-    if form.adds_parts_in_output:
-        bound = bound + u_output * math.sqrt(_MOST_SPLITS) * sizes.partial
-    # The check itself is computed in float64.
-    bound = bound + _EXACT * math.sqrt(sizes.num_columns) * (sizes.partial + sizes.added)
-    lost = output.tiny + sums.tiny * sizes.num_terms * (1.0 + largest_input)
-    return bound + math.sqrt(sizes.num_columns) * lost
+    by = weights(form, sizes.num_columns, sizes.num_terms)
+    bound = by.output * (sizes.result + sizes.rounded + (sizes.added > 0) * (sizes.result + sizes.added))
+    summed = by.partial + by.coherent * _coherence(sizes.terms, sizes.partial, sizes.num_terms)
+    return bound + by.added * sizes.added + summed * sizes.partial + by.lost + by.lost_by_input * largest_input
+
+
+def bound_of_rows(form: Format, num_columns: int, num_terms: int, largest_input: Rows, added: Rows) -> Bound:
+    """The same for rows to all of which the same is added.
+
+    Args:
+        form: The dtypes.
+        num_columns: Number of elements of a row.
+        num_terms: Number of terms of an element.
+        largest_input: See `allowed`.
+        added: Sum of what is added to a row, times signs, and its norm; zeros if nothing is.
+    """
+    by = weights(form, num_columns, num_terms)
+    product, norm = added
+    rounded = by.output * (norm > 0)
+    return Bound(
+        offset=product, result=by.output + rounded, partial=by.partial, coherent=by.coherent, most=by.most,
+        constant=by.lost + by.lost_by_input * largest_input + (by.added + rounded) * norm,
+    )  # fmt: skip

@@ -14,14 +14,14 @@ from functools import cache, lru_cache
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.parametrize import is_parametrized
 
+from traindiff.core.kernels.row_errors import row_errors
 from traindiff.core.kernels.row_sums import row_sums, table_sums
 from traindiff.core.kernels.torch_arrays import is_freed
-from traindiff.observe.torch.products.rounding import Format, Rows, RowSizes, allowed
+from traindiff.observe.torch.products.rounding import Format, bound_of_rows
 from traindiff.observe.torch.witness.graph import RESHAPES, kind_of
 
 _SEED = 0x50524F44
@@ -31,7 +31,7 @@ _PLACES = {"AddmmBackward": 1, "MmBackward": 0}
 
 
 @lru_cache(maxsize=4096)
-def _signs(count: int, device: torch.device) -> Tensor:
+def signs(count: int, device: torch.device) -> Tensor:
     """Random signs, float64: always the same ones."""
     generator = torch.Generator().manual_seed(_SEED + count)
     drawn = torch.randint(0, 2, (count,), generator=generator)
@@ -50,48 +50,61 @@ class Factor:
     Attributes:
         shape: Number of outputs and of inputs.
         dtype: In which the product is computed: autocast converts weights.
-        by_input: float64, shape (2, inputs): `Wᵀa`, and the squared norms of the weight's columns.
+        by_input: float64, shape (2, inputs): `Wᵀa`, and the squared norms of the weight's columns; None if
+            it is not needed any more.
         by_output: float64, shape (2, outputs): `W b`, and the squared norms of its rows.
         largest: Norm of the weight.
     """
 
     shape: tuple[int, int]
     dtype: torch.dtype
-    by_input: Tensor
+    by_input: Tensor | None
     by_output: Tensor
-    largest: Tensor
+    largest: Tensor | float
 
 
 def factor_of(weight: Tensor, dtype: torch.dtype) -> Factor:
     """A weight, shape (outputs, inputs), as a product in a dtype uses it."""
-    values = weight.detach().to(dtype)
+    values = _in(weight, dtype)
     outputs, inputs = values.shape
-    by_input, by_output = table_sums(values, _signs(outputs, values.device), _signs(inputs, values.device))
-    return Factor(
-        shape=(outputs, inputs), dtype=dtype, by_input=by_input, by_output=by_output, largest=by_output[1].sum().sqrt()
-    )
+    by_input, by_output = table_sums(values, signs(outputs, values.device), signs(inputs, values.device))
+    (square,) = _numbers(by_output[1].sum().reshape(1))
+    return Factor(shape=(outputs, inputs), dtype=dtype, by_input=by_input, by_output=by_output, largest=square**0.5)
 
 
 def check_output(factor: Factor, given: Tensor, bias: Tensor | None, output: Tensor) -> Tensor:
     """The check of what a linear layer returned; see `_checked`."""
-    signs = _signs(factor.shape[0], output.device)
-    sums = None
+    assert factor.by_input is not None
+    outputs = factor.shape[0]
+    drawn = signs(outputs, output.device)
+    added: tuple[Any, Any] = (0.0, 0.0)
     if bias is not None:
-        values = bias.detach().to(factor.dtype).double()
-        sums = torch.stack([values @ signs, values.norm()])
-    return _checked(
-        given.detach().to(factor.dtype), factor, factor.by_input, output.detach(), signs, sums, output.shape[:-1]
-    )
+        product, square, _ = _numbers(
+            row_sums(_in(bias, factor.dtype).reshape(1, outputs), drawn, _ones(outputs, output.device)).reshape(3)
+        )
+        added = product, square**0.5
+    return _checked(_in(given, factor.dtype), factor, factor.by_input, output.detach(), drawn, added, output.shape[:-1])
 
 
 def check_gradient(factor: Factor, gradient: Tensor, of_input: Tensor, rows: Sequence[int]) -> Tensor:
     """The check of the gradient of its input, given that of its output, and the shape of its rows; see `_checked`."""
-    signs = _signs(factor.shape[1], of_input.device)
-    return _checked(gradient.detach(), factor, factor.by_output, of_input.detach(), signs, None, rows)
+    drawn = signs(factor.shape[1], of_input.device)
+    return _checked(gradient.detach(), factor, factor.by_output, of_input.detach(), drawn, (0.0, 0.0), rows)
+
+
+def _in(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A detached tensor in a dtype."""
+    tensor = tensor.detach()
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def _numbers(vector: Tensor) -> Sequence[Any]:
+    """The elements of a tensor: numbers, or tensors of one where reading them would wait for a device."""
+    return vector.tolist() if vector.device.type == "cpu" else vector.unbind()
 
 
 def _checked(
-    left: Tensor, factor: Factor, right: Tensor, found: Tensor, signs: Tensor, added: Tensor | None,
+    left: Tensor, factor: Factor, right: Tensor, found: Tensor, signs: Tensor, added: tuple[Any, Any],
     rows: Sequence[int],
 ) -> Tensor:  # fmt: skip
     """How far a product is from the exact one.
@@ -102,67 +115,23 @@ def _checked(
         right: Its products with signs, and the squares of its rows or columns.
         found: The product.
         signs: Of its columns.
-        added: Sum of what is added to each row, times signs, and its norm; None for nothing.
+        added: Sum of what is added to each row, times signs, and its norm.
         rows: Shape of the rows as the layer was given them.
 
     Returns:
         float64, shape (8,), as `traindiff.core.witness` says, without synchronizing.
     """
-    form = _format(left.dtype, factor.dtype, found.dtype, found.device.type)
-    sums = row_sums(left.reshape(-1, left.shape[-1]), right[0], right[1])
-    made = row_sums(found.reshape(-1, found.shape[-1]), signs, _ones(signs.numel(), signs.device))
-    counts = left.shape[-1], made.shape[1], prod(rows[1:])
-    own = (0.0, 0.0) if added is None else added
-    if not _in_memory(found):
-        with_zero = own if added is not None else torch.zeros(2, dtype=torch.float64, device=found.device)
-        numbers = _numbers(torch, form, sums, made, with_zero, factor.largest, signs.numel(), counts[0])
-        return torch.stack([
-            *numbers, *torch.tensor(counts, dtype=torch.float64, device=found.device).unbind()
-        ]).nan_to_num(nan=0.0)  # fmt: skip
-    with np.errstate(all="ignore"):
-        numbers = _numbers(
-            np, form, sums.numpy(), made.numpy(), np.asarray(own), factor.largest.numpy(), signs.numel(), counts[0]
-        )
-    return torch.tensor([*map(float, numbers), *counts], dtype=torch.float64, device="cpu").nan_to_num_(nan=0.0)
-
-
-def _in_memory(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
-
-
-def _numbers(
-    library: Any, form: Format, sums: Rows, made: Rows, added: Rows, largest: Rows, num_columns: int, num_terms: int
-) -> list[Any]:
-    """The first five numbers of a check, computed by NumPy or torch."""
-    terms, result = sums[1] ** 0.5, made[1] ** 0.5
-    partial = library.maximum(sums[2] ** 0.5, library.maximum(terms, result))
-    sizes = RowSizes(
-        result=result, added=added[1], terms=terms, partial=partial, num_columns=num_columns, num_terms=num_terms
-    )
-    errors, bounds = abs(made[0] - (sums[0] + added[0])), allowed(form, sizes, largest)
-    ratios = errors / bounds
-    known = library.isfinite(ratios)
-    ratios = library.where(known, ratios, 0.0)
-    size = library.maximum(*(_norm(library.where(known, one, 0.0)) for one in (terms, result)))
-    error, bound = (_norm(library.where(known, one, 0.0)) / size for one in (errors, bounds))
-    return [ratios.max(), ratios.argmax(), _median(ratios), error, bound]
-
-
-def _median(ratios: Any) -> Any:
-    """Median of those that are not 0; 0, or NaN, if all are."""
-    if isinstance(ratios, Tensor):
-        return torch.where(ratios > 0, ratios, torch.nan).nanmedian()
-    inexact = ratios[ratios > 0]
-    middle = (inexact.size - 1) // 2
-    return np.partition(inexact, middle)[middle] if inexact.size else 0.0
-
-
-def _norm(values: Any) -> Any:
-    return (values * values).sum() ** 0.5
+    form = format_of(left.dtype, factor.dtype, found.dtype, found.device.type)
+    terms, columns = left.shape[-1], signs.numel()
+    sums = row_sums(left.reshape(-1, terms), right[0], right[1])
+    made = row_sums(found.reshape(-1, columns), signs, _ones(columns, signs.device))
+    bound = bound_of_rows(form, columns, terms, factor.largest, added)
+    return row_errors(sums, made, bound, (terms, made.shape[1], prod(rows[1:])))
 
 
 @cache
-def _format(left: torch.dtype, right: torch.dtype, result: torch.dtype, device: str) -> Format:
+def format_of(left: torch.dtype, right: torch.dtype, result: torch.dtype, device: str) -> Format:
+    """The format of a product of two dtypes."""
     return Format(inputs=(left, right), output=result, device=device)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -13,8 +13,9 @@ from torch import Tensor, distributed, nn
 
 from traindiff.core.shards import Region
 from traindiff.core.site import canonical_path
+from traindiff.core.torch_compat.alike import looks_like
 from traindiff.core.torch_compat.execution import version_of
-from traindiff.core.torch_compat.training import AnyBatchNorm, AnyInstanceNorm
+from traindiff.core.torch_compat.training import AnyBatchNorm, AnyInstanceNorm, parameters_of
 from traindiff.core.witness import PROBES
 from traindiff.observe.torch.session.targets import Targets
 from traindiff.observe.torch.sharding.distributed_tensor import is_distributed, region_of
@@ -39,6 +40,25 @@ class _Place:
     divided: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Linear:
+    """The uses in calls of a linear layer that look alike, with parameters that are whole on this rank.
+
+    Attributes:
+        looks: Tells whether the input, the output and the parameters of a call look so.
+        held: These parameters.
+        about: What else the uses depend on.
+        weight: Path, extent and the signs of the columns of the weight, if it is used.
+        uses: Of the weight, whose products are to be replaced, and of the bias.
+    """
+
+    looks: Callable[[Sequence[Any]], bool]
+    held: Sequence[ReferenceType[Tensor]]
+    about: Any
+    weight: tuple[str, Extent, Tensor] | None
+    uses: list[Use]
+
+
 @dataclass(slots=True)
 class Layers:
     """Finds the uses of parameters in calls of modules.
@@ -52,6 +72,7 @@ class Layers:
     probes: Probes
     _flat: dict[str, Tensor] = field(init=False)
     _places: dict[int, _Place] = field(init=False, default_factory=dict)
+    _linears: dict[str, _Linear] = field(init=False, default_factory=dict)
     _latest: tuple[ReferenceType[Tensor], int, Tensor, Tensor] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -142,8 +163,33 @@ class Layers:
 
     def linear(self, path: str, module: nn.Module, given: tuple[Any, ...], output: Tensor) -> Iterator[Use]:
         """Uses in a call of a linear layer."""
+        own = parameters_of(module)  # has none that code computes
+        held = [one for one in (own.get("weight"), own.get("bias")) if one is not None]
+        tensors = [given[0], output, *held]
+        about = self.targets.layout, torch.get_float32_matmul_precision()
+        known = self._linears.get(path)
+        if (
+            known is not None and known.about == about and known.looks(tensors)
+            and all(one() is other for one, other in zip(known.held, held, strict=True))
+        ):  # fmt: skip
+            if known.weight is not None:
+                at, extent, signs = known.weight
+                p = self._products(given[0], given[0].detach(), signs)
+                yield known.uses[0].with_products(partial(self._rows, at, extent, p))
+            yield from known.uses[known.weight is not None :]
+            return
         weight, bias = self.held(path, module, "weight", given[0], output), self.held(path, module, "bias", output)
-        yield from self.product(given[0], weight, bias, output)
+        uses = list(self.product(given[0], weight, bias, output))
+        if not any(one is not None and one.divided for one in (weight, bias)) and all(map(_is_plain, tensors)):
+            found = None
+            if weight is not None:
+                found = weight.path, weight.extent, self.probes.columns(weight.path, weight.extent, given[0])
+            if (looks := looks_like(tensors)) is not None:
+                self._linears[path] = _Linear(
+                    looks=looks, held=[ref(one) for one in held], about=about, weight=found,
+                    uses=[one.with_products(_of_another_call) if one is uses[0] and found else one for one in uses],
+                )  # fmt: skip
+        yield from uses
 
     def product(self, given: Tensor, weight: Held | None, bias: Held | None, output: Tensor) -> Iterator[Use]:
         """Uses in a product with a transposed weight, and of a bias that is added."""
@@ -153,9 +199,17 @@ class Layers:
             if x.shape[-1] != b.shape[1]:
                 raise NotWitnessedError("its layer was given another part of its input than the weight is of")
             p = self._products(given, x, b)
-            yield self.use(weight, partial(self._rows, weight, p), given, output, width=sum(weight.extent.shape))
+            yield self.use(
+                weight,
+                partial(self._rows, weight.path, weight.extent, p),
+                given,
+                output,
+                width=sum(weight.extent.shape),
+            )
         if bias is not None:
-            yield self.use(bias, partial(self._sums, bias), output, output, width=bias.extent.shape[0])
+            yield self.use(
+                bias, partial(self._sums, bias.path, bias.extent), output, output, width=bias.extent.shape[0]
+            )
 
     def convolution(self, path: str, module: Any, given: tuple[Any, ...], output: Tensor) -> Iterator[Use]:
         """Uses in a call of a convolution, transposed or not."""
@@ -176,7 +230,11 @@ class Layers:
             yield self.use(weight, found, x, output, width=sum(weight.extent.shape), is_convolution=True)
         if bias is not None:
             yield self.use(
-                bias, partial(self._sums, bias, channels=-1 - dims), output, output, width=bias.extent.shape[0]
+                bias,
+                partial(self._sums, bias.path, bias.extent, channels=-1 - dims),
+                output,
+                output,
+                width=bias.extent.shape[0],
             )
 
     def embedding(self, path: str, module: Any, given: tuple[Any, ...], output: Tensor) -> Iterator[Use]:
@@ -220,20 +278,20 @@ class Layers:
         if bias is not None:
             yield self.own_sums(bias, partial(self._scaled, bias, axis, None), output)
 
-    def _rows(self, weight: Held, p: Tensor, gradient: Tensor) -> Products:
+    def _rows(self, path: str, extent: Extent, p: Tensor, gradient: Tensor) -> Products:
         g = _local(gradient)
-        a = self.probes.rows(weight.path, weight.extent, g)
+        a = self.probes.rows(path, extent, g)
         if g.shape[-1] != a.shape[1] or g[..., 0].numel() != p.shape[0]:
             raise NotWitnessedError("the gradient of its layer's output is another part than the weight is of")
         return of.of_rows(self._products(gradient, g, a), p)
 
-    def _sums(self, bias: Held, gradient: Tensor, *, channels: int = -1) -> Products:
+    def _sums(self, path: str, extent: Extent, gradient: Tensor, *, channels: int = -1) -> Products:
         g = _local(gradient)
-        a = self.probes.rows(bias.path, bias.extent, g)
+        a = self.probes.rows(path, extent, g)
         if g.shape[channels] != a.shape[1]:
             raise NotWitnessedError("the gradient of its layer's output is another part than the bias is of")
         q = self._products(gradient, g, a) if channels == -1 else of.of_tensor(g.movedim(channels, -1), a)
-        return of.of_rows(q, self.probes.column_factors(bias.path, bias.extent, g))
+        return of.of_rows(q, self.probes.column_factors(path, extent, g))
 
     def _scaled(self, held: Held, axis: int | None, normalized: Normalized | None, gradient: Tensor) -> Products:
         g = _local(gradient)
@@ -304,6 +362,14 @@ def _local(tensor: Any) -> Tensor:
     with torch.no_grad():
         local: Tensor = tensor.to_local()
     return local
+
+
+def _of_another_call(_: Tensor) -> Products:
+    raise AssertionError("the products of a call follow from its input")
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter)
 
 
 def _is_divided(tensor: Any) -> bool:

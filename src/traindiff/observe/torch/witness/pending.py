@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 from traindiff.core.witness import PROBES
+from traindiff.observe.torch.witness.products import Products
 from traindiff.observe.torch.witness.use import Use
+
+_MOST = 64
+"""Uses whose numbers are kept before they are added up."""
 
 
 @dataclass(slots=True)
@@ -18,7 +22,7 @@ class Expected:
 
     Attributes:
         terms: By micro-step, and by whether ranks that work on the same samples have terms of their own: a vector with
-            squared errors.
+            squared errors. `settle` brings it up to date.
         reason: Why it cannot be checked; empty if it can.
         is_read: An optimizer has read the gradient: what comes now begins anew.
         contributed: What backward passes contributed was taken as it is.
@@ -27,6 +31,7 @@ class Expected:
     """
 
     terms: dict[tuple[int, bool], Tensor] = field(default_factory=dict)
+    _latest: list[tuple[int, Use, Products]] = field(default_factory=list)  # micro-step, use, and what it contributes
     reason: str = ""
     is_read: bool = False
     contributed: bool = False
@@ -35,16 +40,26 @@ class Expected:
     def begin(self) -> None:
         """Forget what was read, or cleared."""
         self.terms.clear()
+        self._latest.clear()
         self.left.clear()
         self.reason, self.is_read, self.contributed = "", False, False
 
     def add(self, micro_step: int, use: Use, gradient: Tensor) -> None:
         """Add what a use of the parameter contributes in a backward pass, given the gradient of the output."""
-        vector, before = use.vector(gradient), self.terms.get((micro_step, use.is_own))
-        self.terms[micro_step, use.is_own] = vector if before is None else before + vector
+        self._latest.append((micro_step, use, use.products(gradient)))
         self.contributed |= use.is_contribution
+        if len(self._latest) >= _MOST:
+            self.settle()
+
+    def settle(self) -> None:
+        """Add up to `terms` what was added since."""
+        for micro_step, use, found in self._latest:  # together, because the code for it is then in the cache
+            vector, before = use.vector(found), self.terms.get((micro_step, use.is_own))
+            self.terms[micro_step, use.is_own] = vector if before is None else before + vector
+        self._latest.clear()
 
     def vectors(self) -> Iterator[tuple[int, bool, Tensor]]:
         """Micro-step, whether the term is this rank's own, and the vector with roots of the squared errors."""
+        self.settle()
         for (micro_step, is_own), vector in sorted(self.terms.items()):
             yield micro_step, is_own, torch.cat([vector[:PROBES], vector[PROBES:].sqrt()])

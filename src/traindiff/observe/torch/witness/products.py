@@ -34,8 +34,15 @@ class Products:
 
 def of_rows(left: Tensor, right: Tensor, *, rows: int | Tensor | None = None) -> Products:
     """Terms `(g·a)(x·b)`, given by their two factors; a single row on the right counts for all rows."""
-    left, right = (one.reshape(-1, PROBES).double().contiguous() for one in (left, right))
+    left, right = _table(left), _table(right)
     return Products(totals=summed(left, right), rows=left.shape[0] if rows is None else rows)
+
+
+def _table(factors: Tensor) -> Tensor:
+    """Factors as a contiguous table of float64."""
+    if factors.dtype == torch.float64 and factors.dim() == 2 and factors.is_contiguous():
+        return factors
+    return factors.reshape(-1, PROBES).double().contiguous()
 
 
 def of_tensor(given: Tensor, signs: Tensor) -> Tensor:

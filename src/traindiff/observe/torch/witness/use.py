@@ -84,9 +84,16 @@ class Use:
     normalized: Normalized | None = None
     is_contribution: bool = False
 
-    def vector(self, gradient: Tensor) -> Tensor:
-        """What it contributes, laid out as `traindiff.core.witness` says; the errors are squared."""
-        found = self.products(gradient)
+    def with_products(self, products: Callable[[Tensor], Products]) -> Use:
+        """The same use in another call."""
+        return Use(
+            path=self.path, leaf=self.leaf, products=products, result=self.result, operand=self.operand, sums=self.sums,
+            width=self.width, smallest=self.smallest, size=self.size, is_own=self.is_own, normalized=self.normalized,
+            is_contribution=self.is_contribution,
+        )  # fmt: skip
+
+    def vector(self, found: Products) -> Tensor:
+        """What `products` has given, laid out as `traindiff.core.witness` says; the errors are squared."""
         rows: Any = found.rows
         numbers: Any
         combined: Callable[[Any], Tensor]
