@@ -121,7 +121,7 @@ test-release: $(VENV)/ready
 
 test-deepspeed: $(VENV)/ready
 	$(BIN)/pytest -n 2 tests/observe/sharding/test_deepspeed*.py tests/run/config/test_deepspeed*.py \
-		tests/compat/snippets/test_model_stepper.py
+		tests/compat/snippets/test_model_stepper.py tests/state/test_deepspeed.py tests/state/test_zero.py
 
 test-browser: $(VENV)/browser-ready
 	$(BIN)/pytest -n 2 tests/present

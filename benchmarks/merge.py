@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -142,7 +143,12 @@ def of_the_whole(step: Sequence[Site], number: int) -> Summaries:
     for name in ("row", "column"):
         found[f"{name}_largest"] = 4.0
         found[f"{name}_squares"] = (found["count"] / BUCKETS)[:, None]
+    for name in _OF_FRACTIONS:
+        found[name][[site.about[0] == "batch" for site in step]] = 0.0  # whole numbers: tokens
     return found
+
+
+_OF_FRACTIONS = ("sum", "sum_of_squares", "sketch", "row_largest", "column_largest", "row_squares", "column_squares")
 
 
 def shares(step: Sequence[Site], whole: Summaries, num_ranks: int, number: int) -> Iterator[Summaries]:
@@ -160,7 +166,8 @@ def shares(step: Sequence[Site], whole: Summaries, num_ranks: int, number: int) 
         part["count"] = size
         part["negative"] = np.where(last, left["negative"], np.minimum(size, left["negative"]) // 2)
         for name in sums:
-            noise = 1.0 + 0.1 * random.normal(size=whole[name].shape)
+            # What is left for the last rank then stays close to its share, and positive.
+            noise = 1.0 + 0.1 / math.sqrt(num_ranks) * random.normal(size=whole[name].shape)
             share = size.reshape(-1, *(1,) * (whole[name].ndim - 1)) / np.maximum(1, whole["count"]).reshape(
                 -1, *(1,) * (whole[name].ndim - 1)
             )
@@ -222,9 +229,10 @@ def write(path: Path, *, num_ranks: int, num_steps: int) -> int:
 
 def _observed(site: Site, order: int, step: int, rank: int, num_ranks: int) -> Observation:
     phase, stage, path, slot = site.about
+    dtype = "int64" if phase == "batch" else "float64" if site.whole else "bfloat16"
     return Observation(
         step=step, micro_step=0, optimizer="optimizer", phase=phase, stage=stage, path=path, slot=slot, call=0,
-        order=order, dtype="float64" if site.whole else "bfloat16", shard=site.shard(rank, num_ranks),
+        order=order, dtype=dtype, shard=site.shard(rank, num_ranks),
         factor=_factor(site, num_ranks), term=rank,
     )  # fmt: skip
 

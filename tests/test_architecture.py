@@ -18,7 +18,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "observe": frozenset({"core", "storage"}),
     "analyse": frozenset({"core", "storage"}),
     "present": frozenset({"core", "storage", "analyse"}),
-    "state": frozenset({"core", "storage", "analyse"}),
+    "state": frozenset({"core", "storage", "observe", "analyse"}),
     "run": frozenset({"core", "storage", "observe", "analyse", "present"}),
     "compat": frozenset({"core", "storage", "observe", "analyse", "present", "run"}),
     "integrations": frozenset({"core", "observe", "run"}),

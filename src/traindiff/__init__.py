@@ -21,6 +21,7 @@ Watching a training, which needs torch:
 Judging recordings, which needs no torch:
 
     compare         Compare two recordings: a `Comparison`, with `verdict`, `first_divergence` and `findings`.
+    compact         Merge the ranks of a recording once, into a smaller one: a `Compacted`.
     check           Check one recording by itself: a `Verdict`, with `verdict` and `findings`.
     open_recording  Read the numbers of a recording: a `Recording`.
     weights         Compare saved weights, models or state dicts: a `WeightsComparison`.
@@ -87,6 +88,7 @@ from traindiff.errors import (
 
 if TYPE_CHECKING:
     from traindiff.analyse.check import Verdict, check
+    from traindiff.analyse.compact import Compacted, compact
     from traindiff.analyse.compare import Comparison, Verification, compare
     from traindiff.analyse.compare.investigation import Investigation
     from traindiff.analyse.compare.resumption import Resumption
@@ -109,6 +111,7 @@ if TYPE_CHECKING:
     from traindiff.storage import Recording, open_recording
 
 _LAZY = {
+    "Compacted": "traindiff.analyse.compact",
     "Comparison": "traindiff.analyse.compare",
     "Finding": "traindiff.analyse.compare",
     "Investigation": "traindiff.analyse.compare.investigation",
@@ -126,6 +129,7 @@ _LAZY = {
     "WeightsComparison": "traindiff.state.comparison",
     "calibrate": "traindiff.run.verify.verify",
     "check": "traindiff.analyse.check",
+    "compact": "traindiff.analyse.compact",
     "compare": "traindiff.analyse.compare",
     "inspect": "traindiff.observe.torch.hooks.inspect",
     "investigate": "traindiff.run.verify.investigate",
@@ -141,6 +145,7 @@ _NEEDS_TORCH = ("traindiff.observe.torch.session", "traindiff.run.lockstep", "tr
 
 __all__ = [
     "CheckpointError",
+    "Compacted",
     "Comparison",
     "ConfigError",
     "CorruptRecordingError",
@@ -173,6 +178,7 @@ __all__ = [
     "__version__",
     "calibrate",
     "check",
+    "compact",
     "compare",
     "inspect",
     "investigate",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 MOST_BYTES = 600 << 20
-"""Python, NumPy, LLVM and a few slabs of 16 MiB with intermediate arrays."""
+"""Python, NumPy, LLVM and a few slabs of 4 MiB with intermediate arrays."""
 
 
 def sparse(file: Path, shape: tuple[int, int], *, first: int) -> None:

@@ -71,6 +71,29 @@ def torchtitan(state: State, *, rotates_pairs: bool = True) -> State:
     return found
 
 
+def torchtitan_since_0_3(state: State, *, rotates_pairs: bool) -> State:
+    """With the names of its attention and head since version 0.3, and all experts of a layer in one tensor."""
+    found: State = {}
+    stacked: dict[str, list[Tensor]] = {}
+    names = {"w1": "w1_EFD", "w2": "w2_EDF", "w3": "w3_EFD", "gate_proj": "w1_EFD", "down_proj": "w2_EDF"}
+    for name, tensor in state.items():
+        layer = name.split(".")[2] if "layers" in name else ""
+        if ".experts." in name:
+            kind = name.split(".")[-2]
+            whole = f"layers.{layer}.moe.routed_experts.inner_experts.{names.get(kind, 'w3_EFD')}"
+            stacked.setdefault(whole, []).append(tensor)
+        elif name.endswith(("mlp.gate.weight", "block_sparse_moe.gate.weight")):
+            found[f"layers.{layer}.moe.router.gate.weight"] = tensor
+        elif name == "lm_head.weight":
+            found[name] = tensor
+        else:
+            for other, value in torchtitan({name: tensor}, rotates_pairs=rotates_pairs).items():
+                for one in ("wq", "wk", "wv"):
+                    other = other.replace(f"attention.{one}", f"attention.qkv_linear.{one}")  # noqa: PLW2901
+                found[other] = value
+    return found | {name: torch.stack(parts) for name, parts in stacked.items()}
+
+
 def megatron(state: State, *, fused_norms: bool = False) -> State:
     found = {
         "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
@@ -118,6 +141,50 @@ def gpt2() -> State:
     return made(shapes)
 
 
+def gpt2_of_megatron(state: State, *, fused_norms: bool) -> State:
+    """Of Megatron core, which has the queries, keys and values of each head together."""
+    heads, found = HEADS, {
+        "embedding.word_embeddings.weight": state["transformer.wte.weight"],
+        "embedding.position_embeddings.weight": state["transformer.wpe.weight"],
+        "output_layer.weight": state["lm_head.weight"],
+    }  # fmt: skip
+    norms = {"ln_1": "input_layernorm.", "ln_2": "pre_mlp_layernorm."}
+    if fused_norms:
+        norms = {"ln_1": "self_attention.linear_qkv.layer_norm_", "ln_2": "mlp.linear_fc1.layer_norm_"}
+    linear = {"attn.c_proj": "self_attention.linear_proj", "mlp.c_fc": "mlp.linear_fc1", "mlp.c_proj": "mlp.linear_fc2"}
+    for part in ("weight", "bias"):
+        found[f"decoder.final_layernorm.{part}"] = state[f"transformer.ln_f.{part}"]
+        for layer in range(LAYERS):
+            own, here = f"transformer.h.{layer}", f"decoder.layers.{layer}"
+            for norm, other in norms.items():
+                found[f"{here}.{other}{part}"] = state[f"{own}.{norm}.{part}"]
+            for name, other in linear.items():
+                tensor = state[f"{own}.{name}.{part}"]
+                found[f"{here}.{other}.{part}"] = tensor.t().contiguous()
+            thirds = state[f"{own}.attn.c_attn.{part}"].t().reshape(3, heads, WIDTH // heads, -1)
+            whole = thirds.transpose(0, 1).reshape(3 * WIDTH, -1)
+            found[f"{here}.self_attention.linear_qkv.{part}"] = whole if part == "weight" else whole.reshape(-1)
+    return found
+
+
+def gpt2_with_norms() -> State:
+    norms: dict[str, tuple[int, ...]] = {"transformer.wpe.weight": (WORDS, WIDTH)}
+    places = [f"transformer.h.{layer}.ln_{one}" for layer in range(LAYERS) for one in (1, 2)]
+    for place in (*places, "transformer.ln_f"):
+        norms |= {f"{place}.weight": (WIDTH,), f"{place}.bias": (WIDTH,)}
+    return gpt2() | made(norms)
+
+
+def qwen_with_experts() -> State:
+    names = {"block_sparse_moe.": "mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
+    found = {}
+    for name, tensor in hf(norms=True, experts=True).items():
+        for own, other in names.items():
+            name = name.replace(own, other)  # noqa: PLW2901
+        found[name] = tensor
+    return found
+
+
 def nanogpt(state: State) -> State:
     return {
         name: tensor.T.contiguous() if name.endswith(".weight") and ".h." in name else tensor
@@ -149,17 +216,43 @@ def hf_nanochat() -> State:
 
 
 HEADS_TEXT = f",heads={HEADS},kv_heads={KV_HEADS}"
-CASES: dict[str, tuple[State, Callable[[State], State]]] = {
-    f"llama:hf-torchtitan{HEADS_TEXT}": (hf(), torchtitan),
-    f"mistral:hf-torchtitan{HEADS_TEXT}": (hf(), torchtitan),
-    "qwen:hf-torchtitan": (hf(norms=True), lambda state: torchtitan(state, rotates_pairs=False)),
-    f"llama:hf-megatron{HEADS_TEXT}": (hf(), megatron),
-    f"mistral:hf-megatron{HEADS_TEXT}": (hf(), lambda state: megatron(state, fused_norms=True)),
-    f"qwen:hf-megatron{HEADS_TEXT}": (hf(biases=True, norms=True), megatron),
-    f"mixtral:hf-megatron{HEADS_TEXT}": (hf(experts=True), megatron),
-    "gpt2:hf-nanogpt": (gpt2(), nanogpt),
-    "nanochat:hf-nanochat": (hf_nanochat(), nanochat),
-}
+CASES: dict[str, tuple[str, State, Callable[[State], State]]] = {
+    "Llama in torchtitan before 0.3": (f"llama:hf-torchtitan{HEADS_TEXT}", hf(), torchtitan),
+    "Llama in torchtitan": (
+        f"llama:hf-torchtitan{HEADS_TEXT}", hf(), lambda state: torchtitan_since_0_3(state, rotates_pairs=True),
+    ),
+    "Mistral in torchtitan": (f"mistral:hf-torchtitan{HEADS_TEXT}", hf(), torchtitan),
+    "Qwen in torchtitan before 0.3": (
+        "qwen:hf-torchtitan", hf(norms=True), lambda state: torchtitan(state, rotates_pairs=False),
+    ),
+    "Qwen in torchtitan": (
+        "qwen:hf-torchtitan", hf(norms=True), lambda state: torchtitan_since_0_3(state, rotates_pairs=False),
+    ),
+    "Qwen with experts in torchtitan": (
+        "qwen:hf-torchtitan", qwen_with_experts(), lambda state: torchtitan_since_0_3(state, rotates_pairs=False),
+    ),
+    "Mixtral in torchtitan": (
+        "mixtral:hf-torchtitan", hf(experts=True), lambda state: torchtitan_since_0_3(state, rotates_pairs=False),
+    ),
+    "Mixtral in torchtitan with rotary pairs": (
+        f"mixtral:hf-torchtitan{HEADS_TEXT}", hf(experts=True),
+        lambda state: torchtitan_since_0_3(state, rotates_pairs=True),
+    ),
+    "Llama in Megatron": (f"llama:hf-megatron{HEADS_TEXT}", hf(), megatron),
+    "Mistral in Megatron": (
+        f"mistral:hf-megatron{HEADS_TEXT}", hf(), lambda state: megatron(state, fused_norms=True),
+    ),
+    "Qwen in Megatron": (f"qwen:hf-megatron{HEADS_TEXT}", hf(biases=True, norms=True), megatron),
+    "Mixtral in Megatron": (f"mixtral:hf-megatron{HEADS_TEXT}", hf(experts=True), megatron),
+    "GPT-2 in nanoGPT": ("gpt2:hf-nanogpt", gpt2(), nanogpt),
+    "GPT-2 in Megatron": (
+        f"gpt2:hf-megatron,heads={HEADS}", gpt2_with_norms(), lambda state: gpt2_of_megatron(state, fused_norms=False),
+    ),
+    "GPT-2 in Megatron with fused norms": (
+        f"gpt2:hf-megatron,heads={HEADS}", gpt2_with_norms(), lambda state: gpt2_of_megatron(state, fused_norms=True),
+    ),
+    "nanochat": ("nanochat:hf-nanochat", hf_nanochat(), nanochat),
+}  # fmt: skip
 
 
 def turned(name: str) -> str:
@@ -169,23 +262,25 @@ def turned(name: str) -> str:
 
 
 def test_every_map_is_tested() -> None:
-    assert {name.partition(",")[0] for name in CASES} == {*NAMES}
+    assert {name.partition(",")[0] for name, _, _ in CASES.values()} == {*NAMES}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_converted_checkpoint_is_the_same_model(name: str) -> None:
-    state, convert = CASES[name]
+@pytest.mark.parametrize("case", CASES)
+def test_a_converted_checkpoint_is_the_same_model(case: str) -> None:
+    name, state, convert = CASES[case]
 
     found = traindiff.weights(state, convert(state), map=name)
 
     assert found.verdict == "identical", str(found)
     assert not found.notes
     assert all(len(one.baseline) == 1 for one in found.relations)
+    assert {one.role for one in found.relations} == {"parameter"}
+    assert len(found.relations) == len(convert(state))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_it_is_the_same_model_the_other_way_around(name: str) -> None:
-    state, convert = CASES[name]
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_the_same_model_the_other_way_around(case: str) -> None:
+    name, state, convert = CASES[case]
 
     found = traindiff.weights(convert(state), state, map=turned(name))
 
@@ -193,12 +288,12 @@ def test_it_is_the_same_model_the_other_way_around(name: str) -> None:
     assert not found.notes
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_another_number_in_a_converted_tensor_is_found(name: str) -> None:
-    state, convert = CASES[name]
+@pytest.mark.parametrize("case", CASES)
+def test_another_number_in_a_converted_tensor_is_found(case: str) -> None:
+    name, state, convert = CASES[case]
     other = {key: tensor.clone() for key, tensor in convert(state).items()}
     changed = max(other, key=lambda key: other[key].numel() if "ayers" in key or ".h." in key else 0)
-    other[changed][3] *= 1.5
+    other[changed][-1] *= 1.5
 
     found = traindiff.weights(state, other, map=name)
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import OrderedDict
+from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +22,26 @@ from traindiff.state.sources.opening import open_checkpoint
 
 SHAPES = {"first.weight": (7, 5), "first.bias": (7,), "second.weight": (3, 7), "scale": ()}
 FROZEN = {"table.weight": (4, 3)}
+
+
+class ZeroStageEnum(int, Enum):
+    """As DeepSpeed has it, whose files name its class."""
+
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+
+
+ZeroStageEnum.__module__ = "deepspeed.runtime.zero.config"
+
+
+def write(content: Any, file: Path) -> None:
+    """Save what may have DeepSpeed's class in it, which need not be installed."""
+    there = ModuleType(ZeroStageEnum.__module__)
+    there.ZeroStageEnum = ZeroStageEnum  # type: ignore[attr-defined]
+    parents = {name: ModuleType(name) for name in ("deepspeed", "deepspeed.runtime", "deepspeed.runtime.zero")}
+    with patch.dict(sys.modules, {**parents, ZeroStageEnum.__module__: there}):
+        torch.save(content, file)
 
 
 def parameters() -> dict[str, Tensor]:
@@ -31,8 +56,13 @@ def pieces(value: Tensor, ranks: int) -> list[Tensor]:
     return list(padded.split(each))
 
 
-def save(here: Path, *, stage: int, ranks: int) -> dict[str, Tensor]:
-    """Write a checkpoint with two parameter groups; returns its parameters."""
+def save(
+    here: Path, *, stage: int, ranks: int, change: Callable[[int, dict[str, Any]], object] = lambda _, __: None
+) -> dict[str, Tensor]:
+    """Write a checkpoint with two parameter groups; returns its parameters.
+
+    `change` is given the number of each rank, and what its optimizer keeps.
+    """
     state = parameters()
     groups = [list(SHAPES)[:2], list(SHAPES)[2:]]
     shapes = [OrderedDict((name, torch.Size(SHAPES[name])) for name in group) for group in groups]
@@ -53,7 +83,7 @@ def save(here: Path, *, stage: int, ranks: int) -> dict[str, Tensor]:
     for rank in range(ranks):
         states = {number: {"exp_avg": flat(moments, group, rank)} for number, group in enumerate(groups)}
         content: dict[str, Any] = {
-            "zero_stage": stage,
+            "zero_stage": ZeroStageEnum(stage),
             "partition_count": ranks if stage == 3 else [ranks] * len(groups),
             "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups": [
                 flat(state, group, rank) for group in groups
@@ -63,7 +93,8 @@ def save(here: Path, *, stage: int, ranks: int) -> dict[str, Tensor]:
             content["optimizer_state_dict"] = {"state": states}
         else:
             content["base_optimizer_state"] = {"state": states}
-        torch.save(
+        change(rank, content)
+        write(
             {"optimizer_state_dict": content, "ds_version": "0.19.6"},
             directory / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
         )
@@ -122,25 +153,61 @@ def test_checkpoints_of_two_stages_and_rank_counts_are_identical(tmp_path: Path)
     [
         ("zero_pp_rank_1_mp_rank_00_optim_states.pt", "says that 2 ranks have saved it.*that of rank 1 is missing"),
         ("mp_rank_00_model_states.pt", r"has no file \*_model_states.pt"),
+        ("*_optim_states.pt", r"is of ZeRO, and the files \*_optim_states.pt beside it are missing"),
     ],
 )
 def test_a_missing_file_of_a_rank_is_named(tmp_path: Path, name: str, words: str) -> None:
     save(tmp_path, stage=2, ranks=2)
-    (tmp_path / "global_step3" / name).unlink()
+    for file in (tmp_path / "global_step3").glob(name):
+        file.unlink()
 
     with pytest.raises(CheckpointError, match=words):
         open_checkpoint(tmp_path)
 
 
 def test_a_partition_that_is_too_short_is_named_with_the_parameter(tmp_path: Path) -> None:
-    save(tmp_path, stage=3, ranks=2)
-    file = tmp_path / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    content = torch.load(file)
-    content["optimizer_state_dict"]["fp32_flat_groups"][1] = torch.zeros(3)
-    torch.save(content, file)
+    def shortened(rank: int, content: dict[str, Any]) -> None:
+        if rank == 1:
+            content["fp32_flat_groups"][1] = torch.zeros(3)
+
+    save(tmp_path, stage=3, ranks=2, change=shortened)
 
     with pytest.raises(CheckpointError, match=r'rank 1 ends before "second\.weight" does'):
         open_checkpoint(tmp_path)
+
+
+def test_older_files_have_the_stage_as_a_number(tmp_path: Path) -> None:
+    saved = save(tmp_path, stage=2, ranks=2, change=lambda _, content: content.update(zero_stage=2))
+
+    assert open_checkpoint(tmp_path).tensors.keys() == saved.keys()
+
+
+def test_parameters_that_are_not_trained_are_read_where_only_the_module_has_them(tmp_path: Path) -> None:
+    saved = save(tmp_path, stage=1, ranks=2)
+    file = tmp_path / "global_step3" / "mp_rank_00_model_states.pt"
+    content = torch.load(file)
+    content |= {"frozen_param_shapes": None, "frozen_param_fragments": None}
+    content["module"] |= {**{name: saved[name].bfloat16() for name in SHAPES}, **{name: saved[name] for name in FROZEN}}
+    torch.save(content, file)
+
+    assert traindiff.weights(saved, tmp_path).verdict == "identical"
+
+
+def test_without_zero_the_module_is_whole(tmp_path: Path) -> None:
+    state = parameters()
+    optimizer = {"state": {0: {"exp_avg": torch.ones(3)}}}
+    (tmp_path / "global_step3").mkdir()
+    (tmp_path / "latest").write_text("global_step3")
+    torch.save(
+        {"module": state, "param_shapes": None, "optimizer": optimizer},
+        tmp_path / "global_step3" / "mp_rank_00_model_states.pt",
+    )
+
+    found = open_checkpoint(tmp_path)
+
+    assert found.kind == "DeepSpeed"
+    assert found.tensors.keys() == {*state, "optimizer.state[0].exp_avg"}
+    assert traindiff.weights(state, tmp_path).verdict == "identical"
 
 
 def test_several_model_parallel_ranks_are_refused(tmp_path: Path) -> None:

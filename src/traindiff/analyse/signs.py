@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traindiff.analyse.align.side import StepsOnDemand
+from traindiff.analyse.merge.rank_steps import rank_steps
 from traindiff.analyse.merge.renames import Rename
-from traindiff.analyse.merge.run_steps import rank_steps
 from traindiff.core.shards import Shard
 from traindiff.core.steps import ALL_STEPS, StepSelection
 from traindiff.storage import Recording, StepObservations

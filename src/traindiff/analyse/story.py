@@ -34,6 +34,9 @@ MEANINGS = {
 }
 """What each word of a comparison's verdict means."""
 
+REPRESENTED = "no loss, gradient or update differs by more than its floor"
+"""What `equivalent` means where activations or the order of samples differ by more than their floors."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chapter:
@@ -173,7 +176,8 @@ def verdict_sentence(comparison: Comparison) -> str:
     if word == "incomplete" and not comparison.steps:
         return f"{word}: nothing could be compared"
     calibration = "" if comparison.calibrated or word == "identical" else " (uncalibrated)"
-    return f"{word}{calibration}: {MEANINGS[word]}, over {steps_text(comparison.steps)}"
+    meaning = REPRESENTED if word == "equivalent" and comparison.representation else MEANINGS[word]
+    return f"{word}{calibration}: {meaning}, over {steps_text(comparison.steps)}"
 
 
 def bits_sentence(comparison: Comparison) -> str:

@@ -112,10 +112,10 @@ class ScriptReady(Exception):  # noqa: N818  not an error
 
 
 MODULES = {
-    "check": "check", "compare": "compare", "demo": "demo", "doctor": "doctor", "explain": "explain",
-    "export": "recordings", "import": "recordings", "investigate": "investigate", "report": "report",
-    "rerun": "rerun", "resume": "resume", "run": "run", "show": "recordings", "verify": "verify", "view": "report",
-    "weights": "weights",
+    "check": "check", "compact": "compact", "compare": "compare", "demo": "demo", "doctor": "doctor",
+    "explain": "explain", "export": "recordings", "import": "recordings", "investigate": "investigate",
+    "prune": "compact", "report": "report", "rerun": "rerun", "resume": "resume", "run": "run", "show": "recordings",
+    "verify": "verify", "view": "report", "weights": "weights",
 }  # fmt: skip
 """The module of each command, beside this one."""
 

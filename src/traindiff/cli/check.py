@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_result, results, says_what_is_wrong
+from traindiff.cli.following import FollowOption, JunitOption, PatienceOption, WebhookOption, follower, hand_on
 from traindiff.cli.report import HtmlOption, check_writable, write_page
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ def check(
         bool, typer.Option("--products", help="Also list how exact matrix products are (docs/products.md).")
     ] = False,
     html: HtmlOption = None,
+    follow: FollowOption = False,
+    patience: PatienceOption = 600.0,
+    webhook: WebhookOption = None,
+    junit: JunitOption = None,
     form: FormatOption = "text",
     as_json: JsonOption = False,
     _: Annotated[
@@ -55,9 +60,10 @@ def check(
 
     if html is not None:
         check_writable(html)
+    waiting = follower(follow, patience, webhook, junit)
     with messages.status("checking") as status:
         result = check_recording(
-            recording, steps=steps, rules=rules, skip=skip, config=config, history=html is not None,
+            recording, steps=steps, rules=rules, skip=skip, config=config, history=html is not None, follow=waiting,
             progress=lambda step: status.update(f"checking step {step}"),
         )  # fmt: skip
     table = checked_products(result) if products else None
@@ -71,6 +77,7 @@ def check(
         write_page(result, html)
     form = "json" if as_json else form
     print_result(table if form == "csv" and table is not None else result, form, text=text)
+    hand_on(result, webhook, junit)
     raise typer.Exit(result.exit_code)
 
 

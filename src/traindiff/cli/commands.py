@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from traindiff.cli import (  # noqa: F401
     check,
+    compact,
     compare,
     demo,
     doctor,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_result, results, says_what_is_wrong
+from traindiff.cli.following import FollowOption, JunitOption, PatienceOption, WebhookOption, follower, hand_on
 from traindiff.cli.report import (
     AcceptOption,
     HtmlOption,
@@ -104,6 +105,10 @@ def compare(
     top: Annotated[int, typer.Option(min=0, help="Rows of each table.")] = 12,
     table: TableOption = None,
     html: HtmlOption = None,
+    follow: FollowOption = False,
+    patience: PatienceOption = 600.0,
+    webhook: WebhookOption = None,
+    junit: JunitOption = None,
     form: FormatOption = "text",
     as_json: JsonOption = False,
 ) -> None:
@@ -122,6 +127,7 @@ def compare(
         from traindiff.present.pictures import check_matplotlib
 
         check_matplotlib(f"--pictures {pictures}", asked_by="compare")
+    waiting = follower(follow, patience, webhook, junit)
     with messages.status("comparing") as status:
         result = compare_recordings(
             baseline,
@@ -135,6 +141,7 @@ def compare(
             atol=atol,
             identical=identical,
             offset=offset,
+            follow=waiting,
             history=html is not None or table is not None,
             progress=lambda step: status.update(f"comparing step {step}"),
         )
@@ -147,6 +154,7 @@ def compare(
         print_result(result, form, text=lambda: print_report(results, result, top=top))
     else:
         print_table(result, shown, form=form)
+    hand_on(result, webhook, junit)
     raise typer.Exit(result.exit_code)
 
 

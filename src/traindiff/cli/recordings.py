@@ -41,6 +41,7 @@ def show(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write.")] = None,
 ) -> None:
     """List a recording's steps, sites and their numbers."""
+    from traindiff.analyse.merge.rank_steps import rank_steps
     from traindiff.errors import ConfigError, Problem
     from traindiff.present.data import observations as table
     from traindiff.present.text.recording import print_head, print_rows
@@ -68,7 +69,7 @@ def show(
         else:
             console = Console(file=text, highlight=False, emoji=False, width=results.width) if output else results
             print_head(console, found)
-            recorded = any(True for rank in found.ranks for _ in found.steps(rank))
+            recorded = any(True for _ in rank_steps(found))
             print_rows(console, islice(rows, top), rest=rows, recorded=recorded)
 
 

@@ -34,7 +34,7 @@ def weights(
 ) -> None:
     """Compare saved weights: is what was saved, converted or loaded the same model?
 
-    Reads safetensors, torch.save, Hugging Face directories, torch.distributed.checkpoint, DeepSpeed ZeRO, and
+    Reads safetensors, torch.save, Hugging Face directories, torch.distributed.checkpoint, DeepSpeed, Megatron, and
     recordings. Exits with 0 if the numbers are the same (identical or equivalent), 1 if they diverged, 2 if the input
     cannot be used, and 3 if tensors are in one of the two only.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,8 @@ from traindiff.state.accepted import with_accepted
 from traindiff.state.adapters import merged_adapters
 from traindiff.state.comparison import Relation, WeightsComparison, moved_sentences
 from traindiff.state.dtypes import shorter
+from traindiff.state.equal_bits import Equality, can_be_equal, equalities
+from traindiff.state.held_parts import cut_to_held
 from traindiff.state.maps import mapped
 from traindiff.state.matching import Matching
 from traindiff.state.measured import Measured, measure, same_bits
@@ -39,11 +41,11 @@ def weights(
 ) -> WeightsComparison:
     """Whether two checkpoints hold the same model, and if not, which tensors differ and how.
 
-    Files are read as data: no code in them runs. Memory holds a few slabs of 16 MiB, whatever the size of the model.
+    Files are read as data: no code in them runs. Memory holds a few slabs of 4 MiB, whatever the size of the model.
 
     Args:
         baseline: Path or fsspec URL of a file or directory of saved weights (safetensors, torch.save, a Hugging Face
-            directory, torch.distributed.checkpoint, DeepSpeed ZeRO) or of a recording, a model, or a state dict.
+            directory, torch.distributed.checkpoint, DeepSpeed, Megatron) or of a recording, a model, or a state dict.
         candidate: What is compared with it, likewise.
         base: A third set, e.g. the model before fine-tuning: tensors of the candidate that are still its are named.
         map: File that says which tensors of the two are which, and in which layout, or the name of a map that
@@ -75,16 +77,21 @@ def weights(
         if not first or not second:
             notes += _one_sided(role, first, second)
             continue
-        if role == "parameter":
+        if role == "parameter" and not any(one.held for one in (*first.values(), *second.values())):
             first, second, found = merged_adapters(first, second, {} if third is None else _of_role(third, role))
             relations += found
             if not first or not second:
                 continue
         named = under_plain_names(first, second)
         notes += [named[2]] if named[2] else []
-        measured = _measured(first, second, named[0], named[1], counter)
-        matching = Matching(role, *measured, counter)
-        relations += matching.relations()
+        baseline_named = {named[0][name]: tensor for name, tensor in first.items()}
+        candidate_named = {named[1][name]: tensor for name, tensor in second.items()}
+        baseline_named, candidate_named, found, told = cut_to_held(baseline_named, candidate_named)
+        relations += found
+        notes += told
+        equal = _equal(baseline_named, candidate_named, counter)
+        measured = _measured(baseline_named, candidate_named, equal, counter)
+        relations += Matching(role, *measured, equal, counter).relations()
     if not any(one.baseline and one.candidate for one in relations):
         raise CheckpointError(_nothing_in_common(*sides))
     if third is not None:
@@ -129,27 +136,43 @@ def _one_sided(role: Role, baseline: Mapping[str, Any], candidate: Mapping[str, 
     return [f"Only the {'baseline' if baseline else 'candidate'} has tensors {what} ({count}); they are not compared."]
 
 
+def _equal(
+    baseline: Mapping[str, StoredTensor], candidate: Mapping[str, StoredTensor], counter: _Counter
+) -> dict[str, Equality]:
+    """The tensors that have the same bits as the other side's of the same name."""
+    both = [name for name in baseline if name in candidate and can_be_equal(baseline[name], candidate[name])]
+    found = equalities([(baseline[name], candidate[name]) for name in both], counter)
+    return {name: one for name, one in zip(both, found, strict=True) if one != "unequal"}
+
+
 def _measured(
-    first: Mapping[str, StoredTensor],
-    second: Mapping[str, StoredTensor],
-    first_names: Mapping[str, str],
-    second_names: Mapping[str, str],
+    baseline: Mapping[str, StoredTensor],
+    candidate: Mapping[str, StoredTensor],
+    equal: Collection[str],
     counter: _Counter,
 ) -> tuple[dict[str, Measured], dict[str, Measured]]:
-    """Both sides, measured, by the names by which they are paired."""
-    baseline = {first_names[name]: tensor for name, tensor in first.items()}
-    candidate = {second_names[name]: tensor for name, tensor in second.items()}
+    """Both sides with summaries, by the names by which they are paired.
+
+    Tensors that are equal get none, unless another one has their shape and no equal: it may hold what they hold.
+    """
+    open_shapes = {one.shape for side in (baseline, candidate) for name, one in side.items() if name not in equal}
     found = []
     for own, other in ((baseline, candidate), (candidate, baseline)):
         alone = sorted({tensor.dtype for name, tensor in other.items() if name not in own})
         wanted = []
         for name, tensor in own.items():
+            if name in equal and tensor.shape not in open_shapes:
+                continue
             same = other.get(name)
             dtypes = [same.dtype] if same is not None and same.shape == tensor.shape else [*alone]
             if same is not None and same.dtype not in dtypes:
                 dtypes.append(same.dtype)
-            wanted.append((tensor, [dtype for dtype in shorter(tensor.dtype) if dtype in dtypes]))
-        found.append(dict(zip(own, measure(wanted, counter), strict=True)))
+            wanted.append((name, [dtype for dtype in shorter(tensor.dtype) if dtype in dtypes]))
+        again = (name for name, _ in wanted if name in other and can_be_equal(own[name], other[name]))
+        counter(0, sum(own[name].num_bytes for name in again))
+        made = measure([(own[name], dtypes) for name, dtypes in wanted], counter)
+        by_name = {name: one for (name, _), one in zip(wanted, made, strict=True)}
+        found.append({name: by_name.get(name) or Measured(tensor=one, summaries={}) for name, one in own.items()})
     return found[0], found[1]
 
 

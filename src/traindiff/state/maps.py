@@ -37,7 +37,9 @@ def mapped(
             side = 0 if len(names[1]) == 1 else 1  # the side whose tensors make up the other's
             (name,) = names[1 - side]
             parts = [sides[side].pop(part) for part in names[side]]
-            made[side][name] = _joined(parts, (baseline, candidate)[1 - side][name], entry.layout, number + 1)
+            made[side][name] = _joined(
+                parts, (baseline, candidate)[1 - side][name], entry.layout_of(len(parts)), number + 1
+            )
             made[1 - side][name] = sides[1 - side].pop(name)
         if not used and not entry.is_optional:
             shown = printable(entry.baseline[0])
@@ -62,7 +64,8 @@ def _joined(parts: Sequence[StoredTensor], whole_one: StoredTensor, layout: Layo
     plain = layout.is_plain
     fits = plain or (
         sum(shape[0] for shape in shapes) == length
-        and all(shape[1] == width and shape[0] % layout.groups == 0 for shape in shapes)
+        and all(shape[1] == width for shape in shapes)
+        and all(_moved_rows(shape, layout) % (layout.groups * abs(layout.blocks)) == 0 for shape in shapes)
         and all(
             not heads or shape[0] % (2 * abs(heads)) == 0 for heads, shape in zip(layout.heads, shapes, strict=True)
         )
@@ -75,10 +78,7 @@ def _joined(parts: Sequence[StoredTensor], whole_one: StoredTensor, layout: Layo
         )
     part = parts[0]
     if plain:
-        return StoredTensor(
-            name=part.name, dtype=part.dtype, shape=part.shape, parts=part.parts, role=part.role, memory=part.memory,
-            summary=part.summary,
-        )  # fmt: skip
+        return part
 
     def memory(first: int, end: int) -> Bits:
         made = _made(parts, layout).reshape(whole_one.rows, -1)
@@ -90,6 +90,11 @@ def _joined(parts: Sequence[StoredTensor], whole_one: StoredTensor, layout: Layo
     )
 
 
+def _moved_rows(shape: tuple[int, int], layout: Layout) -> int:
+    """How many rows of a part change places: those of the transposed part, if it is transposed before."""
+    return shape[1] if layout.blocks > 1 and layout.transpose else shape[0]
+
+
 def _made(parts: Sequence[StoredTensor], layout: Layout) -> Bits:
     """The elements of a whole, all of them in memory."""
     groups = []
@@ -97,6 +102,8 @@ def _made(parts: Sequence[StoredTensor], layout: Layout) -> Bits:
         rows, columns = matrix_shape(part.shape)
         words = prod(part.shape) and part.num_bytes // bits_type(part.dtype).itemsize // part.size
         matrix = part.slab(0, part.rows).reshape(rows, columns * max(1, words))
+        if layout.blocks != 1:
+            return _regrouped(matrix, layout)
         if heads > 0:
             matrix = matrix[pairs_order(rows, heads)]
         elif heads < 0:
@@ -104,6 +111,17 @@ def _made(parts: Sequence[StoredTensor], layout: Layout) -> Bits:
         groups.append(matrix.reshape(layout.groups, rows // layout.groups, -1))
     made = np.concatenate(groups, axis=1).reshape(-1, groups[0].shape[-1])
     return made.T if layout.transpose else made
+
+
+def _regrouped(matrix: Bits, layout: Layout) -> Bits:
+    """The rows of a single part, from blocks to groups of all of them, or back."""
+    if layout.blocks > 1:
+        matrix = matrix.T if layout.transpose else matrix
+        split = matrix.reshape(layout.blocks, layout.groups, -1, matrix.shape[1])
+        return split.swapaxes(0, 1).reshape(matrix.shape)
+    split = matrix.reshape(layout.groups, -layout.blocks, -1, matrix.shape[1])
+    found = split.swapaxes(0, 1).reshape(matrix.shape)
+    return found.T if layout.transpose else found
 
 
 def write_map(result: WeightsComparison, path: Path) -> int:

@@ -23,6 +23,7 @@ from traindiff.state.arrangements import (
 )
 from traindiff.state.comparison import Relation, Word, numbers
 from traindiff.state.elements import element_difference
+from traindiff.state.equal_bits import Equality
 from traindiff.state.measured import MOST_THREADS, Measured, common_dtype, same_bits
 from traindiff.state.pairing import by_content, content_keys, families, fused_parts, likest, rearranged
 from traindiff.state.stored import Role
@@ -38,6 +39,7 @@ class Matching:
         role: Their role.
         baseline: By the names by which sides are paired.
         candidate: Likewise.
+        equal: Names under which both sides have the same bits.
         progress: Is told how many more bytes have been read, and how many more are to be read.
     """
 
@@ -46,9 +48,11 @@ class Matching:
         role: Role,
         baseline: Mapping[str, Measured],
         candidate: Mapping[str, Measured],
+        equal: Mapping[str, Equality],
         progress: Callable[[int, int], None] = lambda _, __: None,
     ) -> None:
         self._role = role
+        self._equal = equal
         self._progress = progress
         self._baseline = baseline
         self._candidate = candidate
@@ -108,9 +112,10 @@ class Matching:
     def _same(self, baseline: str, candidate: str) -> bool:
         """Settle two tensors with the same bits, or rounded to them."""
         first, second = self._baseline[baseline], self._candidate[candidate]
-        if not same_bits(first, second):
-            return False
         renamed = baseline != candidate
+        known = "unequal" if renamed else self._equal.get(baseline, "unequal")
+        if known == "unequal" and not same_bits(first, second):
+            return False
         about = f"is the baseline's {first.tensor.name}" if renamed else "is the baseline's"
         own, other = first.tensor.dtype, second.tensor.dtype
         if own == other:
@@ -121,7 +126,7 @@ class Matching:
         message = f"{about}, rounded to {other}" if short == other else f"{about}, stored as {other} without loss"
         if short == own:
             message = f"{about} after rounding to {own}; the candidate's is {other}"
-            if self._is_exact(second, own):
+            if known == "exact" or (known == "unequal" and self._is_exact(second, own)):
                 message = f"{about}, stored as {other} with the same numbers"
         exact = {"dtype": short, "rounding": "nearest"}
         self._settle(

@@ -18,7 +18,7 @@ from traindiff.core.kernels.element_details import Elements
 from traindiff.core.shards import Shard
 from traindiff.core.summary import SMALLEST_NORMAL, empty, merge
 from traindiff.state.dtypes import Bits, decoded, is_float, rounded, shorter
-from traindiff.state.stored import StoredTensor
+from traindiff.state.stored import SlabBuffers, StoredTensor
 
 MOST_THREADS = 8
 
@@ -34,7 +34,7 @@ class Measured:
 
     Attributes:
         tensor: The tensor.
-        summaries: By dtype: of its elements, rounded to that dtype.
+        summaries: By dtype: of its elements, rounded to that dtype. None where only its bits were compared.
     """
 
     tensor: StoredTensor
@@ -70,9 +70,10 @@ def measure(
         CheckpointError: A file has ended.
     """
     pool = ThreadPoolExecutor(max_workers=min(MOST_THREADS, os.cpu_count() or 1))
+    buffers = SlabBuffers(1)
     try:
         parts = [
-            [pool.submit(_of_slab, tensor, (tensor.dtype, *others), *slab) for slab in tensor.slabs]
+            [pool.submit(_of_slab, tensor, (tensor.dtype, *others), buffers, *slab) for slab in tensor.slabs]
             if tensor.is_readable
             else []
             for tensor, others in tensors
@@ -98,8 +99,10 @@ def _merged(parts: list[Any]) -> Any:
     return merge(parts) if parts else empty(1)[0]
 
 
-def _of_slab(tensor: StoredTensor, dtypes: Sequence[str], first: int, end: int) -> list[Any]:
-    bits = tensor.slab(first, end)
+def _of_slab(
+    tensor: StoredTensor, dtypes: Sequence[str], buffers: SlabBuffers, first: int, end: int
+) -> list[Any]:  # fmt: skip
+    bits = tensor.slab(first, end, *buffers.of_thread())
     inner = prod(tensor.shape[1:])
     shard = Shard(shape=(bits.size,), global_shape=tensor.shape, offset=(first * inner,))
     if tensor.dtype == "complex128":

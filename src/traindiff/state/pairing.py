@@ -83,7 +83,7 @@ def by_content(tensors: Mapping[str, Measured]) -> dict[Key, list[str]]:
     """Names by contents. Tensors whose elements are all one number are left out: they could be any."""
     found: dict[Key, list[str]] = {}
     for name, one in tensors.items():
-        if not one.is_constant:
+        if one.summaries and not one.is_constant:
             for key in content_keys(one):
                 found.setdefault(key, []).append(name)
     return found

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from traindiff.core.shards import Region, Shard
 from traindiff.core.untrusted.demands import quoted
 from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import CheckpointError
 from traindiff.state.dtypes import ITEM_BYTES, Bits, bits_type
 
-SLAB_BYTES = 1 << 24
-"""Bytes of a slab: as many rows as fit, at least one."""
+SLAB_BYTES = 1 << 22
+"""Bytes of a slab: as many rows as fit, at least one. Slabs of all threads fit into a cache together."""
 
 Role = Literal["parameter", "optimizer", "other"]
 
@@ -24,6 +26,25 @@ Role = Literal["parameter", "optimizer", "other"]
 def unreadable(where: str, what: str) -> CheckpointError:
     """The error for a file of a checkpoint; `what` is a clause without a full stop."""
     return CheckpointError(f"{where} cannot be read: {what}. Restore the file from where it was copied, or save again.")
+
+
+class SlabBuffers:
+    """Memory that each thread uses again for every slab: new memory costs more than reading into it.
+
+    Args:
+        count: How many slabs a thread needs at once.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._local = threading.local()
+
+    def of_thread(self) -> list[NDArray[np.uint8]]:
+        """The buffers of the calling thread, each of the size of a slab."""
+        if not hasattr(self._local, "buffers"):
+            self._local.buffers = [np.empty(SLAB_BYTES, np.uint8) for _ in range(self._count)]
+        found: list[NDArray[np.uint8]] = self._local.buffers
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +63,20 @@ class Bytes:
     offset: int
     count: int
 
-    def read(self, first: int, count: int) -> NDArray[np.uint8]:
-        """`count` bytes from byte `first` on.
+    def after(self, count: int) -> Bytes:
+        """The bytes without the first `count` ones."""
+        return replace(self, offset=self.offset + count, count=max(0, self.count - count))
+
+    def read(self, first: int, count: int, into: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+        """`count` bytes from byte `first` on; in `into` if they fit there.
 
         Raises:
             CheckpointError: The file has ended.
         """
         inside = first >= 0 and count >= 0 and first + count <= self.count
-        found = self.folder.read_range(self.name, self.offset + first, count) if inside else np.empty(0, np.uint8)
+        found = np.empty(0, np.uint8)
+        if inside:
+            found = self.folder.read_range(self.name, self.offset + first, count, into)
         if found.size != count or not inside:
             raise unreadable(
                 self.folder.path(self.name),
@@ -85,15 +112,16 @@ class Part:
     shape: tuple[int, ...]
     find: Callable[[], Place]
 
-    def rows(self, first: int, end: int, dtype: str) -> Bits:
-        """Rows of a box, counted in the box; elements of a flat range."""
+    def rows(self, first: int, end: int, dtype: str, into: NDArray[np.uint8] | None = None) -> Bits:
+        """Rows of a box, counted in the box; elements of a flat range. Their bytes may be in `into`."""
         size, inner = ITEM_BYTES[dtype], prod(self.shape[1:])
         kind, place = bits_type(dtype), self.find()
         shape = (end - first, *self.shape[1:])
         if kind.itemsize != size:
             shape = (*shape, size // kind.itemsize)
         if place.strides is None:
-            return place.content.read(first * inner * size, (end - first) * inner * size).view(kind).reshape(shape)
+            found = place.content.read(first * inner * size, (end - first) * inner * size, into)
+            return found.view(kind).reshape(shape)
         if 0 in shape:
             return np.empty(shape, kind)
         low = first * place.strides[0]
@@ -116,6 +144,7 @@ class StoredTensor:
         memory: Slabs of a tensor in memory, by first and last row.
         summary: Its summary, if that is all there is.
         in_one: Whether it is one slab, because its elements are made of whole tensors.
+        held: Which elements of a sharded tensor it is, if it is what one rank holds; `shape` is then that of the part.
     """
 
     name: str
@@ -126,6 +155,7 @@ class StoredTensor:
     memory: Callable[[int, int], Bits] | None = None
     summary: Any = None
     in_one: bool = False
+    held: Region | Shard | None = None
 
     @property
     def size(self) -> int:
@@ -156,8 +186,13 @@ class StoredTensor:
         step = max(1, SLAB_BYTES // row_bytes)
         return [(first, min(first + step, self.rows)) for first in range(0, self.rows, step)] if self.size else []
 
-    def slab(self, first: int, end: int) -> Bits:
+    def slab(self, first: int, end: int, into: NDArray[np.uint8] | None = None) -> Bits:
         """The rows from `first` to `end`, flat and contiguous.
+
+        Args:
+            first: The first row.
+            end: The row after the last one.
+            into: Bytes that may hold the result, which then lasts until they are used again.
 
         Raises:
             CheckpointError: A file has ended.
@@ -168,7 +203,7 @@ class StoredTensor:
         shape = self.shape or (1,)
         inner = prod(shape[1:])
         if len(self.parts) == 1 and self.parts[0].shape == shape:
-            return np.ascontiguousarray(self.parts[0].rows(first, end, self.dtype)).reshape(-1)
+            return np.ascontiguousarray(self.parts[0].rows(first, end, self.dtype, into)).reshape(-1)
         kind = bits_type(self.dtype)
         words = ITEM_BYTES[self.dtype] // kind.itemsize
         made = np.empty((end - first, *shape[1:], words), kind)

@@ -1,7 +1,9 @@
 """Observations to disk and back. The format is defined in FORMAT.md beside this file."""
 
+from traindiff.storage.following import Follower, not_following, open_followed
 from traindiff.storage.gap import Gap
 from traindiff.storage.manifest import Ended, ended
+from traindiff.storage.places import Places
 from traindiff.storage.reader import Recording, Run, open_recording
 from traindiff.storage.shifted import ShiftedRecording
 from traindiff.storage.stream import RankStatus, StepObservations
@@ -9,7 +11,9 @@ from traindiff.storage.writer import RecordingWriter
 
 __all__ = [
     "Ended",
+    "Follower",
     "Gap",
+    "Places",
     "RankStatus",
     "Recording",
     "RecordingWriter",
@@ -17,5 +21,7 @@ __all__ = [
     "ShiftedRecording",
     "StepObservations",
     "ended",
+    "not_following",
+    "open_followed",
     "open_recording",
 ]

@@ -30,6 +30,12 @@ DATA = "observations.arrows"
 SEALS = "observations.crc"
 """Name of the file with their checksums."""
 
+MERGED = "merged"
+"""Name of the directory with the steps whose ranks are merged, in a compact recording."""
+
+PLACES = "places"
+"""Name of the directory beside it that says which ranks have which parts."""
+
 SEGMENT = re.compile(r"observations-(\d{15})-(\d{10})\.segment", re.ASCII)
 """Names of files with a part of both, on stores that cannot append: where it begins, and its length."""
 
@@ -153,6 +159,7 @@ def make_room(
     names = _names(file_system, root)
     mine = rank_directory(rank)
     beyond = {name for name in names if _rank_of(name) >= 0 and _rank_of(name) not in recorded}
+    beyond |= {MERGED, PLACES} & names
     if other := _other_things(file_system, root, names, ranks={mine, *beyond} & names):
         raise unusable(
             path,
@@ -178,7 +185,8 @@ def make_room(
 
 def _other_things(file_system: Any, root: str, names: set[str], *, ranks: set[str]) -> set[str]:
     """Names of files that are not part of a recording."""
-    other = {name for name in names if _rank_of(name) < 0} - {"run.json", "run.json" + UNFINISHED}
+    other = {name for name in names if _rank_of(name) < 0}
+    other -= {"run.json", "run.json" + UNFINISHED, MERGED, PLACES}
     if "run.json" in names:
         run = file_system.cat_file(posixpath.join(root, "run.json"))
         if manifest.FORMAT_NAME.encode() not in run:  # damaged or newer is still a recording

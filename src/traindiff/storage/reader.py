@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +17,10 @@ from traindiff.core.untrusted.demands import MOST_JSON_BYTES
 from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import MixedRecordingError, NotARecordingError
 from traindiff.storage import manifest, segments, tensor_files
-from traindiff.storage.location import file_system, lacks_container, rank_directory
+from traindiff.storage.location import MERGED, PLACES, file_system, lacks_container, rank_directory
 from traindiff.storage.manifest import ended
 from traindiff.storage.part import Part
+from traindiff.storage.places import PlaceLists
 from traindiff.storage.stream import RankStatus, RankStream, StepObservations
 
 
@@ -77,6 +79,7 @@ class Recording:
         self._contents: dict[int, dict[str, Any]] = {}
         self._streams: dict[int, RankStream] = {}
         self._num_verified: dict[int, int] = {}  # steps whose files have been checked
+        self._merged: RankStream | None = None
         self.run = self._read_run()
         found = {
             int(match[1])
@@ -156,6 +159,8 @@ class Recording:
         status = self._stream(rank).status()
         if status.ending != "closed":
             return status
+        if self.is_compact:
+            return self._ending_before_merging(rank)
         if not self._folder.exists(f"{rank_directory(rank)}/rank.json"):
             missing = (
                 "its rank.json is missing, although it was closed. Restore it from where the recording was copied."
@@ -188,6 +193,49 @@ class Recording:
         part = Part(begin=begin, end=end, before=before, only=self._only_optimizer(rank))
         yield from map(self._intact, self._stream(rank).steps(part))
 
+    @property
+    def is_compact(self) -> bool:
+        """True if the ranks are merged, in some steps at least: `merged_steps` then has all steps in their order."""
+        return "compact" in self.run
+
+    def merged_steps(
+        self, *, begin: int = 0, end: int | None = None, before: bool = False
+    ) -> Iterator[StepObservations]:
+        """The steps of a compact recording with their ranks merged. For a step that is whole, there is a mark.
+
+        Args:
+            begin: As for `steps`.
+            end: As for `steps`.
+            before: As for `steps`.
+
+        Raises:
+            CorruptRecordingError: The bytes are not those that were written.
+        """
+        part = Part(begin=begin, end=end, before=before, only=self._only_optimizer(self.ranks[0]) if self.ranks else "")
+        folder = self._folder.within(PLACES)
+        places = PlaceLists(RankStream(segments.of_rank(folder), 0), self.world_size, folder.root)
+        for step in self._merged_stream().steps(part):
+            yield replace(step, places=places)
+
+    def _merged_stream(self) -> RankStream:
+        if self._merged is None:
+            lowest = min(self.ranks, default=0)
+            self._merged = RankStream(segments.of_rank(self._folder.within(MERGED)), lowest)
+        return self._merged
+
+    def _ending_before_merging(self, rank: int) -> RankStatus:
+        """How a rank's stream had ended before it was merged with others, unless the merged steps are not whole."""
+        merged = self._merged_stream().status()
+        endings = self.run["compact"]["endings"]
+        if merged.ending != "closed" or endings is None:
+            message = f"rank {rank}: the recording was not compacted to its end, so steps are missing."
+            return RankStatus(rank=rank, ending="truncated", message=message)
+        found = endings.get(str(rank))
+        if found is None:
+            return RankStatus(rank=rank, ending="closed", message="")
+        known: dict[str, Literal["aborted", "unclosed"]] = {"aborted": "aborted", "unclosed": "unclosed"}
+        return RankStatus(rank=rank, ending=known.get(found["ending"], "truncated"), message=found["message"])
+
     def last_step(self, rank: int) -> int | None:
         """Number of the last step of a rank that was written whole, found by its seals; None if it is not known.
 
@@ -197,7 +245,7 @@ class Recording:
         Raises:
             CorruptRecordingError: The bytes that tell it are not those that were written.
         """
-        return self._stream(rank).last_step()
+        return (self._merged_stream() if self.is_compact else self._stream(rank)).last_step()
 
     def _only_optimizer(self, rank: int) -> str:
         """Name of the only optimizer of a rank; empty if it has several, or if its `rank.json` names none."""

@@ -44,6 +44,13 @@ class ShiftedRecording(Recording):
         first, last = max(0, begin - self.offset), None if end is None else end - self.offset
         yield from map(self._shifted, super().steps(rank, begin=first, end=last, before=before))
 
+    def merged_steps(
+        self, *, begin: int = 0, end: int | None = None, before: bool = False
+    ) -> Iterator[StepObservations]:
+        """The merged steps of a compact recording, in the same way."""
+        first, last = max(0, begin - self.offset), None if end is None else end - self.offset
+        yield from map(self._shifted, super().merged_steps(begin=first, end=last, before=before))
+
     def _shifted(self, step: StepObservations) -> StepObservations:
         return replace(
             step,

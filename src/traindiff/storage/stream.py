@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from itertools import chain, count, islice
-from typing import IO, Literal
+from typing import IO, TYPE_CHECKING, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -35,6 +35,9 @@ from traindiff.storage.schema import (
 )
 from traindiff.storage.seals import FIRST, MOST_TO_SEARCH, Seal, SealLines, Start, seals_in
 
+if TYPE_CHECKING:
+    from traindiff.storage.places import PlaceSource
+
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
@@ -45,6 +48,9 @@ class StepObservations:
     `stored` holds the optional parts by the same i; `Recording.tensors` reads their files. `after` holds the latest
     step of each other optimizer before it, as far as the order is known. Steps of a rank with the same object as
     `layout` have the same observations but for the number of the step; None if that is not known.
+
+    If the ranks of a compact recording are merged, `places` tells which ranks have which parts, `observations` are the
+    rows of a merged step (FORMAT.md), and `rank` is the lowest one. Else `places` is None.
     """
 
     rank: int
@@ -55,6 +61,7 @@ class StepObservations:
     stored: Stored = NOTHING_STORED
     after: Mapping[str, int] = field(default_factory=dict)
     layout: object = None
+    places: PlaceSource | None = None
 
     def joined(self, more: StepObservations) -> StepObservations:
         """The step with further observations added."""
@@ -90,7 +97,7 @@ class RankStatus:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Packed:
+class PackedStep:
     """A step as it is on disk. It ends where the next one begins; finding that does not need unpacking."""
 
     optimizer: str
@@ -100,7 +107,7 @@ class _Packed:
     unpacked_bytes: int
     after: Mapping[str, int] = field(default_factory=dict)
 
-    def append(self, more: _Packed) -> None:
+    def append(self, more: PackedStep) -> None:
         """Add further messages of the step.
 
         Raises:
@@ -207,7 +214,7 @@ class RankStream:
             found = _packed(message)
         return found.optimizer, found.step
 
-    def _unpacked(self, packed: _Packed, *, decoder: Decoder) -> StepObservations:
+    def _unpacked(self, packed: PackedStep, *, decoder: Decoder) -> StepObservations:
         with self._checking(f"step {packed.step}"):
             return unpacked(packed, self._rank, decoder)
 
@@ -225,12 +232,12 @@ class RankStream:
         content = self._folder.read(gap.GAP_FILE, limit=gap.RESERVED_BYTES)
         return gap.parsed(content, where=self._path(gap.GAP_FILE))
 
-    def _packed_steps(self, start: Start = FIRST) -> Iterator[_Packed]:
+    def _packed_steps(self, start: Start = FIRST) -> Iterator[PackedStep]:
         """The rank's steps as they are on disk; this generator keeps no reference to a step that it has yielded.
 
         A comparison of two runs relies on ascending numbers: a step out of order would be compared with nothing.
         """
-        held: dict[str, _Packed] = {}
+        held: dict[str, PackedStep] = {}
         begun: dict[str, int] = {}
         for part in self._messages(start):
             if part.optimizer in held and held[part.optimizer].step == part.step:
@@ -251,7 +258,7 @@ class RankStream:
         while held:
             yield held.pop(next(iter(held)))
 
-    def _messages(self, start: Start) -> Iterator[_Packed]:
+    def _messages(self, start: Start) -> Iterator[PackedStep]:
         """The messages from `start` on, after the first, which is the schema."""
         size = self._size()
         if not self._folder.exists(DATA):
@@ -329,7 +336,7 @@ class RankStream:
         return self._folder.path(name)
 
 
-def unpacked(packed: _Packed, rank: int, decoder: Decoder) -> StepObservations:
+def unpacked(packed: PackedStep, rank: int, decoder: Decoder) -> StepObservations:
     """A step from its messages.
 
     Raises:
@@ -361,14 +368,14 @@ def _check_schema(message: bytes, where: str) -> None:
         )
 
 
-def _packed(message: bytes) -> _Packed:
+def _packed(message: bytes) -> PackedStep:
     """A message as part of a step; only the two columns that identify the step are decoded."""
     size = checked_size(message)
     with decoding():
         batch = read_columns(message, ("step", "optimizer"))
         batch.validate(full=True)
     (optimizer,) = check_texts([batch.column("optimizer")[0].as_py()])
-    return _Packed(
+    return PackedStep(
         step=batch.column("step")[0].as_py(),
         optimizer=printable(optimizer),
         messages=[message],

@@ -57,6 +57,7 @@ class RecordingWriter:
         rank: This rank.
         world_size: Number of ranks.
         overwrite: Replace a recording that is already there. Other files are never touched.
+        directory: Name of a directory for a stream that is not of a rank, in a recording that this process writes.
 
     Raises:
         ConfigError: `path` holds something else than a recording, holds one and `overwrite` is not set, or cannot be
@@ -71,13 +72,14 @@ class RecordingWriter:
         rank: int = 0,
         world_size: int = 1,
         overwrite: bool = False,
+        directory: str = "",
     ) -> None:
         self._fs, self._root = file_system(path)
-        self._directory = posixpath.join(self._root, rank_directory(rank))
+        self._directory = posixpath.join(self._root, directory or rank_directory(rank))
         self._arrows = posixpath.join(self._directory, DATA)
         self._crc = posixpath.join(self._directory, SEALS)
         recorded = run.get("settings", {}).get("ranks") or range(world_size)
-        self._leads = rank == min(recorded)
+        self._leads = rank == min(recorded) and not directory
         self._files: WrittenFiles | StoredFiles = (
             StoredFiles(self._fs, self._directory) if isinstance(self._fs, Store) else WrittenFiles(self._root)
         )
@@ -91,7 +93,7 @@ class RecordingWriter:
         self._latest: dict[str, int] = {}
         self._unwritten: dict[str, bytes] = {}
         self._rank = rank
-        self._says_of_rank = False
+        self._says_of_rank = bool(directory)
         self._buffer = io.BytesIO()
         self._columns = Columns()
         options = pa.ipc.IpcWriteOptions(compression=CODEC, use_threads=False)
@@ -100,9 +102,11 @@ class RecordingWriter:
         # should leave a readable stream too.
         self._header = SCHEMA.serialize().to_pybytes()
         try:
-            make_room(
-                self._fs, self._root, path=path, rank=rank, recorded=recorded, leads=self._leads, overwrite=overwrite
-            )
+            if not directory:
+                make_room(
+                    self._fs, self._root, path=path, rank=rank, recorded=recorded, leads=self._leads,
+                    overwrite=overwrite,
+                )  # fmt: skip
             self._open(run)
         except OSError as error:
             fix = "Give the path of a directory that does not exist yet, where you may write and there is room."

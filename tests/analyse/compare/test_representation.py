@@ -32,6 +32,9 @@ def test_activations_that_differ_while_nothing_learned_does_are_another_represen
     assert "The representation differs, not the computation: step 0" in found.notes[0]
     assert len(found.to_json()["representation"]) == 1
     assert "more sites" not in found.notes[0]
+    assert str(found).startswith(
+        "equivalent (uncalibrated): no loss, gradient or update differs by more than its floor,"
+    )
 
 
 def test_the_first_of_several_activations_that_differ_is_named(measured: Measured) -> None:

@@ -100,6 +100,13 @@ def test_another_update_is_named_before_the_step_that_finds_it(
     assert ("In the candidate, it did not." in first.message) is of_one_run
 
 
+def test_what_is_computed_with_another_average_follows_from_it(tmp_path: Path) -> None:
+    found = compared(tmp_path, momenta={2: 0.5})
+
+    words = {one.path: one.word for one in found.differences if one.phase == "forward"}
+    assert [words[path] for path in ("target.0", "target", "online", "scale", "")] == ["follows"] * 5
+
+
 def test_a_run_that_sees_all_changes_is_not_held_against_one_that_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

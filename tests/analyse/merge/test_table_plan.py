@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.made_up import CONTENT, record, summary_of
-from traindiff.analyse.merge.run_steps import RunStep, StepMerger, rank_steps
+from traindiff.analyse.merge.rank_steps import rank_steps
+from traindiff.analyse.merge.run_steps import RunStep, StepMerger
 from traindiff.analyse.merge.site import MergedSite
 from traindiff.core.observation import CLEARED, LOSS_SCALE, Observation
 from traindiff.core.shards import OPEN, Shard

@@ -194,7 +194,7 @@ def test_experts_that_differ_in_another_way_tell_of_no_choice(pairs: list[Pair])
 
 def rows_of(experts_of_tokens: Array, other: Array, *, most: float = 1.0) -> TurnedChoices:
     pair = site(experts_of_tokens, other, path="moe.router")
-    return TurnedChoices([pair], most=lambda _: most)
+    return TurnedChoices([pair], most=lambda _, computed: most)
 
 
 TOKENS_OF = np.zeros(256, dtype=np.int64)
@@ -207,7 +207,9 @@ def turned_tokens(count: int) -> Array:
 def test_one_turned_choice_of_256_is_worth_two_rows_and_their_chance() -> None:
     found = rows_of(TOKENS_OF, turned_tokens(1))
 
-    assert found.floor(site(random(256, 4, seed=0)), inputs=0.0) == pytest.approx(np.sqrt(2 * (1 + 1) / 256))
+    assert found.floor(site(random(256, 4, seed=0)), inputs=0.0, precision=0.0) == pytest.approx(
+        np.sqrt(2 * (1 + 1) / 256)
+    )
     assert len(found.explained) == 1
 
 
@@ -216,7 +218,7 @@ def test_of_a_gradient_a_few_rows_may_hold_most() -> None:
     values[7, 2] = 5.0
     peak = 25 * 1024 / (1023 + 25)
 
-    found = rows_of(TOKENS_OF, turned_tokens(1)).floor(site(values, phase="backward"), inputs=0.0)
+    found = rows_of(TOKENS_OF, turned_tokens(1)).floor(site(values, phase="backward"), inputs=0.0, precision=0.0)
 
     assert found == pytest.approx(np.sqrt(2 * (1 + peak) / 256), rel=1e-6)
 
@@ -224,7 +226,7 @@ def test_of_a_gradient_a_few_rows_may_hold_most() -> None:
 def test_more_choices_than_rounding_turns_explain_nothing() -> None:
     found = rows_of(TOKENS_OF, turned_tokens(1), most=0.9)
 
-    assert found.floor(site(random(256, 4, seed=0)), inputs=0.0) == 0.0
+    assert found.floor(site(random(256, 4, seed=0)), inputs=0.0, precision=0.0) == 0.0
     assert found.explained == []
 
 
@@ -255,3 +257,32 @@ def test_numbers_of_rows_that_rounding_may_change_are_said_with_the_first_step(t
     assert found.findings == (), str(found)
     (note,) = (one for one in found.notes if "was made otherwise" in one)
     assert "first at step 1, forward of pick output[0]: 51 rows, 50 in the baseline." in note
+
+
+def quantized(turned: int, *, dtype: str) -> Step:
+    """A step with a codebook of 16 rows, of which `turned` samples took another than in the baseline."""
+    codebook, taken = random(16, WIDTH, seed=5), np.arange(TOKENS) % 16
+    taken[:turned] = (taken[:turned] + 1) % 16
+    about = {"dtype": dtype}
+    found: Step = {("param", "before", "fc.weight", "value"): Seen(values=random(4, WIDTH, seed=1))}
+    found["forward", "", "fc", "output[0]"] = Seen(values=rounded(random(TOKENS, WIDTH, seed=2)), about=about)
+    found["forward", "", "vq", "output[0]"] = Seen(values=rounded(codebook[taken]), about=about)
+    found["forward", "", "vq", "output[1]"] = Seen(values=taken)
+    found["grad", "", "fc.weight", "grad"] = Seen(values=random(4, WIDTH, seed=4))
+    found["param", "", "fc.weight", "value"] = Seen(values=random(4, WIDTH, seed=1) * np.float32(0.9))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "turned", "verdict"),
+    [("bfloat16", 1, "equivalent"), ("bfloat16", 3, "equivalent"), ("bfloat16", 128, "diverged"),
+     ("float32", 1, "diverged")],
+)  # fmt: skip
+def test_a_codebook_chooses_by_distances_that_are_rounded_where_nobody_sees(
+    dtype: str, turned: int, verdict: str, tmp_path: Path
+) -> None:
+    found = compared(tmp_path, quantized(0, dtype=dtype), quantized(turned, dtype=dtype))
+
+    assert found.verdict == verdict, str(found)
+    assert any("choices of rows" in note for note in found.notes) is (verdict == "equivalent")
+    assert [one.path for one in found.findings[:1]] == (["vq"] if verdict == "diverged" else [])

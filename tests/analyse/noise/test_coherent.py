@@ -9,7 +9,7 @@ import pytest
 
 from tests.analyse.noise.test_site_floors import site
 from tests.made_up import Array, random
-from traindiff.analyse.noise.coherent import HANDED_ON, KERNELS, CoherentErrors
+from traindiff.analyse.noise.coherent import HANDED_ON, KERNELS, CoherentErrors, canceled_means
 from traindiff.analyse.noise.gradients import Terms
 from traindiff.analyse.noise.measured import SAFETY
 from traindiff.core.summary import UNIT_ROUNDOFF
@@ -101,3 +101,17 @@ def test_a_module_without_terms_has_its_own_error_only() -> None:
     assert floor(random(8, seed=0), phase="grad", path="nothing.bias") == pytest.approx(
         SAFETY * KERNELS * U + HANDED_ON * OWN
     )
+
+
+def test_a_running_mean_that_is_mathematically_zero_is_held_against_the_spread_of_its_terms() -> None:
+    buffers = {
+        "bn.running_mean": np.full(4, 1e-3, dtype=np.float32),
+        "bn.running_var": np.full(4, 1.0, dtype=np.float32),
+        "other.running_mean": np.full(4, 1e-3, dtype=np.float32),
+        "zero.running_mean": np.zeros(4, dtype=np.float32),
+        "zero.running_var": np.full(4, 1.0, dtype=np.float32),
+    }
+
+    found = canceled_means(site(one, phase="param", path=path, slot="buffer") for path, one in buffers.items())
+
+    assert {key.path: value for key, value in found.items()} == {"bn.running_mean": pytest.approx(1000.0, rel=1e-3)}

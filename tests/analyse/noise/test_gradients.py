@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
 
 from tests.made_up import Compared, Seen, Step, at, random, record, same, summary_of
 from traindiff.analyse.compare import compare
-from traindiff.analyse.merge.distance import Pair
+from traindiff.analyse.merge.distance import Pair, difference
 from traindiff.analyse.merge.site import MergedSite, SiteKey
-from traindiff.analyse.noise.gradients import FEW_TURNED, share_of_noise, terms_by_module, turned_share
+from traindiff.analyse.noise.gradients import (
+    FEW_TURNED,
+    gradient_floor,
+    share_of_noise,
+    terms_by_module,
+    turned_share,
+)
+from traindiff.analyse.noise.uncalibrated import Floors
+from traindiff.core.summary import rounding
 
 
 def test_the_share_of_noise_is_the_share_of_groups_that_hold_nothing_larger_than_the_error() -> None:
@@ -114,6 +126,96 @@ def test_a_module_that_is_called_twice_adds_up_the_terms_of_both_calls() -> None
 
     assert terms.count == 64
     assert terms.norm == pytest.approx(np.sqrt(32 * 9.0 + 32 * 16.0))
+
+
+def _terms_of(path: str, *calls: int) -> list[MergedSite]:
+    return [
+        MergedSite(
+            key=SiteKey("backward", "", path, "output[0]", call, 0), order=call, dtype="bfloat16", shape=(4, 8),
+            summary=summary_of(np.full((4, 8), 3.0 + call, dtype=np.float32)),
+        )
+        for call in calls
+    ]  # fmt: skip
+
+
+def test_a_module_that_one_run_does_not_call_sums_the_terms_of_the_other_run() -> None:
+    (entry,) = _terms_of("fc", 0)
+    alone = [*_terms_of("norm", 0, 1), *_terms_of("norm", 0, 1), *_terms_of("fc", 1)]
+
+    terms = terms_by_module([Pair(baseline=entry, candidate=entry)], alone=alone)
+
+    assert (terms["fc"].count, terms["norm"].count) == (32, 64)
+    assert terms["norm"].dtype == "bfloat16"
+
+
+def test_terms_have_the_shorter_dtype_of_the_two_runs() -> None:
+    (short,) = _terms_of("fc", 0)
+
+    long = replace(short, dtype="float32")
+    for pair in (Pair(baseline=long, candidate=short), Pair(baseline=short, candidate=long)):
+        assert terms_by_module([pair])["fc"].dtype == "bfloat16"
+
+
+def _summed_by_torch(module: nn.Module, given: Tensor, sent: Tensor) -> tuple[list[Pair], Pair]:
+    """The gradient of a module's output, and that of its weight: by torch's kernel, and exactly."""
+    weights = []
+    for dtype in (torch.float64, torch.bfloat16):
+        own = deepcopy(module).to(dtype)
+        given = given.to(dtype) if given.is_floating_point() else given
+        own(given).backward(sent.to(dtype))
+        weights.append(own.weight.grad.float().numpy())
+    entries = [
+        MergedSite(
+            key=SiteKey("grad", "", "m.weight", "grad"), order=1, dtype="bfloat16", shape=one.shape,
+            summary=summary_of(one),
+        )
+        for one in weights
+    ]  # fmt: skip
+    terms = MergedSite(
+        key=SiteKey("backward", "", "m", "output[0]"), order=0, dtype="bfloat16", shape=tuple(sent.shape),
+        summary=summary_of(sent.float().numpy()),
+    )  # fmt: skip
+    return [Pair(baseline=terms, candidate=terms)], Pair(baseline=entries[0], candidate=entries[1])
+
+
+@pytest.mark.parametrize("rows", [64, 512, 4096])
+@pytest.mark.parametrize("one_sign", [0.0, 1.0])
+@pytest.mark.parametrize("name", ["LayerNorm", "Embedding", "EmbeddingBag"])
+def test_the_floor_allows_for_kernels_that_sum_one_by_one_in_bfloat16(name: str, one_sign: float, rows: int) -> None:
+    torch.manual_seed(0)
+    sent = (torch.randn(rows, 16) + one_sign * torch.randn(16)).bfloat16()
+    modules: dict[str, tuple[nn.Module, Tensor]] = {
+        "LayerNorm": (nn.LayerNorm(16), torch.randn(rows, 16).abs().bfloat16()),
+        "Embedding": (nn.Embedding(3, 16), torch.zeros(rows, dtype=torch.int64)),
+        "EmbeddingBag": (nn.EmbeddingBag(3, 16, mode="sum"), torch.zeros(rows, 4, dtype=torch.int64)),
+    }
+    module, given = modules[name]
+    backward, weight = _summed_by_torch(module, given, sent)
+    terms = terms_by_module(backward, {"m": name})
+    known = Floors(precision=rounding("bfloat16"))
+
+    floor = gradient_floor(weight, terms, known, accumulated=1)
+
+    size = difference(weight)
+    assert size is not None
+    assert size < floor < 1.0
+    if (rows, one_sign, name) in ((64, 0.0, "LayerNorm"), (64, 0.0, "Embedding")):  # half a gradient is no rounding
+        assert floor < 0.1
+    assert gradient_floor(weight, {"m": replace(terms["m"], kernel="accurate")}, known, accumulated=1) <= floor
+
+
+def test_matrix_products_lose_no_addends() -> None:
+    pairs = [*_summed_by_torch(nn.LayerNorm(16), torch.randn(4096, 16), torch.ones(4096, 16))[0]]
+    matrix, bias = (
+        _gradient_of(path, np.full(shape, 4096.0)) for path, shape in (("m.weight", (16, 4)), ("m.bias", 16))
+    )
+
+    kernels = [terms_by_module(of)["m"].kernel for of in (pairs, [*pairs, matrix])]
+    floors = [gradient_floor(bias, terms_by_module(of), Floors(), accumulated=1) for of in (pairs, [*pairs, matrix])]
+
+    assert kernels == ["one by one", "accurate"]
+    assert floors[0] > 0.9
+    assert floors[1] < 0.3
 
 
 def test_sites_in_another_dtype_are_said(compared: Compared) -> None:

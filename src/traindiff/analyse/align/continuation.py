@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from traindiff.analyse.align.side import SideStep
+from traindiff.analyse.merge.merged_tables import MergedTables
+from traindiff.analyse.merge.rank_steps import rank_steps
 from traindiff.analyse.merge.renames import Rename
-from traindiff.analyse.merge.run_steps import rank_steps
 from traindiff.analyse.merge.site import MergedSite, Part, SiteKey
 from traindiff.analyse.merge.step_table import step_table
 from traindiff.core.observation import BEFORE, EDITED, Observation
@@ -46,16 +47,20 @@ def beginnings(recording: Recording, rename: Rename = str) -> Iterator[Beginning
         rename: Turns its paths into the baseline's.
     """
     held: dict[str, MergedSite] = {}
+    merged = MergedTables(recording.world_size, bits=0)
     for of_ranks in rank_steps(recording):
         optimizer, step = of_ranks[0].optimizer, of_ranks[0].step
-        parts: list[Part] = [
-            (seen, one.rank, summary)
-            for one in of_ranks
-            for seen, summary in zip(one.observations, one.summaries, strict=True)
-            if _is_wanted(seen)
-        ]
+        if of_ranks[0].places is not None:
+            table = merged.table(of_ranks[0])
+        else:
+            parts: list[Part] = [
+                (seen, one.rank, summary)
+                for one in of_ranks
+                for seen, summary in zip(one.observations, one.summaries, strict=True)
+                if _is_wanted(seen)
+            ]
+            table = step_table(parts)
         of_ranks.clear()
-        table = step_table(parts)
         for key, entry in table.items():
             if _is_value(key) and key.stage in (BEFORE, EDITED):
                 held[rename(key.path)] = entry.without_parts()

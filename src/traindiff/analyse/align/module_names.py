@@ -38,7 +38,7 @@ def module_names(
     for here, there, entry in pairs:
         link, leaves = _parents(here, there)
         if leaves <= {*_OWN}:
-            moved = len(here) + len(there) > 2 or any(entry.layout.heads)
+            moved = len(here) + len(there) > 2 or entry.layout.moves_rows
             padded = hidden.get(here[0]) == "padded"
             known = links.get(link)
             links[link] = known or ("unplaced" if moved else "padded" if padded else None)

@@ -30,7 +30,10 @@ def with_names_of(baseline: Recording, candidate: Recording, rename: Rename) -> 
     if "" in names.values() or not all(firsts) or not (_step_alike(baseline) and _step_alike(candidate)):
         return candidate
     offset = candidate.offset if isinstance(candidate, ShiftedRecording) else 0
-    return _Renamed(candidate.path, offset, names, passes=(names[firsts[1]], firsts[0]))
+    passes = names[firsts[1]], firsts[0]
+    if candidate.is_compact and passes[0] != passes[1]:
+        return candidate  # the parts of a merged step are not divided
+    return _Renamed(candidate.path, offset, names, passes=passes)
 
 
 class _Renamed(ShiftedRecording):
@@ -71,6 +74,12 @@ class _Renamed(ShiftedRecording):
             elif named.optimizer == self._passes[1] and (passes := held.pop(named.step, None)) is not None:
                 named = passes.joined(named)
             yield named
+
+    def merged_steps(
+        self, *, begin: int = 0, end: int | None = None, before: bool = False
+    ) -> Iterator[StepObservations]:
+        """The merged steps of a compact recording, with the other names."""
+        yield from map(self._named, super().merged_steps(begin=begin, end=end, before=before))
 
     def _named(self, step: StepObservations) -> StepObservations:
         return replace(

@@ -10,6 +10,7 @@ from typing import Any
 from traindiff.analyse.align.side import Side
 from traindiff.analyse.findings import Finding, ranks_text
 from traindiff.analyse.merge.distance import Pair
+from traindiff.analyse.merge.placed_parts import ranks_of
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at, num_micro_steps, only_rank
 from traindiff.core.observation import MASTER, NO_GRADIENT, NOT_CALLED, SKIPPED
 from traindiff.core.site import ROOT, label
@@ -106,7 +107,7 @@ def _has_more_rows(entry: MergedSite, others: StepTable) -> bool:
 
 
 def _num_ranks(entry: MergedSite) -> int:
-    return len({part.rank for part in entry.parts})
+    return len(ranks_of(entry.parts))
 
 
 def _is_later_micro_step(entry: MergedSite, others: StepTable) -> bool:

@@ -12,6 +12,7 @@ from traindiff.analyse.align.paired_calls import with_paired_calls
 from traindiff.analyse.align.regrouped_calls import regrouped
 from traindiff.analyse.align.side import Tables
 from traindiff.analyse.findings import Finding, more_text
+from traindiff.analyse.merge.placed_parts import places_of
 from traindiff.analyse.merge.recorded_calls import Samples, samples_of
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.core.observation import ITSELF, SAMPLE
@@ -248,7 +249,7 @@ def _is_proportional(entry: MergedSite, cut: Cut) -> bool:
         return True
     rows = {
         (part.shard.shape[0], cut[part.micro_step, part.term])
-        for part in entry.parts
+        for part in places_of(entry.parts)
         if part.shard.shape and (part.micro_step, part.term) in cut
     }
     return all(count * samples == first * own for count, own in rows for first, samples in rows)

@@ -20,7 +20,7 @@ from traindiff.core.observation import Observation
 from traindiff.core.site import label
 from traindiff.core.steps import ALL_STEPS, StepSelection, parse_steps
 from traindiff.errors import ConfigError
-from traindiff.storage import Run, open_recording
+from traindiff.storage import Follower, Run, not_following, open_followed
 
 Word = Literal["healthy", "unhealthy", "incomplete"]
 
@@ -114,6 +114,7 @@ def check(
     config: str | os.PathLike[str] | Mapping[str, Mapping[str, float]] | None = None,
     history: bool = False,
     progress: Callable[[int], None] | None = None,
+    follow: Follower | None = None,
 ) -> Verdict:
     """Check one run by itself: no baseline is needed.
 
@@ -132,6 +133,7 @@ def check(
             such a mapping.
         history: Keep the size of every site in every step, in bounded memory, for a report that shows them.
         progress: Called with the number of each step after it was checked.
+        follow: Waits for steps of a run that goes on. The verdict is given at the first finding, or when the run ends.
 
     Returns:
         The verdict; `print` it, or see `verdict`, `findings` and `warnings`.
@@ -144,7 +146,8 @@ def check(
     if not isinstance(selection, StepSelection):
         raise ConfigError("check(...)", [selection], consequence=CONSEQUENCE)
     chosen = chosen_rules(rules, skip, config)
-    run = open_recording(os.fspath(recording))
+    follower = follow or not_following()
+    run = open_followed(os.fspath(recording), follower)
     judge = RunJudge(chosen.rules, run_facts(run), limits=chosen.limits)
     found = _Found()
     updates = Updates()
@@ -165,8 +168,7 @@ def check(
             continue
         checked.append(step.step)
         several = several or bool(step.earlier)
-        for rank in sorted({*run.ranks} - step.last.keys()):
-            missing.setdefault(rank, step.step)
+        missing = {**dict.fromkeys(sorted({*run.ranks} - step.last.keys()), step.step), **missing}
         failed.see(step.table, step=step.step)
         table = without_lost(step.table, failed.lost)
         if kept is not None:
@@ -176,15 +178,18 @@ def check(
         checks = product_checks(step.products, described)
         if products is not None:
             products.add(checks)
-        found.add(judge.step(table, step=step.step, products=checks))
+        findings_here = judge.step(table, step=step.step, products=checks)
+        found.add(findings_here)
         if progress:
             progress(step.step)
         table.clear()
         step.release()
+        if follower.is_enough(not all(map(judge.is_warning, findings_here))):
+            break
     everything = sorted([*found.first_ones(), *judge.end()], key=lambda one: one.step)
     findings = tuple(one for one in everything if not judge.is_warning(one))
     lacking, whole = endings.sentences()
-    gaps = [*lacking, *failed.notes(), *_missing(run, missing)]
+    gaps = [*follower.notes(), *lacking, *failed.notes(), *_missing(run, missing)]
     if not checked:
         gaps.append(f"{run.path} has no finished step among those asked for.")
     return Verdict(
@@ -209,7 +214,8 @@ def check(
 
 
 _LAST_EVALUATION = (
-    "Some steps evaluate the loss several times (an optimizer with a closure): rules judge the last evaluation of each."
+    "Some steps evaluate the loss several times (an optimizer with a closure, or sharpness-aware training): rules "
+    "judge the last evaluation of each."
 )
 
 

@@ -35,7 +35,7 @@ from traindiff.core.maps.accepted import accepted_of
 from traindiff.core.maps.shipped import map_of
 from traindiff.core.steps import StepSelection, parse_steps
 from traindiff.errors import ConfigError, Problem
-from traindiff.storage import Recording, ShiftedRecording, open_recording
+from traindiff.storage import Follower, Recording, ShiftedRecording, not_following, open_followed, open_recording
 
 _NAMED = 3
 
@@ -108,6 +108,7 @@ def compare(
     map: str | os.PathLike[str] | None = None,  # noqa: A002  as the option of the command
     accept: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
+    follow: Follower | None = None,
 ) -> Comparison:
     """Compare two recordings and name the first divergence.
 
@@ -132,6 +133,8 @@ def compare(
             has (docs/maps.md).
         accept: File of intended differences, which are listed and not judged (docs/maps.md).
         progress: Called after each step.
+        follow: Waits for steps of a candidate that goes on. The verdict is given at its first divergence, or when it
+            ends. Steps are then compared by their numbers.
 
     Returns:
         The comparison; `print` it, or see `verdict`, `first_divergence` and `findings`.
@@ -145,13 +148,16 @@ def compare(
         raise ConfigError("compare(...)", [selection], consequence="nothing was compared")
     tolerance = parse_tolerance(rtol, atol)
     renames, entries, accepted = parse_renames(rename), map_of(map), accepted_of(accept)
-    runs = (open_recording(os.fspath(baseline)), open_recording(os.fspath(candidate)))
+    follower = follow or not_following()
+    runs = (open_recording(os.fspath(baseline)), open_followed(os.fspath(candidate), follower))
     sites = SiteMap(entries, runs, renames)
     named = sites.rename
-    continuation = find_continuation(*runs, named) if offset is None else None
+    continuation = find_continuation(*runs, named) if offset is None and follow is None else None
+    if follow is not None and offset:
+        raise ConfigError("compare(...)", [_FOLLOWED_BY_NUMBERS], consequence="nothing was compared")
     if shift := offset if continuation is None else continuation.step - continuation.own:
         runs = (runs[0], ShiftedRecording(os.fspath(candidate), shift))
-    runs = (runs[0], with_names_of(*runs, named))
+    runs = runs if follow else (runs[0], with_names_of(*runs, named))
     paths = [noise] if isinstance(noise, (str, os.PathLike)) else noise
     replicas = [open_recording(os.fspath(path)) for path in paths]
     _refuse_candidate_as_noise(runs[1], replicas)
@@ -165,22 +171,34 @@ def compare(
     mergers = own, StepMerger(runs[1], comparison.runs.copies[1], like=own)
     streams = (run_steps(run, span, merger) for run, merger in zip(runs, mergers, strict=True))
     for both in step_pairs(*streams):
-        step = _compared(comparison, *both)
+        step, has_findings = _compared(comparison, *both)
         for one in both:
             if one is not None:
                 one.release()
         if step is not None and progress:
             progress(step)
+        if follower.is_enough(has_findings and bool(comparison.result().findings)):
+            break
     directions = compare_directions(*runs, rename=named, selection=selection)
     found = with_directions(comparison.result(), directions)
     found = with_earlier_states(found, runs, named)
-    return found if continuation is None else replace(found, notes=(continuation.note, *found.notes))
+    notes = [*follower.notes(), *([] if continuation is None else [continuation.note])]
+    return replace(found, notes=(*notes, *found.notes)) if notes else found
 
 
-def _compared(comparison: RunningComparison, baseline: RunStep | None, candidate: RunStep | None) -> int | None:
-    """Number of a step that was compared. Nothing else of it is kept when the next one is read."""
+def _compared(
+    comparison: RunningComparison, baseline: RunStep | None, candidate: RunStep | None
+) -> tuple[int | None, bool]:
+    """Number of a step that was compared, and whether it has findings. Nothing else of it is kept."""
     compared = comparison.feed(baseline, candidate)
-    return None if compared is None else compared.aligned.step
+    return (None, False) if compared is None else (compared.aligned.step, bool(compared.findings))
+
+
+_FOLLOWED_BY_NUMBERS = Problem(
+    where="compare(follow=..., offset=...)",
+    what="follows a run, and compares its steps with those of other numbers.",
+    fix="Leave out the offset while the run goes on, or compare when it has ended.",
+)
 
 
 def _refuse_candidate_as_noise(candidate: Recording, noise: Sequence[Recording]) -> None:

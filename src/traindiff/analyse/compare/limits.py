@@ -237,6 +237,6 @@ def choices_notes(turned: Sequence[str], choices: Sequence[str]) -> Iterator[str
         )
     if choices:
         yield (
-            f"Rounding turned some choices of rows (of a router), first at {choices[0]}. The floors of what follows "
-            "allow for it, and rows that were chosen otherwise are not compared one by one."
+            f"Rounding turned some choices of rows (of a router or a codebook), first at {choices[0]}. The floors of "
+            "what follows allow for it, and rows that were chosen otherwise are not compared one by one."
         )

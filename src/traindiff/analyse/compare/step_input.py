@@ -43,8 +43,9 @@ class StepInput:
         leaky: Whether the model has gates that leave no zeros when they shut.
         evaluation: Number of the evaluation of the loss; None in a step with one.
         whole: True if the pairs include those of the whole step: updates, and the optimizer's state.
-        norms: Class names of the norms over positions, by path.
+        classes: Class names of norms, other than LayerNorm, and of embeddings, by path.
         unplaced: The baseline's entries of sites whose rows could not be brought together, in execution order.
+        unpaired: Entries of sites that only one run has, the baseline's first.
         other_form: Whether both runs were given the same samples, padded or ordered otherwise.
         sources: Inputs of each run that are its own outputs, as `ReturnedStates.sources`.
         every_bit: Why any bit that differs is a finding; empty if floors decide.
@@ -74,8 +75,9 @@ class StepInput:
     leaky: bool = False
     evaluation: int | None = None
     whole: bool = True
-    norms: Mapping[str, str] = field(default_factory=dict)
+    classes: Mapping[str, str] = field(default_factory=dict)
     unplaced: tuple[MergedSite, ...] = ()
+    unpaired: tuple[MergedSite, ...] = ()
     other_form: bool = False
     sources: Sources = ({}, {})
     every_bit: str = ""

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from traindiff.analyse.merge.placed_parts import are_known, hold_same_parts
+from traindiff.analyse.merge.rank_codes import Codes, codes_of, differing_rank, terms_of
 from traindiff.analyse.merge.site import MergedSite, RankPart
 from traindiff.core.shards import BUCKETS, Shard
-from traindiff.core.summary import UNIT_ROUNDOFF, distance, finite_count, norm, scale
+from traindiff.core.summary import UNIT_ROUNDOFF, distance, finite_count, nonfinite_count, norm, scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +54,12 @@ def same_bits(pair: Pair) -> bool | None:
         return None
     if baseline.exact and candidate.exact:
         return False
+    if baseline.exact or candidate.exact:
+        return None
+    if baseline.abridged is not None or candidate.abridged is not None:
+        return _same_terms(pair)
     held = [_by_place(entry.parts) for entry in (baseline, candidate)]
-    if baseline.exact or candidate.exact or not held[0] or held[0].keys() != held[1].keys():
+    if not held[0] or held[0].keys() != held[1].keys():
         return None
     if baseline.dtype != candidate.dtype:
         return False
@@ -61,6 +67,17 @@ def same_bits(pair: Pair) -> bool | None:
     if all(own == other for own, other in terms):
         return True if difference(pair) == 0.0 else None
     return False
+
+
+def _same_terms(pair: Pair) -> bool | None:
+    """The same if one of the runs is compact: of the bits of its terms, a hash is known."""
+    sides = (pair.baseline, pair.candidate)
+    if not pair.baseline.parts or not hold_same_parts(pair.baseline.parts, pair.candidate.parts):
+        return None
+    if pair.baseline.dtype != pair.candidate.dtype:
+        return False
+    hashes = {terms_of(one.parts) if one.abridged is None else one.abridged.terms for one in sides}
+    return False if len(hashes) > 1 else True if difference(pair) == 0.0 else None
 
 
 def is_transposed(pair: Pair) -> bool:
@@ -237,12 +254,16 @@ def differing_ranks(pair: Pair, floor: float) -> tuple[int, ...]:
         return () if len(others[0]) == len(largest) else tuple(sorted(rank for group in others for rank in group))
     found = _by_parts(pair, floor)
     if found is None:
+        found = _by_codes(pair)
+    if found is None:
         found = _by_rows(pair)
     return tuple(sorted(found)) if found and found < held else ()
 
 
 def differences_by_rank(pair: Pair) -> dict[int, float]:
     """By rank: the largest difference of its parts (inf without a size); empty if runs hold different parts."""
+    if not (are_known(pair.baseline.parts) and are_known(pair.candidate.parts)):
+        return {}
     sides = [_by_place(entry.parts) for entry in (pair.baseline, pair.candidate)]
     if sides[0].keys() != sides[1].keys() or len(sides[0]) < 2:
         return {}
@@ -260,6 +281,38 @@ def _by_parts(pair: Pair, floor: float) -> set[int] | None:
         return None
     limit = max(floor, CLEAR * max(apart.values())) if np.isfinite(max(apart.values())) else floor
     return {rank for rank, size in apart.items() if size > limit}
+
+
+def _by_codes(pair: Pair) -> set[int] | None:
+    """The one rank that differs, if one of the runs is compact; None if several may."""
+    sides = (pair.baseline, pair.candidate)
+    bits = next((len(one.abridged.codes) for one in sides if one.abridged and one.abridged.codes is not None), 0)
+    if not bits or not hold_same_parts(pair.baseline.parts, pair.candidate.parts):
+        return None
+    broken = _nonfinite_ranks(pair)
+    if broken is not None:
+        return broken
+    codes = [_codes(one, bits) for one in sides]
+    if codes[0] is None or codes[1] is None or pair.baseline.shape != pair.candidate.shape:
+        return None
+    change = pair.candidate.summary["sketch"] - pair.baseline.summary["sketch"]
+    rank = differing_rank(np.asarray(change), codes[1] - codes[0], clear=CLEAR)
+    return None if rank is None else {rank}
+
+
+def _codes(entry: MergedSite, bits: int) -> Codes | None:
+    if entry.abridged is not None:
+        return entry.abridged.codes
+    return codes_of(entry.parts, bits) if are_known(entry.parts) else None
+
+
+def _nonfinite_ranks(pair: Pair) -> set[int] | None:
+    """The ranks that hold NaN and infinities, if only the candidate has any, and all of these parts were kept."""
+    count = int(nonfinite_count(pair.candidate.summary))
+    if not count or int(nonfinite_count(pair.baseline.summary)):
+        return None
+    known = [(one.rank, int(nonfinite_count(one.summary))) for one in pair.candidate.parts if one.summary is not None]
+    return {rank for rank, own in known if own} if sum(own for _, own in known) == count else None
 
 
 def _by_place(parts: Sequence[RankPart]) -> dict[tuple[Any, ...], RankPart]:

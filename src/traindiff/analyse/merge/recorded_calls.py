@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from traindiff.analyse.findings import more_text, ranks_text
-from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
+from traindiff.analyse.merge.placed_parts import ranks_of
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, ranks_in
 from traindiff.core.observation import ALL_GRADIENTS, CLEARED, SAMPLE
 from traindiff.core.summary import UNIT_ROUNDOFF, add, largest, number
 
@@ -101,7 +102,7 @@ def clips(table: StepTable) -> list[Clip]:
     limits = [(key, entry) for key, entry in table.items() if key[1] == "clipped" and is_clip(key)]
     if not limits:
         return []
-    held = {part.rank for key, entry in table.items() if key[:2] == ("grad", "") for part in entry.parts}
+    held = ranks_in({key: entry for key, entry in table.items() if key[:2] == ("grad", "")})
     for key, entry in limits:
         if key.slot not in ("max_norm", "max_value") or entry.unobserved:
             continue
@@ -112,7 +113,7 @@ def clips(table: StepTable) -> list[Clip]:
         effective = (
             _reaches(table, limit) if norm is None else math.isfinite(norm) and limit / (norm + 1e-6) < 1.0 - EFFECT
         )
-        ranks = {part.rank for part in entry.parts}
+        ranks = ranks_of(entry.parts)
         only = tuple(sorted(ranks)) if ranks < held else ()
         found.append(Clip(entry=entry, limit=limit, norm=norm, effective=effective, only=only))
     return found
@@ -139,11 +140,21 @@ def _reaches(table: StepTable, limit: float) -> bool:
     )
 
 
+_ALL_RANKS = -1
+"""In a compact recording, contributions are known as the sum over all ranks."""
+
+
 def contributions(table: StepTable) -> dict[str, dict[tuple[int, int], Any]]:
-    """By path: gradient of each micro-batch, by micro-step and rank; copies count once."""
+    """By path: gradient of each micro-batch, by micro-step and rank; copies count once.
+
+    Of a site of a compact recording whose ranks are merged, the rank is -1: all of them.
+    """
     found: dict[str, dict[tuple[int, int], Any]] = {}
     for key, entry in table.items():
         if key.phase != "grad" or key.stage != "micro" or key.call or entry.unobserved:
+            continue
+        if entry.abridged is not None:
+            found[key.path] = {(number, _ALL_RANKS): one for number, one in entry.abridged.micro_steps.items()}
             continue
         terms = {(part.micro_step, part.term, part.shard): part for part in reversed(entry.parts)}
         by_place: dict[tuple[int, int], list[Any]] = {}

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from traindiff.analyse.merge.idle_passes import Rest, without_idle
+from traindiff.analyse.merge.merged_tables import MergedTables
 from traindiff.analyse.merge.parameters import NO_COPIES, Copies, group_numbers, group_paths, under_one_name
+from traindiff.analyse.merge.rank_codes import num_bits
+from traindiff.analyse.merge.rank_steps import rank_steps
 from traindiff.analyse.merge.shared_steps import SharedSteps
 from traindiff.analyse.merge.site import MergedSite, Part, SiteKey
 from traindiff.analyse.merge.span import WHOLE_RUN, Span
@@ -25,6 +28,7 @@ from traindiff.core.observation import (
     is_of_evaluation,
 )
 from traindiff.core.summary import nonfinite_count
+from traindiff.errors import RecordingError
 from traindiff.storage import Recording, Run, StepObservations, ended
 
 
@@ -126,6 +130,9 @@ class StepMerger:
         self._names = {rank: {**own.get(rank, {}), **copies.get(rank, {})} for rank in {**own, **copies}}
         self._taken = None if like is None or self._names else like.shared()  # from the other run
         self._ranks = range(run.world_size)
+        self._recorded = run.ranks
+        self._tables = MergedTables(run.world_size, num_bits(run.world_size))
+        self._has_copies = bool(copies)
         self._plans: list[TablePlan] = []  # the latest first
         self._layouts: tuple[object, ...] = ()  # of the step before that was not planned
         self._missing: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # ranks of a step, and the missing ones
@@ -140,9 +147,12 @@ class StepMerger:
     def merged(self, of_ranks: Sequence[StepObservations]) -> RunStep:
         """One step, from what each rank has recorded of it; at least one has."""
         optimizer, step = of_ranks[0].optimizer, of_ranks[0].step
-        taken = self._taken and self._taken.take(of_ranks)
-        content = taken.again() if taken else self._content(of_ranks)
-        if self._given is not None:
+        is_merged = of_ranks[0].places is not None
+        taken = None if is_merged else self._taken and self._taken.take(of_ranks)
+        content = (
+            self._merged_content(of_ranks[0]) if is_merged else taken.again() if taken else self._content(of_ranks)
+        )
+        if self._given is not None and not is_merged:
             self._given.give(of_ranks, content)
         table = content.table
         shown = any(key.phase in ("grad", "optimizer", "param") and key.stage == "" for key in table)
@@ -156,8 +166,10 @@ class StepMerger:
             optimizer=optimizer, step=step, after=of_ranks[0].after, table=table, earlier=content.earlier,
             finished=finished, operators=content.operators, products=content.products,
             without_idle=content.without_idle, layout=content.layout, finite=content.finite,
-            missing=self._without(tuple(one.rank for one in of_ranks)),
-            last={one.rank: one.observations[-1] for one in of_ranks if one.observations},
+            missing=self._without(self._recorded if is_merged else tuple(one.rank for one in of_ranks)),
+            last=dict.fromkeys(self._recorded, of_ranks[0].observations[-1]) if is_merged else {
+                one.rank: one.observations[-1] for one in of_ranks if one.observations
+            },
         )  # fmt: skip
 
     def shared(self) -> SharedSteps[StepContent] | None:
@@ -189,6 +201,19 @@ class StepMerger:
             table=table, earlier=earlier, operators=operators, products=products, without_idle=_evaluations(rest),
             finite=finite,
         )  # fmt: skip
+
+    def _merged_content(self, step: StepObservations) -> StepContent:
+        """What is merged of a step of a compact recording.
+
+        Raises:
+            RecordingError: Parameters are to be filed under other names, and the ranks that hold them are merged.
+        """
+        if self._has_copies:
+            raise RecordingError(
+                "A compact recording of a pipeline that holds one weight on several stages cannot be compared with a "
+                "run that ties it in one process. Compare the recording from which it was made."
+            )
+        return StepContent(table=self._tables.table(step), finite=_is_finite(step))
 
     def _sorted(self, of_ranks: Sequence[StepObservations]) -> tuple[list[Part], list[Part], list[Part]]:
         """The observations of operators, the checks of products, and all others."""
@@ -276,21 +301,6 @@ def run_steps(recording: Recording, span: Span = WHOLE_RUN, merger: StepMerger |
         yield merged
         del merged
         merger.forget()
-
-
-def rank_steps(recording: Recording, span: Span = WHOLE_RUN) -> Iterator[list[StepObservations]]:
-    """The steps of a recording, each as the ranks that have it recorded it, in the order of the lowest rank."""
-    streams = {rank: recording.steps(rank, begin=span.begin, end=span.end, before=True) for rank in recording.ranks}
-    heads = {rank: head for rank, stream in streams.items() if (head := next(stream, None)) is not None}
-    while heads:
-        optimizer = heads[min(heads)].optimizer
-        number = min(head.step for head in heads.values() if head.optimizer == optimizer)  # ranks may begin late
-        ranks = sorted(rank for rank, head in heads.items() if (head.optimizer, head.step) == (optimizer, number))
-        yield [heads.pop(rank) for rank in ranks]
-        for rank in ranks:
-            if (following := next(streams[rank], None)) is not None:
-                heads[rank] = following
-            del following  # keep no step that was handed over
 
 
 def _parts(steps: Sequence[StepObservations], copies: Copies) -> Iterator[Part]:

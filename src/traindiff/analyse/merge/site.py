@@ -10,9 +10,11 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.placed_parts import Abridged, PlacedParts, ranks_of
+from traindiff.analyse.merge.placed_parts import RankPart as RankPart
 from traindiff.core.observation import ALL_GRADIENTS, LOSS_SCALE, Observation
-from traindiff.core.shards import Shard
 from traindiff.core.summary import empty, nonfinite_count, number
+from traindiff.storage import Places
 
 _GROUP = re.compile(r"(.*)\.groups\[(\d{1,9})\]")
 
@@ -59,16 +61,6 @@ class Bits(NamedTuple):
     fingerprint: int
 
 
-class RankPart(NamedTuple):
-    """The part of a site that one rank holds, from one micro-step."""
-
-    micro_step: int
-    rank: int
-    shard: Shard
-    summary: Any  # relative to the global loss
-    term: int = 0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergedSite:
     """One site in one step, merged over ranks and micro-steps.
@@ -93,6 +85,7 @@ class MergedSite:
             counts, sum and norm.
         origin: The bits from which a derived site was computed; empty for other sites, and if these bits are not known.
             Equal origins give equal values, but sums over other shards round otherwise.
+        abridged: What is known of parts without numbers, in a compact recording; None elsewhere.
     """
 
     key: SiteKey
@@ -101,7 +94,7 @@ class MergedSite:
     shape: tuple[int, ...]
     summary: Any
     exact: bool = True
-    parts: tuple[RankPart, ...] = ()
+    parts: Sequence[RankPart] = ()
     unobserved: str = ""
     factor: float = 1.0
     apart: tuple[tuple[int, ...], ...] = ()
@@ -110,10 +103,13 @@ class MergedSite:
     summed: bool = False
     placed: bool = True
     origin: tuple[Bits, ...] = ()
+    abridged: Abridged | None = None
 
     def without_parts(self, summary: Any = None) -> MergedSite:
         """A copy without parts, which would keep the whole step in memory; with a copy of its summary, if given."""
-        own = {"parts": ()} if summary is None else {"parts": (), "summary": summary}
+        own: dict[str, Any] = {"parts": (), "abridged": None}
+        if summary is not None:
+            own["summary"] = summary
         return filled([own[name] if name in own else getattr(self, name) for name in NAMES])
 
 
@@ -175,13 +171,31 @@ def derived_number(value: float) -> Any:
 
 def only_rank(entry: MergedSite) -> int | None:
     """The only rank that has a site; None if several do. Sites derived from a whole step count as rank 0."""
-    held = {part.rank for part in entry.parts} or {0}
-    return held.pop() if len(held) == 1 else None
+    held = ranks_of(entry.parts) or {0}
+    return next(iter(held)) if len(held) == 1 else None
+
+
+def ranks_in(table: Mapping[Any, MergedSite]) -> set[int]:
+    """The ranks that hold a part of some site."""
+    found: set[int] = set()
+    different: dict[int, Places] = {}
+    for entry in table.values():
+        if isinstance(entry.parts, PlacedParts):
+            different[id(entry.parts.places)] = entry.parts.places
+        else:
+            found.update(part.rank for part in entry.parts)
+    return found.union(*(places.ranks for places in different.values()))
 
 
 def num_micro_steps(table: StepTable) -> int:
     """Number of micro-batches in a step."""
-    return 1 + max((part.micro_step for entry in table.values() for part in entry.parts), default=0)
+    return max(1, *(_num_micro_steps(entry.parts) for entry in table.values()), 1)
+
+
+def _num_micro_steps(parts: Sequence[RankPart]) -> int:
+    if isinstance(parts, PlacedParts):
+        return parts.places.num_micro_steps
+    return 1 + max((part.micro_step for part in parts), default=-1)
 
 
 def is_loss_scale(key: SiteKey) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 from traindiff.core.observation import ITSELF
@@ -31,15 +32,21 @@ def span_of(recordings: Sequence[Recording], selection: StepSelection) -> Span:
     anything that the first two steps have, everything is read.
     """
     begin, end = selection.span
-    if begin and not all(_goes_on_alike(one, rank, begin) for one in recordings for rank in one.ranks):
+    if begin and not all(_goes_on_alike(one, rank, begin) for one in recordings for rank in _streams(one)):
         begin = 0
     return Span(begin=begin, end=end)
 
 
-def _goes_on_alike(recording: Recording, rank: int, begin: int) -> bool:
+def _streams(recording: Recording) -> Sequence[int | None]:
+    """The ranks of a recording; None stands for the merged ranks of a compact one."""
+    return (None,) if recording.is_compact else recording.ranks
+
+
+def _goes_on_alike(recording: Recording, rank: int | None, begin: int) -> bool:
     """True if the step before `begin` shows everything of a rank that its first two steps show."""
-    first = list(islice(recording.steps(rank), 2))
-    late = next(recording.steps(rank, begin=begin, before=True), None)
+    steps = recording.merged_steps if rank is None else partial(recording.steps, rank)
+    first = list(islice(steps(), 2))
+    late = next(steps(begin=begin, before=True), None)
     if len(first) < 2 or late is None or late.step >= begin:
         return False
     if any(seen.path == ITSELF for one in first for seen in one.observations):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from traindiff.analyse.findings import more_text, ranks_text, steps_text
+from traindiff.analyse.merge.placed_parts import ranks_of
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.core.observation import ITSELF, MAYBE_UNSEEN, TAP_FAILED, UNSEEN
 from traindiff.core.site import label
@@ -31,8 +32,7 @@ def without_missing_samples(
     reason = f"{who} did not record this step, so a part of the batch is missing"
     return {
         key: replace(entry, unobserved=reason)
-        if (entry.batched or entry.summed)
-        and (pipelines is None or len({part.rank for part in entry.parts}) < pipelines)
+        if (entry.batched or entry.summed) and (pipelines is None or len(ranks_of(entry.parts)) < pipelines)
         else entry
         for key, entry in table.items()
     }

@@ -35,6 +35,8 @@ class Choice:
         turned: About how many of those were made otherwise, at least: two that change places do not show in counts.
         chosen: By path of a module that computes with the rows that chose it: their number.
         gathered: Whether these modules get only such rows, so that the rows of two runs do not correspond.
+        computed: Whether the module that chooses also computes with what was chosen, as the codebook of a VQ-VAE does.
+            Then what it compares is not observed, and its rounding turns choices though its inputs agree.
     """
 
     order: int
@@ -43,6 +45,7 @@ class Choice:
     turned: int
     chosen: Mapping[str, int] = field(default_factory=dict)
     gathered: bool = False
+    computed: bool = False
 
     def share(self, hidden: float, path: str, rows: int, peak: float = 1.0) -> float:
         """Relative size, squared, that a difference may have because of choices made otherwise.
@@ -67,10 +70,11 @@ class TurnedChoices:
 
     Args:
         pairs: All pairs of the step.
-        most: Gives the most rows that rounding may turn of a number of rows, after the pairs seen so far.
+        most: Gives the most rows that rounding may turn of a number of rows, after the pairs seen so far; and for a
+            choice that is `computed`, if the second argument is true.
     """
 
-    def __init__(self, pairs: Sequence[Pair], *, most: Callable[[int], float]) -> None:
+    def __init__(self, pairs: Sequence[Pair], *, most: Callable[[int, bool], float]) -> None:
         self._choices = choices(pairs)
         self._most = most
         self._explained: dict[Choice, bool] = {}  # whether rounding may have turned so many, for those come to
@@ -85,12 +89,13 @@ class TurnedChoices:
         of_module = (one for one in self._before(pair) if one.gathered and pair.baseline.key.path in one.chosen)
         return next(of_module, None)
 
-    def floor(self, pair: Pair, *, inputs: float) -> float:
+    def floor(self, pair: Pair, *, inputs: float, precision: float) -> float:
         """Floor of a tensor because of choices that rounding turned; 0 if none shows. More may hide than show.
 
         Args:
             pair: An output of a module, or the gradient of one.
             inputs: Relative difference at the inputs.
+            precision: Rounding of what a choice compares, if that is not observed.
         """
         key, summary = pair.baseline.key, pair.baseline.summary
         power, shares = float(summary["sum_of_squares"]), [0.0]
@@ -98,7 +103,7 @@ class TurnedChoices:
         peak = float(largest(summary)) ** 2 * int(summary["count"]) / power if gradient else 1.0
         rows = math.prod(pair.baseline.shape[:-1])
         for one in self._before(pair):
-            hidden = one.rows * inputs
+            hidden = one.rows * (max(inputs, precision) if one.computed else inputs)
             shares.append(one.share(hidden if hidden >= SEEN_FLIPS else 0.0, key.path, rows, peak))
         return math.sqrt(max(shares))
 
@@ -109,7 +114,7 @@ class TurnedChoices:
         """
         before = (one for one in self._choices if one.order <= pair.baseline.order)
         for one in before:
-            if self._explained.setdefault(one, one.turned <= self._most(one.rows)):
+            if self._explained.setdefault(one, one.turned <= self._most(one.rows, one.computed)):
                 yield one
 
 
@@ -123,7 +128,11 @@ def choices(pairs: Sequence[Pair]) -> list[Choice]:
     return [*_by_numbers(pairs), *_by_rows(pairs), *_by_zeros(pairs, forward), *_by_exchange(pairs)]
 
 
-def _by_numbers(pairs: Iterable[Pair]) -> Iterator[Choice]:
+def _by_numbers(pairs: Sequence[Pair]) -> Iterator[Choice]:
+    first: dict[tuple[str, int], int] = {}  # by call of a module: the place of its first output
+    for pair in pairs:
+        if (key := pair.baseline.key).phase == "forward":
+            first.setdefault((key.path, key.call), pair.baseline.order)
     for pair in pairs:
         entry, shape = pair.baseline, pair.baseline.shape
         if entry.key.phase != "forward" or entry.dtype in UNIT_ROUNDOFF or pair.candidate.shape != shape:
@@ -131,7 +140,10 @@ def _by_numbers(pairs: Iterable[Pair]) -> Iterator[Choice]:
         if equal_bits(pair) or not shape or (len(shape) > 1 and shape[-1] > MOST_CHOICES):
             continue
         # At least one. Whole numbers have no sketch, so nothing tells how many.
-        yield Choice(order=entry.order, where=entry.key.path, rows=int(entry.summary["count"]), turned=1)
+        order = first[entry.key.path, entry.key.call]  # it may return the rows that were chosen before their numbers
+        yield Choice(
+            order=order, where=entry.key.path, rows=int(entry.summary["count"]), turned=1, computed=order < entry.order
+        )
 
 
 def _by_rows(pairs: Iterable[Pair]) -> Iterator[Choice]:

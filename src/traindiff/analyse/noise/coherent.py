@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from traindiff.analyse.merge.distance import Pair
+from traindiff.analyse.merge.site import SiteKey
 from traindiff.analyse.noise.gradients import Terms
 from traindiff.analyse.noise.measured import SAFETY
 from traindiff.core.summary import UNIT_ROUNDOFF, norm
@@ -15,6 +16,27 @@ HANDED_ON = 2.0
 
 KERNELS = 4.0
 """Roundings per row of a kernel that sums the rows of a gradient, as a multiple of sqrt(rows) u."""
+
+
+def canceled_means(pairs: Iterable[Pair]) -> dict[SiteKey, float]:
+    """How much more cancels in running means than in their terms, by site; at least 1.
+
+    What follows a normalization, through linear layers alone, has means that are mathematically zero: the inverted
+    bottlenecks of MobileNet and EfficientNet. Only rounding is left of them. Their terms are as large as the running
+    variance says.
+
+    Args:
+        pairs: Of a step.
+    """
+    buffers = {pair.baseline.key: pair.baseline.summary for pair in pairs if pair.baseline.key.slot == "buffer"}
+    found = {}
+    for key, mean in buffers.items():
+        module, _, name = key.path.rpartition(".")
+        variance = buffers.get(key._replace(path=f"{module}.running_var")) if name == "running_mean" else None
+        size = float(norm(mean))
+        if variance is not None and size:
+            found[key] = math.hypot(math.sqrt(max(0.0, float(variance["sum"]))), size) / size
+    return found
 
 
 class CoherentErrors:

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from traindiff.analyse.merge.distance import ESTIMATED_PERMUTED_NORMS, Pair, has_other_losses, norms_apart
 from traindiff.analyse.merge.site import MergedSite, SiteKey
 from traindiff.analyse.noise.choices import TurnedChoices
-from traindiff.analyse.noise.coherent import CoherentErrors
+from traindiff.analyse.noise.coherent import CoherentErrors, canceled_means
 from traindiff.analyse.noise.gradients import (
-    NO_NORMS,
+    NO_CLASSES,
     Terms,
     gradient_floor,
     summed_rows,
@@ -59,8 +59,9 @@ class SiteFloors:
         forced: Whether the candidate was given the baseline's tensors after each operation, so that all inputs agree
             and each operation is judged alone.
         leaky: Whether the model has gates that leave no zeros when they shut, as LeakyReLU.
-        norms: Class names of the norms over positions, by path.
+        classes: Class names of norms, other than LayerNorm, and of embeddings, by path.
         unplaced: The baseline's entries of sites whose rows could not be brought together, in execution order.
+        unpaired: Entries of sites that only one run has.
     """
 
     def __init__(
@@ -75,8 +76,9 @@ class SiteFloors:
         calibration: Calibration,
         forced: bool = False,
         leaky: bool = False,
-        norms: Mapping[str, str] = NO_NORMS,
+        classes: Mapping[str, str] = NO_CLASSES,
         unplaced: Sequence[MergedSite] = (),
+        unpaired: Sequence[MergedSite] = (),
     ) -> None:
         self._run = run
         self._forced = forced
@@ -89,9 +91,10 @@ class SiteFloors:
         moments: Mapping[SiteKey, float] = noise.moments if noise else {}
         self._moments = MomentFloors(lambda key: SAFETY * calibration.constant(key.phase) * moments.get(key, 0.0))
         self._calibration = calibration
-        self.choices = TurnedChoices(pairs, most=self.turned_rows)
+        self.choices = TurnedChoices(pairs, most=lambda rows, computed: self.turned_rows(rows, computed=computed))
         self._lost = {**lost_in_rounding(pairs), **lost_rows(pairs)}
-        self._terms: Mapping[str, Terms] = terms_by_module(pairs, norms)
+        self._terms: Mapping[str, Terms] = terms_by_module(pairs, classes, (*unplaced, *unpaired))
+        self._canceled_means = canceled_means(pairs)
         self._coherent = CoherentErrors(self._terms, parameters)
         self._rounded = 0.0  # largest unit roundoff of the baseline so far in the step
         self._noise_flow = 0.0  # largest difference of a replica so far in the step
@@ -120,7 +123,7 @@ class SiteFloors:
         """True if anything that this step has read so far differs by noise, not by what a divergence makes of it."""
         return bool(self._calm.flow or self._calm.parameters)
 
-    def turned_rows(self, rows: int, *, undisturbed: bool = False) -> float:
+    def turned_rows(self, rows: int, *, undisturbed: bool = False, computed: bool = False) -> float:
         """Number of rows of a choice that may change because of differences at its inputs.
 
         A choice is a gate (see `Floors.gated`): about a share e of its decisions lies within e of the threshold.
@@ -128,9 +131,10 @@ class SiteFloors:
         Args:
             rows: Number of rows in the baseline.
             undisturbed: Count differences within noise only.
+            computed: What is compared with the threshold is computed inside a module, and rounded there.
         """
         floors = self._calm if undisturbed else self._floors
-        hidden = rows * max(floors.flow, floors.parameters)
+        hidden = rows * max(floors.flow, floors.parameters, floors.precision if computed else 0.0)
         return max(1.0, GAIN * hidden) if hidden >= SEEN_FLIPS else 0.0
 
     def of(self, pair: Pair) -> float:
@@ -367,7 +371,8 @@ class SiteFloors:
             floor = floors.update(key.path, dtypes[0], adaptive=adaptive, storage=self.storage(pair), unseen=unseen)
             turned = self._turned(pair, floors) if adaptive and not self._forced else 0.0
             return max(floor, turned, self._together.floor(pair)) + self._run.correction(pair.baseline.key)
-        return max(floors.activation(key.path.rpartition(".")[0], dtypes), self._summation(pair))  # a buffer
+        buffer = max(floors.activation(key.path.rpartition(".")[0], dtypes), self._summation(pair))
+        return buffer * self._canceled_means.get(key, 1.0)
 
     def _summation(self, pair: Pair) -> float:
         """Floor of values computed from a mean and a variance over many rows; 0 for anything else.
@@ -395,7 +400,8 @@ class SiteFloors:
         key = pair.baseline.key
         if key.phase not in ("forward", "backward"):
             return 0.0
-        chosen = self.choices.floor(pair, inputs=max(floors.flow, floors.parameters))
+        inputs = max(floors.flow, floors.parameters)
+        chosen = self.choices.floor(pair, inputs=inputs, precision=floors.precision)
         if key.phase == "forward":
             return chosen
         turned = self._turned_signs.get(key._replace(phase="forward")) if self._leaky else None

@@ -124,7 +124,8 @@ class Floors:
         precision = max(self.precision, rounding(dtype))  # its own, if activations were not recorded
         own, several = math.sqrt(terms) * u, REPEATED * precision + accumulated * u
         inputs = max(self.flow, self.parameters)
-        return max(several, own, GAIN * inputs * max(1.0, inputs)) * max(1.0, cancellation)
+        handed_on = math.hypot(own, GAIN * inputs * max(1.0, inputs))  # independent errors
+        return max(several, handed_on) * max(1.0, cancellation)
 
     def state(self, path: str, dtypes: Iterable[str]) -> float:
         """Floor of an optimizer's state of a parameter, which is linear (or quadratic) in its gradients."""

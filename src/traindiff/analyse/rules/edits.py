@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from traindiff.analyse.findings import Finding, more_text, ranks_text
-from traindiff.analyse.merge.site import MergedSite, StepTable, finding_at, only_rank
+from traindiff.analyse.merge.placed_parts import ranks_of
+from traindiff.analyse.merge.site import MergedSite, StepTable, finding_at, only_rank, ranks_in
 from traindiff.analyse.rules.rule import Rule
 from traindiff.core.observation import EDITED
 from traindiff.core.summary import UNIT_ROUNDOFF, distance, norm
@@ -68,8 +69,8 @@ def _finding(table: StepTable, fresh: Sequence[MergedSite], *, step: int) -> Fin
     """The finding about parameters, or about state, that changed before a step."""
     is_state = fresh[0].key.phase == "optimizer"
     names = [f"{one.key.slot} of {one.key.path}" if is_state else one.key.path for one in fresh]
-    ranks = sorted({part.rank for part in fresh[0].parts})
-    others = {part.rank for entry in table.values() for part in entry.parts} - set(ranks)
+    ranks = sorted(ranks_of(fresh[0].parts))
+    others = ranks_in(table) - set(ranks)
     where = f" on {ranks_text(ranks, capital=False)}" if others else ""
     said = ", ".join(names[:_MOST_NAMED]) + more_text(len(names) - _MOST_NAMED, "tensor" if is_state else "parameter")
     return finding_at(

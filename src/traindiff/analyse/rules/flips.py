@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from traindiff.analyse.findings import Finding, ranks_text
-from traindiff.analyse.merge.site import MergedSite, StepTable, finding_at, only_rank
+from traindiff.analyse.merge.placed_parts import ranks_of
+from traindiff.analyse.merge.site import MergedSite, StepTable, finding_at, only_rank, ranks_in
 from traindiff.analyse.rules.rule import Rule
 from traindiff.core.observation import FLIPPED, REPEATED
 from traindiff.core.summary import number
@@ -30,11 +31,11 @@ class TensorsKeepTheirBits(Rule):
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """Findings of a step: one for each tensor."""
-        ranks = {part.rank for entry in table.values() for part in entry.parts}
+        ranks = ranks_in(table)
         for key, entry in table.items():
             if key.stage != FLIPPED or entry.unobserved or not entry.parts:
                 continue
-            mine = {part.rank for part in entry.parts}
+            mine = ranks_of(entry.parts)
             where = f" on {ranks_text(sorted(mine), capital=False)}" if mine != ranks else ""
             bit = None if key.slot == REPEATED else int(number(entry.parts[0].summary))
             what = (

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from traindiff.analyse.findings import Finding, ranks_text
-from traindiff.analyse.merge.site import SiteKey, StepTable, finding_at
+from traindiff.analyse.merge.placed_parts import ranks_of
+from traindiff.analyse.merge.site import SiteKey, StepTable, finding_at, ranks_in
 from traindiff.analyse.rules.rule import Rule
 from traindiff.core.site import ROOT
 
@@ -39,10 +40,10 @@ class ForwardPassesEnd(Rule):
         }
         if any(key.phase in ("grad", "optimizer", "param") and not key.stage for key in table):
             self._latest = step
-            self._returned = {key: frozenset(part.rank for part in one.parts) for key, one in returned.items()}
-            self._ranks |= {part.rank for entry in table.values() for part in entry.parts}
+            self._returned = {key: ranks_of(one.parts) for key, one in returned.items()}
+            self._ranks |= ranks_in(table)
             return
-        here = {part.rank for entry in table.values() for part in entry.parts}
+        here = ranks_in(table)
         missing = sorted(self._ranks - here)
         if step != self._latest + 1 or not returned or not missing or not here <= self.facts.errors.keys():
             return

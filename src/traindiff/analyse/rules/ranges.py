@@ -86,7 +86,8 @@ class _Suspect(NamedTuple):
 
 
 def _suspect(entry: MergedSite) -> _Suspect:
-    part = next((part for part in entry.parts if nonfinite_count(part.summary)), None)
+    known = (part for part in entry.parts if part.summary is not None) if nonfinite_count(entry.summary) else ()
+    part = next((part for part in known if nonfinite_count(part.summary)), None)
     if entry.key.stage == "before":
         return _Suspect((-1, entry.order), entry, part)
     # A micro-step's backward pass comes before the next one's forward pass.

@@ -68,7 +68,9 @@ def differing_copies(entry: MergedSite) -> tuple[RankPart, RankPart]:
     of_rank = {(part.micro_step, part.shard): part for part in entry.parts if part.rank == most}
     for part in entry.parts:
         same = of_rank.get((part.micro_step, part.shard))
-        if part.rank == other and same and same.summary["fingerprint"] != part.summary["fingerprint"]:
+        if part.rank != other or same is None or same.summary is None or part.summary is None:
+            continue  # copies that agree are not kept in a compact recording
+        if same.summary["fingerprint"] != part.summary["fingerprint"]:
             return same, part
     return next(part for part in entry.parts if part.rank == most), next(p for p in entry.parts if p.rank == other)
 

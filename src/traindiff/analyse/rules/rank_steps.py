@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from traindiff.analyse.findings import Finding, ranks_text
-from traindiff.analyse.merge.site import MergedSite, StepTable
+from traindiff.analyse.merge.site import MergedSite, StepTable, ranks_in
 from traindiff.analyse.rules.rule import Rule
 
 
@@ -28,7 +28,7 @@ class RanksStepTogether(Rule):
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """Findings of a step: ranks that step without a pass, while others have one."""
-        passes = {part.rank for entry in table.values() if _is_of_pass(entry) for part in entry.parts}
+        passes = ranks_in({key: entry for key, entry in table.items() if _is_of_pass(entry)})
         without = self._before - passes - self._told
         self._before = frozenset(passes) or self._before  # of several optimizers, only one ends the recorded passes
         if not passes or not without:

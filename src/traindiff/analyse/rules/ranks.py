@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from traindiff.analyse.findings import Finding, micro_steps_text, ranks_text
 from traindiff.analyse.merge.distance import Pair, best_fit, difference, rounded_to
+from traindiff.analyse.merge.placed_parts import PlacedParts
 from traindiff.analyse.merge.recorded_calls import contributions
 from traindiff.analyse.merge.site import MergedSite, RankPart, SiteKey, StepTable, finding_at, num_micro_steps
 from traindiff.analyse.rules.optimizers import moves_parameters
@@ -68,8 +69,11 @@ def _wrong_parts(sent: MergedSite, received: MergedSite) -> list[tuple[RankPart,
     found = []
     for part in received.parts:
         origin = by_place.get((part.micro_step, part.shard))
-        if origin is None or (
-            origin.summary["fingerprint"] == part.summary["fingerprint"] and sent.dtype == received.dtype
+        if (
+            origin is None
+            or origin.summary is None
+            or part.summary is None
+            or (origin.summary["fingerprint"] == part.summary["fingerprint"] and sent.dtype == received.dtype)
         ):
             continue
         pair = Pair(baseline=of_part(sent, origin), candidate=of_part(received, part))
@@ -103,7 +107,8 @@ def _message(
         f"Stage {ends[1]} (rank {part.rank}) received something else than {what}stage {ends[0]} "
         f"(rank {origin.rank}) sent, in {numbers} of {micro_steps}"
     )
-    other = next((one for one in sent.parts if one.summary["multiset"] == part.summary["multiset"]), None)
+    others = (one for one in sent.parts if one.summary is not None)
+    other = next((one for one in others if one.summary["multiset"] == part.summary["multiset"]), None)
     if other is not None and other.micro_step != part.micro_step:
         return f"{message}: what it sent in micro-step {other.micro_step}. Was a buffer read before it was filled?"
     if dtype := rounded_to(Pair(baseline=of_part(sent, origin), candidate=of_part(sent, part))):
@@ -175,7 +180,10 @@ def _bits(entry: MergedSite) -> dict[Shard, int]:
     """Fingerprints of the copies that all ranks hold, by shard; of copies that differ, of none."""
     if entry.apart or entry.unobserved:
         return {}
-    return {part.shard: int(part.summary["fingerprint"]) for part in entry.parts}
+    if isinstance(entry.parts, PlacedParts) and len(entry.parts.places.shards) == 1:  # one of many copies is enough
+        known = entry.parts.known.values()
+        return {entry.parts.places[0].shard: int(next(iter(known))["fingerprint"])} if known else {}
+    return {part.shard: int(part.summary["fingerprint"]) for part in entry.parts if part.summary is not None}
 
 
 def _how(table: StepTable, entry: MergedSite, before: Mapping[Shard, int]) -> str:

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at
+from traindiff.analyse.merge.placed_parts import shards_of
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at, ranks_in
 from traindiff.analyse.rules.rule import Rule, RunFacts
 from traindiff.core.observation import NO_GRADIENT
 from traindiff.core.summary import UNIT_ROUNDOFF, nonfinite_count, norm, number
@@ -51,7 +52,7 @@ class Gradients:
             return None
         if any(nonfinite_count(entry.summary) or not entry.exact or entry.apart for entry in entries.values()):
             return None
-        shards = {path: {part.shard for part in entry.parts} for path, entry in entries.items()}
+        shards = {path: shards_of(entry.parts) for path, entry in entries.items()}
         u = max(UNIT_ROUNDOFF.get(entry.dtype, 0.0) for entry in entries.values())
         count = sum(int(entry.summary["count"]) for entry in entries.values())
         micro = [table.get(SiteKey("grad", "micro", path, "grad")) for path in entries]
@@ -60,7 +61,7 @@ class Gradients:
             squares={path: float(entry.summary["sum_of_squares"]) for path, entry in entries.items()},
             copied=frozenset(path for path, entry in entries.items() if len(shards[path]) == 1 < len(entry.parts)),
             divided=frozenset(path for path, held in shards.items() if len(held) > 1),
-            ranks=len({part.rank for entry in entries.values() for part in entry.parts}),
+            ranks=len(ranks_in(entries)),
             dimensions={path: len(entry.shape) for path, entry in entries.items()},
             contributed=math.sqrt(sum(float(norm(e.summary)) ** 2 for e in micro if e is not None)) if known else None,
             # Short dtypes round each norm; float32 sums may be in any order.

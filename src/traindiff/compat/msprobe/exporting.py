@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from traindiff.analyse.merge.run_steps import rank_steps
+from traindiff.analyse.merge.rank_steps import rank_steps
 from traindiff.analyse.signs import Stored
 from traindiff.compat.msprobe import tables
 from traindiff.compat.msprobe.gradients import (
@@ -142,6 +142,8 @@ def export_gradients(recording: Recording, directory: str, *, overwrite: bool = 
     """
     if "grad" not in recording.run["settings"].get("observe", ()):
         raise _nothing(recording, what="holds no gradients: its training was not asked for them.")
+    if recording.is_compact:
+        raise _nothing(recording, what="is compact: its ranks are merged, and msprobe has a table for each.")
     root = Path(directory)
     fix = "Give another directory, or --overwrite to replace them."
     make_room(root, ranks=None, overwrite=overwrite, where=f"directory {directory}", fix=fix)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from traindiff.core.maps.toml_files import toml_of, unusable
@@ -16,8 +16,10 @@ from traindiff.errors import ConfigError
 PLACE = "{n}"
 """Stands for the number of a layer in the names of an entry: the same number in all of them."""
 
-PLACES = (PLACE, "{m}")
-"""The second one is for the number of an expert."""
+STACKED = "{m}"
+"""Stands for the number of an expert. In the names of one side only, all experts make up one tensor."""
+
+PLACES = (PLACE, STACKED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,9 @@ class Layout:
         heads: By part: number of heads whose rows go from rotary halves to interleaved pairs; negative for the other
             way; 0 for rows that stay.
         order: By part: its place among the names that were given.
+        blocks: Of one part, blocks one after the other that become groups of all of them, e.g. 3 for queries, keys and
+            values that become heads; the part is transposed before. Negative for the other way, from groups to blocks;
+            the result is transposed then.
     """
 
     join: str = "concat"
@@ -38,11 +43,17 @@ class Layout:
     transpose: bool = False
     heads: tuple[int, ...] = (0,)
     order: tuple[int, ...] = (0,)
+    blocks: int = 1
 
     @property
     def is_plain(self) -> bool:
         """True if one tensor is the other, unchanged."""
-        return len(self.order) == 1 and not self.transpose and not any(self.heads)
+        return len(self.order) == 1 and not self.transpose and not self.moves_rows
+
+    @property
+    def moves_rows(self) -> bool:
+        """True if rows of a part change places."""
+        return any(self.heads) or self.blocks != 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,26 +74,51 @@ class Entry:
     is_module: bool = False
     is_optional: bool = False
 
+    @property
+    def is_stack(self) -> bool:
+        """True if the tensors of all experts of one side are one tensor of the other side."""
+        return (STACKED in self.baseline[0]) != (STACKED in self.candidate[0])
+
+    def layout_of(self, count: int) -> Layout:
+        """The layout of so many tensors that make up one: of a stack, there are as many as there are experts."""
+        return replace(self.layout, heads=(0,) * count, order=tuple(range(count))) if self.is_stack else self.layout
+
     def expanded(self, baseline: Collection[str], candidate: Collection[str]) -> Iterator[tuple[list[str], list[str]]]:
         """The names of the entry for each layer that has all of them on both sides."""
-        for numbers in self._numbers(baseline):
+        if self.is_stack:
+            yield from self._stacked(baseline, candidate)
+            return
+        for numbers in _numbers(self.baseline[0], baseline):
             here, there = ([_at(name, numbers) for name in side] for side in (self.baseline, self.candidate))
             if all(name in baseline for name in here) and all(name in candidate for name in there):
                 yield here, there
 
-    def _numbers(self, names: Collection[str]) -> list[dict[str, str]]:
-        """The numbers for which the first name of the baseline is there, by place."""
-        first = self.baseline[0]
-        places = [place for place in PLACES if place in first]
-        if not places:
-            return [{}]
-        expression = re.escape(first)
-        for number, place in enumerate(places):
-            once, again = rf"(?P<p{number}>\d{{1,18}})", rf"(?P=p{number})"
-            expression = expression.replace(re.escape(place), once, 1).replace(re.escape(place), again)
-        pattern = re.compile(expression)
-        found = (pattern.fullmatch(name) for name in names)
-        return [dict(zip(places, match.groups(), strict=True)) for match in found if match]
+    def _stacked(self, baseline: Collection[str], candidate: Collection[str]) -> Iterator[tuple[list[str], list[str]]]:
+        """The names of all experts of each layer, in the order of their numbers, which have no gaps."""
+        turned = STACKED not in self.baseline[0]
+        (one,), (whole,) = (self.candidate, self.baseline) if turned else (self.baseline, self.candidate)
+        parts, wholes = (candidate, baseline) if turned else (baseline, candidate)
+        layers: dict[str, dict[int, str]] = {}
+        for numbers in _numbers(one, parts):
+            layers.setdefault(_at(whole, numbers), {})[int(numbers[STACKED])] = _at(one, numbers)
+        for name, experts in layers.items():
+            if name in wholes and experts.keys() == {*range(len(experts))}:
+                names = [experts[number] for number in range(len(experts))]
+                yield ([name], names) if turned else (names, [name])
+
+
+def _numbers(first: str, names: Collection[str]) -> list[dict[str, str]]:
+    """The numbers for which a name of an entry is there, by place."""
+    places = [place for place in PLACES if place in first]
+    if not places:
+        return [{}]
+    expression = re.escape(first)
+    for number, place in enumerate(places):
+        once, again = rf"(?P<p{number}>\d{{1,18}})", rf"(?P=p{number})"
+        expression = expression.replace(re.escape(place), once, 1).replace(re.escape(place), again)
+    pattern = re.compile(expression)
+    found = (pattern.fullmatch(name) for name in names)
+    return [dict(zip(places, match.groups(), strict=True)) for match in found if match]
 
 
 def _at(name: str, numbers: Mapping[str, str]) -> str:
@@ -100,11 +136,12 @@ _TENSOR = shaped(
         "groups": whole(1, 1 << 20),
         "transpose": FLAG,
         "heads": listed(whole(-(1 << 20), 1 << 20)),
+        "blocks": whole(-(1 << 10), 1 << 10),
     },
 )
 _MODULE = shaped({"baseline": TEXT, "candidate": TEXT}, {})
 
-_KEYS = frozenset({"baseline", "candidate", "join", "groups", "transpose", "heads"})
+_KEYS = frozenset({"baseline", "candidate", "join", "groups", "transpose", "heads", "blocks"})
 
 
 def entries_of(path: str | os.PathLike[str]) -> list[Entry]:
@@ -145,14 +182,19 @@ def _entry(content: Any, place: str, where: str) -> Entry:
     if len(heads) != parts:
         raise _refused(where, place, f"heads has {len(heads)} numbers, and there are {parts} tensors")
     for number in PLACES:
-        if len({number in name for name in (*baseline, *candidate)}) > 1:
+        stacks = number == STACKED and parts == 1
+        if not stacks and len({number in name for name in (*baseline, *candidate)}) > 1:
             raise _refused(where, place, f"{number} is in some of its names only")
+    blocks = content.get("blocks", 1)
+    if blocks != 1 and (parts > 1 or blocks in (-1, 0) or content.get("join") != "interleave" or any(heads)):
+        raise _refused(where, place, 'blocks belongs to join = "interleave" of a single tensor without heads')
     join, groups = content.get("join", "concat"), content.get("groups", 1)
     if (join == "interleave") != (groups > 1):
         raise _refused(where, place, 'groups belongs to join = "interleave", and is more than 1 there')
     layout = Layout(
-        join=join, groups=groups, transpose=content.get("transpose", False), heads=heads, order=tuple(range(parts))
-    )
+        join=join, groups=groups, transpose=content.get("transpose", False), heads=heads, order=tuple(range(parts)),
+        blocks=blocks,
+    )  # fmt: skip
     return Entry(baseline=baseline, candidate=candidate, layout=layout)
 
 
@@ -182,6 +224,8 @@ def as_toml(entry: Entry) -> str:
         lines += ['join = "interleave"', f"groups = {layout.groups}"]
     if layout.transpose:
         lines.append("transpose = true")
+    if layout.blocks != 1:
+        lines.append(f"blocks = {layout.blocks}")
     if any(layout.heads):
         lines.append(f"heads = [{', '.join(map(str, layout.heads))}]")
     return "\n".join(lines) + "\n"

@@ -20,10 +20,9 @@ _NAME = re.compile(r"(?P<family>\w+):(?P<one>\w+)-(?P<other>\w+)(?P<options>(,\w
 _LLAMA_TO_TITAN = {
     "model.embed_tokens.weight": "tok_embeddings.weight",
     "model.norm.weight": "norm.weight",
-    "lm_head.weight": "output.weight",
+    "lm_head.weight": "output.weight",  # before torchtitan 0.3
     f"{_LAYER}input_layernorm.weight": "layers.{n}.attention_norm.weight",
     f"{_LAYER}post_attention_layernorm.weight": "layers.{n}.ffn_norm.weight",
-    f"{_LAYER}self_attn.v_proj.weight": "layers.{n}.attention.wv.weight",
     f"{_LAYER}self_attn.o_proj.weight": "layers.{n}.attention.wo.weight",
     f"{_LAYER}mlp.gate_proj.weight": "layers.{n}.feed_forward.w1.weight",
     f"{_LAYER}mlp.up_proj.weight": "layers.{n}.feed_forward.w3.weight",
@@ -33,9 +32,32 @@ _QUERY_AND_KEY = {
     f"{_LAYER}self_attn.q_proj.weight": "layers.{n}.attention.wq.weight",
     f"{_LAYER}self_attn.k_proj.weight": "layers.{n}.attention.wk.weight",
 }
+_QUERY_AND_KEY_SINCE_0_3 = {
+    f"{_LAYER}self_attn.q_proj.weight": "layers.{n}.attention.qkv_linear.wq.weight",
+    f"{_LAYER}self_attn.k_proj.weight": "layers.{n}.attention.qkv_linear.wk.weight",
+}
+_EXPERTS = "layers.{n}.moe.routed_experts.inner_experts."
+_MIXTRAL_EXPERTS = {
+    f"{_LAYER}block_sparse_moe.gate.weight": "layers.{n}.moe.router.gate.weight",
+    f"{_LAYER}block_sparse_moe.experts.{{m}}.w1.weight": f"{_EXPERTS}w1_EFD",
+    f"{_LAYER}block_sparse_moe.experts.{{m}}.w2.weight": f"{_EXPERTS}w2_EDF",
+    f"{_LAYER}block_sparse_moe.experts.{{m}}.w3.weight": f"{_EXPERTS}w3_EFD",
+}
+_QWEN_EXPERTS = {
+    f"{_LAYER}mlp.gate.weight": "layers.{n}.moe.router.gate.weight",
+    f"{_LAYER}mlp.experts.{{m}}.gate_proj.weight": f"{_EXPERTS}w1_EFD",
+    f"{_LAYER}mlp.experts.{{m}}.down_proj.weight": f"{_EXPERTS}w2_EDF",
+    f"{_LAYER}mlp.experts.{{m}}.up_proj.weight": f"{_EXPERTS}w3_EFD",
+}
+"""torchtitan has one tensor for all experts of a layer."""
+_VALUE = (
+    (f"{_LAYER}self_attn.v_proj.weight", "layers.{n}.attention.wv.weight"),
+    (f"{_LAYER}self_attn.v_proj.weight", "layers.{n}.attention.qkv_linear.wv.weight"),
+)
+"""Before torchtitan 0.3, and since."""
+
 _QWEN_TO_TITAN = {
-    **_LLAMA_TO_TITAN,
-    **_QUERY_AND_KEY,  # torchtitan's qwen3 rotates halves, as transformers does
+    **_QWEN_EXPERTS,
     f"{_LAYER}self_attn.q_norm.weight": "layers.{n}.attention.q_norm.weight",
     f"{_LAYER}self_attn.k_norm.weight": "layers.{n}.attention.k_norm.weight",
 }
@@ -92,8 +114,22 @@ def _renamed(names: Mapping[str, str]) -> Iterator[Entry]:
 def _llama_to_titan(heads: int, kv_heads: int) -> Iterator[Entry]:
     """In torchtitan's llama3, rotary embeddings turn interleaved pairs; in transformers, halves of a head."""
     yield from _renamed(_LLAMA_TO_TITAN)
-    for (baseline, candidate), count in zip(_QUERY_AND_KEY.items(), (heads, kv_heads), strict=True):
-        yield _one(baseline, candidate, heads=(count,))
+    yield from (_one(*pair) for pair in _VALUE)
+    for names in (_QUERY_AND_KEY, _QUERY_AND_KEY_SINCE_0_3):
+        for (baseline, candidate), count in zip(names.items(), (heads, kv_heads), strict=True):
+            yield _one(baseline, candidate, heads=(count,))
+
+
+def _qwen_to_titan(*_: int) -> Iterator[Entry]:
+    """In torchtitan, qwen3 rotates halves, as transformers does."""
+    yield from _llama_to_titan(0, 0)
+    yield from _renamed(_QWEN_TO_TITAN)
+
+
+def _mixtral_to_titan(heads: int, kv_heads: int) -> Iterator[Entry]:
+    """The layers of experts and the attention of torchtitan; rows change places where the number of heads is given."""
+    yield from _llama_to_titan(heads, kv_heads)
+    yield from _renamed(_MIXTRAL_EXPERTS)
 
 
 def _to_megatron(_: int, kv_heads: int) -> Iterator[Entry]:
@@ -118,16 +154,47 @@ def _gpt2_to_nanogpt(*_: int) -> Iterator[Entry]:
         yield _one(weight, weight, transpose=True)
 
 
+_GPT2_MEGATRON = {
+    "transformer.wte.weight": "embedding.word_embeddings.weight",
+    "transformer.wpe.weight": "embedding.position_embeddings.weight",
+    "lm_head.weight": "output_layer.weight",
+}
+_GPT2_LAYER = "transformer.h.{n}."
+_GPT2_MEGATRON_LINEAR = {
+    "attn.c_proj": "self_attention.linear_proj", "mlp.c_fc": "mlp.linear_fc1", "mlp.c_proj": "mlp.linear_fc2",
+}  # fmt: skip
+_GPT2_MEGATRON_NORMS = (
+    ("ln_1.", "input_layernorm."), ("ln_1.", "self_attention.linear_qkv.layer_norm_"),
+    ("ln_2.", "pre_mlp_layernorm."), ("ln_2.", "mlp.linear_fc1.layer_norm_"),
+)  # fmt: skip
+
+
+def _gpt2_to_megatron(heads: int, _: int) -> Iterator[Entry]:
+    """In transformers, all queries come before all keys and values, transposed; in Megatron core, head by head."""
+    yield from _renamed(_GPT2_MEGATRON)
+    grouped = {"join": "interleave", "groups": heads, "blocks": 3}
+    for part in ("weight", "bias"):
+        turns = part == "weight"
+        yield _one(f"transformer.ln_f.{part}", f"decoder.final_layernorm.{part}")
+        yield from (_one(_GPT2_LAYER + own + part, _MEGATRON + other + part) for own, other in _GPT2_MEGATRON_NORMS)
+        for own, other in _GPT2_MEGATRON_LINEAR.items():
+            yield _one(f"{_GPT2_LAYER}{own}.{part}", f"{_MEGATRON}{other}.{part}", transpose=turns)
+        whole = f"{_MEGATRON}self_attention.linear_qkv.{part}"
+        yield _one(f"{_GPT2_LAYER}attn.c_attn.{part}", whole, transpose=turns, **grouped)
+
+
 _Made = Callable[[int, int], Iterator[Entry]]
 _KNOWN: Mapping[str, tuple[_Made, bool]] = {
     "llama:hf-torchtitan": (_llama_to_titan, True),
     "mistral:hf-torchtitan": (_llama_to_titan, True),
-    "qwen:hf-torchtitan": (lambda *_: _renamed(_QWEN_TO_TITAN), False),
+    "qwen:hf-torchtitan": (_qwen_to_titan, False),
+    "mixtral:hf-torchtitan": (_mixtral_to_titan, False),
     "llama:hf-megatron": (_to_megatron, True),
     "mistral:hf-megatron": (_to_megatron, True),
     "qwen:hf-megatron": (_to_megatron, True),
     "mixtral:hf-megatron": (_to_megatron, True),
     "gpt2:hf-nanogpt": (_gpt2_to_nanogpt, False),
+    "gpt2:hf-megatron": (_gpt2_to_megatron, True),
     "nanochat:hf-nanochat": (lambda *_: _renamed(_TO_NANOCHAT), False),
 }
 """By name: the function that makes the entries, and whether they depend on the number of heads."""
@@ -166,7 +233,7 @@ def map_of(given: str | os.PathLike[str] | None, *, elements: bool = False) -> S
         what = f'has "{wrong[0]}", which is not known.' if wrong else "depends on the number of heads."
         fix = f"Write --map {family}:{one}-{other},heads=32,kv_heads=8, with the numbers of your model."
         raise ConfigError("--map", [Problem(where=f"--map {text}", what=what, fix=fix)])
-    entries = make(heads or 1, kv_heads or 1)
+    entries = make(heads or int(needs_heads), kv_heads or int(needs_heads))
     return [_turned(entry) for entry in entries] if turned else [*entries]
 
 
@@ -174,5 +241,6 @@ def _turned(entry: Entry) -> Entry:
     """The entry with the two sides exchanged: parts stay parts, rows of a single tensor go the other way."""
     layout = entry.layout
     if len(entry.baseline) == 1:
-        layout = replace(layout, heads=tuple(-heads for heads in layout.heads))
+        back = -layout.blocks if layout.blocks != 1 else 1
+        layout = replace(layout, heads=tuple(-heads for heads in layout.heads), blocks=back)
     return replace(entry, baseline=entry.candidate, candidate=entry.baseline, layout=layout)

@@ -159,8 +159,14 @@ class Folder:
             raise self.refuse(self.path(name), f"it has more than the {limit} bytes that it may have")
         return content
 
-    def read_range(self, name: str, first: int, count: int) -> NDArray[np.uint8]:
+    def read_range(self, name: str, first: int, count: int, into: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
         """`count` bytes of a file from byte `first` on; fewer where it ends. Several threads may read at once.
+
+        Args:
+            name: The file.
+            first: The first byte.
+            count: How many.
+            into: Bytes that a local file may be read into, if they are enough: new memory costs as much as reading.
 
         Raises:
             TraindiffError: There is no regular file of this name inside the directory.
@@ -172,7 +178,8 @@ class Folder:
             return np.frombuffer(content, dtype=np.uint8)
         with self._opened(name) as file:
             length = os.fstat(file.fileno()).st_size
-            found = np.empty(max(0, min(count, length - first)), dtype=np.uint8)
+            size = max(0, min(count, length - first))
+            found = into[:size] if into is not None and len(into) >= size else np.empty(size, dtype=np.uint8)
             file.seek(first)
             return found[: file.readinto(found.data)]  # type: ignore[attr-defined]
 

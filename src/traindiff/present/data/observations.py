@@ -11,6 +11,8 @@ from typing import IO, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from traindiff.analyse.merge.rank_steps import rank_steps
+from traindiff.analyse.merge.span import Span
 from traindiff.core.observation import SAMPLE, Observation
 from traindiff.core.site import PHASES, ROOT, matches
 from traindiff.core.steps import ALL_STEPS, StepSelection, parse_steps
@@ -18,6 +20,7 @@ from traindiff.core.summary import finite_count, largest, mean, norm, std
 from traindiff.errors import ConfigError, Problem
 from traindiff.present.data.as_csv import CsvRows
 from traindiff.storage import Recording
+from traindiff.storage.merged_rows import ENTRY
 
 SCHEMA_NAME = "traindiff-observations"
 SCHEMA_VERSION = 1
@@ -83,12 +86,25 @@ def parse_filter(
 
 def rows(recording: Recording, wanted: Filter) -> Iterator[Row]:
     """The wanted observations, in execution order, rank by rank; one dictionary of plain values each."""
+    if recording.is_compact:
+        yield from _merged_rows(recording, wanted)
+        return
     for rank in recording.ranks:
         for begin, end in wanted.steps.spans:
             for step in recording.steps(rank, begin=begin, end=end):
                 for seen, summary in zip(step.observations, step.summaries, strict=True):
                     if seen in wanted:
                         yield _row(rank, seen, summary)
+
+
+def _merged_rows(recording: Recording, wanted: Filter) -> Iterator[Row]:
+    """The wanted rows of a compact recording, step by step: one for a site whose ranks are merged, without a rank."""
+    for begin, end in wanted.steps.spans:
+        for of_ranks in rank_steps(recording, Span(begin=begin, end=end)):
+            for step in of_ranks:
+                for seen, summary in zip(step.observations, step.summaries, strict=True):
+                    if seen in wanted and (step.places is None or seen.evaluation == ENTRY):
+                        yield _row(step.rank if step.places is None else None, seen, summary)
 
 
 COLUMNS: Mapping[str, pa.DataType] = {
@@ -123,7 +139,7 @@ COLUMNS: Mapping[str, pa.DataType] = {
 """Columns of every output, in order. Numbers of an unobserved site are null."""
 
 
-def _row(rank: int, seen: Observation, summary: Any) -> Row:
+def _row(rank: int | None, seen: Observation, summary: Any) -> Row:
     about: Row = {
         "step": seen.step,
         "evaluation": seen.evaluation,

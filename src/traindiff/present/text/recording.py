@@ -29,6 +29,8 @@ def print_head(console: Console, recording: Recording) -> None:
         markup=False,
         soft_wrap=True,
     )
+    if recording.is_compact:
+        console.print("its ranks are merged (traindiff compact): a row holds the numbers of all ranks", markup=False)
     for rank in recording.ranks:
         if (status := recording.status(rank)).message:
             console.print(status.message, markup=False, soft_wrap=True)

@@ -17,12 +17,14 @@ from typing import Any
 
 from traindiff.analyse.check import check
 from traindiff.analyse.compare import compare
-from traindiff.analyse.merge.run_steps import RunStep, StepMerger, rank_steps
+from traindiff.analyse.merge.rank_steps import rank_steps
+from traindiff.analyse.merge.run_steps import RunStep, StepMerger
 from traindiff.analyse.story import story_of
 from traindiff.core.summary import number
 from traindiff.errors import TraindiffError
 from traindiff.present.viewer.pages import catalog_of
 from traindiff.storage import Recording, StepObservations, open_recording
+from traindiff.storage.merged_rows import is_whole
 from traindiff.storage.schema import NOTHING_STORED
 
 SAMPLES = 32
@@ -74,7 +76,7 @@ def look(path: str, *, size_bytes: int) -> Look:
     last = min(one for one in lasts if one is not None)
     name, losses, merger = "", [], StepMerger(recording)
     for of_ranks in _some_steps(recording, last, size_bytes):
-        step = merger.merged([_losses_of(one) for one in of_ranks])
+        step = merger.merged([one if one.places else _losses_of(one) for one in of_ranks])
         if step.step <= last and (found := _loss(step, name)) is not None:
             name, value = found
             losses.append((step.step, value))
@@ -85,7 +87,8 @@ def look(path: str, *, size_bytes: int) -> Look:
 def _some_steps(recording: Recording, last: int, size_bytes: int) -> Iterator[list[StepObservations]]:
     """Steps of a recording, evenly spread, as many as can be read; each as its ranks recorded it."""
     optimizers = recording.rank_content(recording.ranks[0]).get("optimizers", ())
-    first = next((step.step for step in recording.steps(recording.ranks[0])), last)
+    stream = recording.merged_steps() if recording.is_compact else recording.steps(recording.ranks[0])
+    first = next((step.step for step in stream), last)
     count = last - first + 1
     if len(optimizers) != 1 or count <= FEW:  # only a stream of one optimizer can be searched
         if size_bytes <= MOST_BYTES:
@@ -98,12 +101,19 @@ def _some_steps(recording: Recording, last: int, size_bytes: int) -> Iterator[li
     seen = -1
     for at in range(count):
         begin = last - (last - first) * (count - 1 - at) // max(1, count - 1)
-        steps = [next(recording.steps(rank, begin=begin), None) for rank in recording.ranks]
+        steps = _at(recording, begin)
         there = [step for step in steps if step is not None]
         latest = max((step.step for step in there), default=-1)
         if latest > seen and len(there) == len(steps) and all(step.step == latest for step in there):
             seen = latest
             yield there
+
+
+def _at(recording: Recording, begin: int) -> list[StepObservations | None]:
+    """The first step from a number on, as each rank recorded it, or merged."""
+    if recording.is_compact and not ((merged := next(recording.merged_steps(begin=begin), None)) and is_whole(merged)):
+        return [merged]
+    return [next(recording.steps(rank, begin=begin), None) for rank in recording.ranks]
 
 
 def _losses_of(step: StepObservations) -> StepObservations:

@@ -10,7 +10,13 @@ from typing import Any
 from traindiff.core.untrusted.demands import quoted
 from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import CheckpointError
-from traindiff.state.sources import distributed_checkpoints, safetensors_files, torch_files, zero_checkpoints
+from traindiff.state.sources import (
+    distributed_checkpoints,
+    megatron_files,
+    safetensors_files,
+    torch_files,
+    zero_checkpoints,
+)
 from traindiff.state.sources.index_files import of_index
 from traindiff.state.sources.live import of_object
 from traindiff.state.sources.recordings import of_recording
@@ -86,9 +92,9 @@ def _of_directory(path: str, folder: Folder) -> Checkpoint:
     if distributed_checkpoints.METADATA in names:
         kind = "torch.distributed.checkpoint"
         return Checkpoint(path=path, kind=kind, tensors=distributed_checkpoints.of_directory(folder))
-    zero = zero_checkpoints.directory_of(folder)
-    if zero is not None:
-        return Checkpoint(path=path, kind="DeepSpeed ZeRO", tensors=zero_checkpoints.of_directory(zero))
+    of_ranks = _of_ranks(path, folder)
+    if of_ranks is not None:
+        return of_ranks
     for name in _INDEXES:
         if name in names:
             return _of_index(path, folder, name)
@@ -104,6 +110,22 @@ def _of_directory(path: str, folder: Folder) -> Checkpoint:
             "model.safetensors, an index, .metadata (torch.distributed.checkpoint) or run.json (a recording)."
         )
     return _of_files(path, folder, files)
+
+
+def _of_ranks(path: str, folder: Folder) -> Checkpoint | None:
+    """What DeepSpeed or Megatron has written, in files of each rank or below the directory of a step; None if neither.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+    """
+    zero = zero_checkpoints.directory_of(folder)
+    if zero is not None:
+        return Checkpoint(path=path, kind="DeepSpeed", tensors=zero_checkpoints.of_directory(zero))
+    if megatron_files.is_of_ranks(folder):
+        tensors, notes = megatron_files.of_directory(folder)
+        return Checkpoint(path=path, kind="Megatron", tensors=tensors, notes=tuple(notes))
+    latest = megatron_files.latest_of(folder)
+    return None if latest is None else _of_directory(path, latest)
 
 
 def _of_files(path: str, folder: Folder, files: list[str]) -> Checkpoint:

@@ -208,10 +208,7 @@ class Archive:
         return StoredTensor(name=name, dtype=dtype, shape=tuple(shape), parts=(part,), role=role)
 
     def _place(self, name: str, first: int, strides: tuple[int, ...] | None) -> Place:
-        whole = self._bytes_of(name)
-        count = max(0, whole.count - first)
-        content = Bytes(folder=whole.folder, name=whole.name, offset=whole.offset + first, count=count)
-        return Place(content=content, strides=strides)
+        return Place(content=self._bytes_of(name).after(first), strides=strides)
 
 
 def archive_of(folder: Folder, name: str) -> Archive:

@@ -1,7 +1,8 @@
-"""DeepSpeed ZeRO checkpoints of stages 1 to 3: float32 parameters, merged from the flat partitions of all ranks.
+"""DeepSpeed's checkpoints. ZeRO, stages 1 to 3: float32 parameters, merged from the flat partitions of all ranks.
 
 The layout is that of `deepspeed.utils.zero_to_fp32`. Stages 1 and 2 lay the parameters of a group one after the other
 and cut the whole into one partition per rank; stage 3 cuts each parameter into equal parts, the last one padded.
+Without ZeRO (stage 0), one file has the whole module.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from traindiff.core.site import printable
 from traindiff.core.untrusted.demands import quoted
 from traindiff.core.untrusted.folder import Folder
 from traindiff.state.dtypes import ITEM_BYTES
-from traindiff.state.sources.torch_files import Archive, archive_of
-from traindiff.state.stored import Bytes, Part, Place, Role, StoredTensor, check_parts, unreadable
+from traindiff.state.sources.pickles import Record
+from traindiff.state.sources.torch_files import Archive, archive_of, named_tensors
+from traindiff.state.stored import Part, Place, Role, StoredTensor, check_parts, unreadable
 
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,9})_mp_rank_(\d{2,9})_optim_states\.pt", re.ASCII)
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,9})_)?mp_rank_(\d{2,9})_model_states\.pt", re.ASCII)
@@ -33,7 +35,7 @@ def directory_of(folder: Folder) -> Folder | None:
     Raises:
         CheckpointError: `latest` names a directory without such files.
     """
-    if any(_OPTIMIZER.fullmatch(name) for name in folder.names()):
+    if _is_of_ranks(folder):
         return folder
     if not folder.exists("latest"):
         return None
@@ -41,11 +43,17 @@ def directory_of(folder: Folder) -> Folder | None:
     if not tag or not folder.exists(tag):
         raise unreadable(folder.path("latest"), f"it names the directory {quoted(tag)}, which is not there")
     inner = folder.within(tag)
-    return inner if any(_OPTIMIZER.fullmatch(name) for name in inner.names()) else None
+    return inner if _is_of_ranks(inner) else None
+
+
+def _is_of_ranks(folder: Folder) -> bool:
+    return any(_OPTIMIZER.fullmatch(name) or _MODEL.fullmatch(name) for name in folder.names())
 
 
 def of_directory(folder: Folder) -> dict[str, StoredTensor]:
-    """The tensors of a ZeRO checkpoint, by name: parameters in float32, buffers, and what the optimizer keeps of them.
+    """The tensors of a checkpoint, by name: parameters, buffers, and what the optimizer keeps of them.
+
+    With ZeRO, parameters are those of the optimizer, in float32. Without it, they are as the module has them.
 
     Raises:
         CheckpointError: A rank's file is missing or damaged, or the partitions do not fit the parameters' shapes.
@@ -54,14 +62,10 @@ def of_directory(folder: Folder) -> dict[str, StoredTensor]:
     models = _by_rank(folder, _MODEL)
     if not models:
         raise unreadable(folder.root, "it has no file *_model_states.pt")
-    ranks = [_Rank(archive_of(folder, name)) for name in optimizers.values()]
-    stage, count = ranks[0].stage, ranks[0].num_ranks
-    missing = [number for number in range(min(count, MOST_RANKS)) if number not in optimizers]
-    if missing or len(ranks) != count:
-        name = next(iter(optimizers.values()))
-        what = f"{quoted(name)} says that {count} ranks have saved it, and there are files of {len(ranks)}"
-        which = f": that of rank {missing[0]} is missing" if missing else ""
-        raise unreadable(folder.root, what + which)
+    if not optimizers:
+        return _without_zero(archive_of(folder, min(models.values())))
+    ranks = _ranks(folder, optimizers)
+    stage = ranks[0].stage
     archives = [archive_of(folder, name) for name in (models.values() if stage == 3 else [min(models.values())])]
     first = _mapping(archives[0].value, archives[0].where)
     groups = first.get("param_shapes")
@@ -69,8 +73,7 @@ def of_directory(folder: Folder) -> dict[str, StoredTensor]:
         groups = [groups]
     if not isinstance(groups, list) or not all(isinstance(one, Mapping) for one in groups):
         raise unreadable(archives[0].where, 'it has no "param_shapes"')
-    found = dict(_buffers(archives[0], first))
-    found |= _frozen(archives, first, sharded=stage == 3)
+    found = _frozen(archives, first, sharded=stage == 3)
     for key in ("", *ranks[0].states):
         for number, shapes in enumerate(groups):
             pieces = [rank.flat(number, key) for rank in ranks]
@@ -81,7 +84,35 @@ def of_directory(folder: Folder) -> dict[str, StoredTensor]:
     for name, other in shared.items() if isinstance(shared, Mapping) else ():
         if other in found:
             found[printable(str(name))] = _named(found[other], printable(str(name)))
-    return found
+    return found | dict(_whole(archives[0], first, found, sharded=stage == 3))
+
+
+def _ranks(folder: Folder, files: Mapping[int, str]) -> list[_Rank]:
+    """The files of the optimizer of all ranks.
+
+    Raises:
+        CheckpointError: One is missing.
+    """
+    ranks = [_Rank(archive_of(folder, name)) for name in files.values()]
+    count = ranks[0].num_ranks
+    missing = [number for number in range(min(count, MOST_RANKS)) if number not in files]
+    if missing or len(ranks) != count:
+        name = next(iter(files.values()))
+        what = f"{quoted(name)} says that {count} ranks have saved it, and there are files of {len(ranks)}"
+        which = f": that of rank {missing[0]} is missing" if missing else ""
+        raise unreadable(folder.root, what + which)
+    return ranks
+
+
+def _without_zero(archive: Archive) -> dict[str, StoredTensor]:
+    """The tensors of the only file.
+
+    Raises:
+        CheckpointError: ZeRO has written it, so that the files with the partitions are missing.
+    """
+    if _mapping(archive.value, archive.where).get("param_shapes"):
+        raise unreadable(archive.where, "it is of ZeRO, and the files *_optim_states.pt beside it are missing")
+    return named_tensors(archive.value, archive.where, archive.tensor)
 
 
 def _by_rank(folder: Folder, pattern: re.Pattern[str]) -> dict[int, str]:
@@ -127,6 +158,8 @@ class _Rank:
         self._archive = archive
         content = _mapping(archive.value, archive.where).get("optimizer_state_dict")
         stage = content.get("zero_stage") if isinstance(content, Mapping) else None
+        if isinstance(stage, Record) and stage.name.endswith(".ZeroStageEnum") and len(stage.arguments) == 1:
+            stage = stage.arguments[0]
         if not isinstance(content, Mapping) or stage not in (1, 2, 3):
             raise unreadable(archive.where, "it is no file of ZeRO: it has no zero_stage from 1 to 3")
         self.stage: int = stage
@@ -222,22 +255,21 @@ def _shifted(flat: StoredTensor, first: int) -> Place:
     whole = flat.parts[0].find()
     if whole.strides is not None:
         raise unreadable(whole.content.folder.path(whole.content.name), "a partition in it has gaps")
-    skipped, content = first * ITEM_BYTES[flat.dtype], whole.content
-    return Place(
-        content=Bytes(
-            folder=content.folder, name=content.name, offset=content.offset + skipped, count=content.count - skipped
-        )
-    )
+    return Place(content=whole.content.after(first * ITEM_BYTES[flat.dtype]))
 
 
-def _buffers(archive: Archive, content: Mapping[Any, Any]) -> Iterator[tuple[str, StoredTensor]]:
+def _whole(
+    archive: Archive, content: Mapping[Any, Any], known: Mapping[str, StoredTensor], *, sharded: bool
+) -> Iterator[tuple[str, StoredTensor]]:
+    """What the module has whole: buffers; in stages 1 and 2 also parameters that are not trained."""
     names, module = content.get("buffer_names"), content.get("module")
     buffers = names if isinstance(names, list | set) else ()
     for name, value in module.items() if isinstance(module, Mapping) else ():
-        if name in buffers:
-            tensor = archive.tensor(value, printable(str(name)))
+        own = printable(str(name))
+        if name in buffers or (not sharded and own not in known):
+            tensor = archive.tensor(value, own)
             if tensor is not None:
-                yield tensor.name, tensor
+                yield own, tensor
 
 
 def _frozen(archives: Sequence[Archive], first: Mapping[Any, Any], *, sharded: bool) -> dict[str, StoredTensor]:

@@ -1,0 +1,57 @@
+"""The options of `check` and `compare` that follow a run that goes on, and what is done with their verdict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from traindiff.cli.app import messages
+from traindiff.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from traindiff.storage import Follower
+
+FollowOption = Annotated[
+    bool,
+    typer.Option("--follow", help="Judge steps as they arrive, up to the first finding or the end (docs/scale.md)."),
+]
+PatienceOption = Annotated[
+    float,
+    typer.Option(min=0.1, metavar="SECONDS", help="With --follow: a rank that adds nothing for so long has ended."),
+]
+WebhookOption = Annotated[str | None, typer.Option(metavar="URL", help="Send the verdict to this address, as JSON.")]
+JunitOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the verdict as JUnit XML.")]
+
+
+def follower(wanted: bool, patience: float, webhook: str | None, junit: Path | None) -> Follower | None:  # noqa: FBT001
+    """What waits for steps, if that is wanted.
+
+    Raises:
+        ConfigError: The verdict cannot be sent to the address, or written to the file.
+    """
+    from traindiff.present.webhook import check_webhook
+    from traindiff.storage import Follower
+
+    if webhook is not None:
+        check_webhook(webhook)
+    if junit is not None and not junit.parent.is_dir():
+        fix = "Give the path of a file in a directory that is there."
+        problem = Problem(where=f"--junit {junit}", what="is in a directory that does not exist.", fix=fix)
+        raise ConfigError("--junit", [problem], consequence="nothing was read")
+    return Follower(patience) if wanted else None
+
+
+def hand_on(result: Any, webhook: str | None, junit: Path | None) -> None:
+    """Write and send a verdict. That it could not be sent is said, and changes nothing."""
+    if junit is not None:
+        from traindiff.present.data import writer
+
+        with junit.open("w", encoding="utf-8") as file:
+            writer("junit")(result, file)
+    if webhook is not None:
+        from traindiff.present.webhook import send
+
+        if why := send(webhook, text=str(result).partition("\n")[0], result=result.to_json()):
+            messages.print(f"traindiff: nothing was sent to {webhook}: {why}", markup=False, soft_wrap=True)

@@ -1,0 +1,90 @@
+"""What `check` and `compare` do with a verdict: send it, write it, and end as ever."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from xml.etree import ElementTree
+
+from typer.testing import CliRunner
+
+from tests.made_up import FC, record, scaled
+from traindiff.cli.commands import app
+
+
+@contextmanager
+def web_server(status: int = 200) -> Iterator[tuple[str, list[Any]]]:
+    """Its address, and what it was sent."""
+    sent: list[Any] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            sent.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/hook", sent
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_a_verdict_is_sent_and_written(tmp_path: Path) -> None:
+    paths = [str(record(tmp_path / "base")), str(record(tmp_path / "other", scaled(FC, 0.5)))]
+    with web_server() as (url, sent):
+        options = ["--follow", "--webhook", url, "--junit", str(tmp_path / "found.xml")]
+        result = CliRunner().invoke(app, ["compare", *paths, *options])
+
+    (found,) = sent
+    assert result.exit_code == 1
+    assert found["result"]["verdict"] == "diverged"
+    assert found["result"]["steps"] == [0]
+    assert found["text"].startswith("diverged")
+    suites = ElementTree.parse(tmp_path / "found.xml").getroot()
+    assert [one.tag for one in suites.iter("failure")] != []
+
+
+def test_a_check_is_sent_too(tmp_path: Path) -> None:
+    with web_server() as (url, sent):
+        result = CliRunner().invoke(app, ["check", str(record(tmp_path / "run")), "--webhook", url])
+
+    assert result.exit_code == 0
+    assert sent[0]["text"].startswith("healthy")
+
+
+def test_a_verdict_that_cannot_be_sent_is_still_one(tmp_path: Path) -> None:
+    path = str(record(tmp_path / "run"))
+    with web_server(status=500) as (url, _):
+        refused = CliRunner().invoke(app, ["check", path, "--webhook", url])
+    away = CliRunner().invoke(app, ["check", path, "--webhook", url])
+
+    for result in (refused, away):
+        assert result.exit_code == 0
+        assert "healthy" in result.stdout
+        assert f"nothing was sent to {url}: " in result.stderr
+
+
+def test_what_cannot_be_an_address_or_a_file_is_refused_at_once(tmp_path: Path) -> None:
+    path = str(record(tmp_path / "run"))
+    for options, what in (
+        (["--webhook", "file:///etc/passwd"], "is no address of a web server"),
+        (["--webhook", "https://"], "is no address of a web server"),
+        (["--junit", str(tmp_path / "no" / "found.xml")], "is in a directory that does not exist"),
+    ):
+        result = CliRunner().invoke(app, ["check", path, *options])
+        assert result.exit_code == 2
+        assert what in result.stderr
+        assert result.stdout == ""

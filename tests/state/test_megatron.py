@@ -1,0 +1,215 @@
+"""Megatron's files of each rank, cut here as Megatron cuts, are the whole model."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+import traindiff
+from tests.state.models import GROUPS, LAYERS, State, hugging_face, megatron
+from traindiff.errors import CheckpointError
+from traindiff.state.sources.opening import open_checkpoint
+
+ROWS = ("word_embeddings.", "output_layer.", "linear_qkv.w", "linear_qkv.b", "linear_fc1.w")
+COLUMNS = ("linear_proj.w", "linear_fc2.w")
+EXPERTS = 4
+
+
+def whole_model(*, experts: bool = False) -> State:
+    """Of Megatron core, on one rank."""
+    state = megatron(hugging_face())
+    for layer in range(LAYERS):
+        here = f"decoder.layers.{layer}"
+        state[f"{here}.self_attention.linear_qkv.bias"] = torch.arange(128.0)
+        if experts:
+            gate, down = state.pop(f"{here}.mlp.linear_fc1.weight"), state.pop(f"{here}.mlp.linear_fc2.weight")
+            state[f"{here}.mlp.router.weight"] = torch.randn(EXPERTS, 64)
+            for expert in range(EXPERTS):
+                there = f"{here}.mlp.experts.local_experts.{expert}"
+                state[f"{there}.linear_fc1.weight"] = gate + expert
+                state[f"{there}.linear_fc2.weight"] = down + expert
+    return state
+
+
+def part(name: str, value: Tensor, rank: int, ranks: int, *, gated: bool) -> Tensor:
+    """What a tensor rank has of a tensor."""
+    if gated and "linear_fc1.w" in name:
+        return torch.cat([half.chunk(ranks)[rank] for half in value.chunk(2)])
+    if any(one in name for one in ROWS) and "layer_norm" not in name:
+        return value.chunk(ranks)[rank].clone()
+    return value.chunk(ranks, 1)[rank].clone() if any(one in name for one in COLUMNS) else value
+
+
+def of_layers(state: Mapping[str, Tensor], first: int, end: int, *, is_first: bool, is_last: bool) -> State:
+    """The layers of a stage, numbered from 0, and what is before and behind all layers."""
+    found = {}
+    for name, value in state.items():
+        if ".layers." not in name:
+            if is_first if name.startswith("embedding") else is_last:
+                found[name] = value
+            continue
+        layer = int(name.split(".")[2])
+        if first <= layer < end:
+            found[name.replace(f".{layer}.", f".{layer - first}.", 1)] = value
+    return found
+
+
+def of_experts(state: Mapping[str, Tensor], rank: int, ranks: int) -> State:
+    """The experts of an expert rank, numbered from 0, and everything else."""
+    found, each = {}, EXPERTS // ranks
+    for name, value in state.items():
+        if ".local_experts." not in name:
+            found[name] = value
+            continue
+        before, _, behind = name.partition(".local_experts.")
+        expert, _, rest = behind.partition(".")
+        if int(expert) // each == rank:
+            found[f"{before}.local_experts.{int(expert) % each}.{rest}"] = value
+    return found
+
+
+def save(
+    directory: Path, state: Mapping[str, Tensor], *, tensor: int = 1, pipeline: int = 1, expert: int = 1,
+    chunks: int = 1, gated: bool = True,
+    change: Callable[[str, dict[str, Any]], object] = lambda _, __: None,
+) -> None:  # fmt: skip
+    """Write the files of all ranks. `change` is given the name of a rank's directory, and what will be in its file."""
+    parts = pipeline * chunks
+    ends = [LAYERS * number // parts for number in range(parts + 1)]
+    args = Namespace(
+        tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline, expert_model_parallel_size=expert,
+        swiglu=gated, params_dtype=torch.float32,
+    )  # fmt: skip
+    for t in range(tensor):
+        for p in range(pipeline):
+            for e in range(expert):
+                content: dict[str, Any] = {"args": args, "checkpoint_version": 3.0, "optimizer": {"step": 3}}
+                for chunk in range(chunks):
+                    number = chunk * pipeline + p
+                    own = of_layers(
+                        state, ends[number], ends[number + 1], is_first=number == 0, is_last=number == parts - 1
+                    )
+                    model = {name: part(name, value, t, tensor, gated=gated) for name, value in own.items()}
+                    content[f"model{chunk}" if chunks > 1 else "model"] = of_experts(model, e, expert)
+                name = f"mp_rank_{t:02}" + f"_{p:03}" * (pipeline > 1) + f"_{e:03}" * (expert > 1)
+                change(name, content)
+                (directory / name).mkdir(parents=True)
+                torch.save(content, directory / name / "model_optim_rng.pt")
+
+
+@pytest.mark.parametrize("ranks", [
+    {}, {"tensor": 2}, {"tensor": 2, "gated": False}, {"pipeline": 3}, {"tensor": 2, "pipeline": 2},
+    {"tensor": 2, "pipeline": 1, "expert": 2}, {"tensor": 2, "pipeline": 3, "expert": 4}, {"expert": 2},
+], ids=str)  # fmt: skip
+def test_the_files_of_all_ranks_are_the_whole_model(tmp_path: Path, ranks: dict[str, int]) -> None:
+    state = whole_model(experts="expert" in ranks)
+    save(tmp_path / "iter_0000100", state, **ranks)  # type: ignore[arg-type]
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("100\n")
+
+    for path in (tmp_path, tmp_path / "iter_0000100"):
+        assert open_checkpoint(path).kind == "Megatron"
+        found = traindiff.weights(state, path)
+        assert found.verdict == "identical", str(found)
+        assert len(found.relations) == len(state)
+
+
+def test_an_interleaved_pipeline_has_its_layers_in_the_order_of_the_model(tmp_path: Path) -> None:
+    state = whole_model()
+    for layer in range(LAYERS, 6):
+        state |= {
+            name.replace(".0.", f".{layer}."): value + layer
+            for name, value in whole_model().items()
+            if name.startswith("decoder.layers.0.")
+        }
+    layers = {name: value for name, value in state.items() if ".layers." in name}
+    orders = {0: ((0, 1), (3, 4)), 1: ((1, 3), (4, 6))}
+    for rank, chunks in orders.items():
+        content = {
+            f"model{number}": of_layers(layers, *chunk, is_first=False, is_last=False)
+            for number, chunk in enumerate(chunks)
+        }
+        (tmp_path / f"mp_rank_00_{rank:03}").mkdir()
+        torch.save(content, tmp_path / f"mp_rank_00_{rank:03}" / "model_optim_rng.pt")
+
+    assert traindiff.weights(layers, tmp_path).verdict == "identical"
+
+
+def test_such_files_are_the_hugging_face_model_by_a_map(tmp_path: Path) -> None:
+    save(tmp_path, megatron(hugging_face()), tensor=2, pipeline=3)
+
+    found = traindiff.weights(hugging_face(), tmp_path, map=f"llama:hf-megatron,heads=4,kv_heads={GROUPS}")
+
+    assert found.verdict == "identical", str(found)
+
+
+def test_a_norm_that_drifted_apart_on_the_tensor_ranks_is_warned_of(tmp_path: Path) -> None:
+    def change(name: str, content: dict[str, Any]) -> None:
+        if name == "mp_rank_01":
+            content["model"]["decoder.final_layernorm.weight"] = torch.full((64,), 1.5)
+
+    save(tmp_path, whole_model(), tensor=2, change=change)
+
+    found = traindiff.weights(whole_model(), tmp_path)
+
+    assert found.verdict == "identical"
+    assert any("decoder.final_layernorm.weight is another one in" in note for note in found.notes)
+
+
+def a_layer_of_an_unknown_name(name: str, content: dict[str, Any]) -> None:
+    content["model"]["decoder.special.weight"] = torch.full((3,), float(name[-1]))
+
+
+def a_rank_that_lacks_a_parameter(name: str, content: dict[str, Any]) -> None:
+    if name == "mp_rank_01":
+        del content["model"]["output_layer.weight"]
+
+
+def more_ranks_than_files(_: str, content: dict[str, Any]) -> None:
+    content["args"].tensor_model_parallel_size = 3
+
+
+def no_model(_: str, content: dict[str, Any]) -> None:
+    del content["model"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (a_layer_of_an_unknown_name, r'mp_rank_01.*"decoder\.special\.weight".*how it is cut is not known'),
+        (a_rank_that_lacks_a_parameter, r'mp_rank_01.*lacks "output_layer\.weight"'),
+        (more_ranks_than_files, "3 tensor, 1 pipeline.*tensor rank 2, pipeline rank 0, expert rank 0 is missing"),
+        (no_model, 'has no "model"'),
+    ],
+)
+def test_ranks_that_do_not_fit_together_are_refused_with_file_and_key(
+    tmp_path: Path, change: Callable[[str, dict[str, Any]], object], words: str
+) -> None:
+    save(tmp_path, whole_model(), tensor=2, change=change)
+
+    with pytest.raises(CheckpointError, match=words):
+        open_checkpoint(tmp_path)
+
+
+def test_a_missing_file_and_a_missing_iteration_are_named(tmp_path: Path) -> None:
+    save(tmp_path / "iter_0000007", whole_model(), tensor=2)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("8")
+    with pytest.raises(CheckpointError, match='names the iteration "8"'):
+        open_checkpoint(tmp_path)
+    (tmp_path / "iter_0000007" / "mp_rank_01" / "model_optim_rng.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"mp_rank_01.*has no file model_optim_rng\.pt"):
+        open_checkpoint(tmp_path / "iter_0000007")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_distributed_checkpoint_is_found_by_its_iteration(tmp_path: Path) -> None:
+    dcp.save({"weight": torch.ones(3)}, checkpoint_id=tmp_path / "iter_0000012", no_dist=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("12")
+
+    assert open_checkpoint(tmp_path).kind == "torch.distributed.checkpoint"
