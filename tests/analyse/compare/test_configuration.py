@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -253,3 +254,89 @@ def test_a_pipeline_that_holds_the_two_on_different_ranks_is_not_untied() -> Non
     assert Configurations([whole], stages).notes() == []
     assert Configurations(stages, [whole]).notes() == []
     assert Configurations([whole], [{"parameters": {"emb.weight": {}, "head.weight": {}}}]).notes()
+
+
+@dataclass
+class Config:
+    """As many repositories have it: each module keeps the whole configuration."""
+
+    size: int = 4
+    gain: float = 1.0
+    table: Any = None
+
+
+class Scaled(nn.Module):
+    """A linear layer times a number of its configuration, and a table that follows from it."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config, self.fc = config, nn.Linear(config.size, 3)
+        self.register_buffer("table", torch.full((3,), 1.0 if config.table is None else config.table))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x) * self.config.gain * self.table
+
+
+def scaled(**settings: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Scaled(Config(**settings)))
+
+
+def test_a_value_of_a_configuration_object_is_a_setting(tmp_path: Path) -> None:
+    found = traindiff.compare(recorded(tmp_path / "a", scaled()), recorded(tmp_path / "b", scaled(gain=1.01)))
+
+    assert found.first_divergence is not None
+    assert found.first_divergence.path == "0"
+    assert found.first_divergence.message.startswith(
+        "0: config.gain is 1.0 in the baseline and 1.01 in the candidate. "
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "known"),
+    [
+        ("config", {"n_head": 4, "_private": 1, "of": object(), 3: 4}, {"config.n_head": "4"}),
+        ("model_args", Config(), {"model_args.size": "4", "model_args.gain": "1.0", "model_args.table": "None"}),
+        ("config", Config, {}),
+        ("configure", Config(), {}),
+        ("config", 7, {"config": "7"}),
+    ],
+)
+def test_plain_values_of_what_is_named_as_a_configuration_are_settings(
+    name: str, value: object, known: dict[str, str]
+) -> None:
+    module = nn.Identity()
+    setattr(module, name, value)
+
+    found = settings_of(module)
+
+    assert {key: text for key, text in found.items() if key.startswith(("c", "m"))} == {
+        "class": "torch.nn.modules.linear.Identity", **known,
+    }  # fmt: skip
+
+
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    return x + (x.bfloat16().float() - x).detach() * 0.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "guessed"), [({}, True), ({"table": 1.0001}, False), ({"gain": 1.0 + 1e-9}, False)]
+)
+def test_a_difference_with_a_known_cause_is_no_rounding(
+    changes: dict[str, float], guessed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    baseline = recorded(tmp_path / "a", wide())
+    plain = Scaled.forward
+    monkeypatch.setattr(Scaled, "forward", lambda self, x: noisy(plain(self, x)))
+
+    first = traindiff.compare(baseline, recorded(tmp_path / "b", wide(**changes))).first_divergence
+
+    assert first is not None
+    assert (first.kind == "precision", "rounding to bfloat16" in first.message) == (guessed, guessed)
+
+
+def wide(*, table: float = 1.0, **settings: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = Scaled(Config(**settings))
+    model.fc, model.table = nn.Linear(4, 64), torch.full((64,), table)
+    return nn.Sequential(model)

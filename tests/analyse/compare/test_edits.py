@@ -106,3 +106,30 @@ def test_an_edit_that_one_run_repeats_later_is_told(tmp_path: Path) -> None:
 
     assert first is not None
     assert first.message.startswith("In the candidate, 2.weight changed between step 3 and step 4, not by")
+
+
+def test_an_edit_between_the_backward_pass_and_the_optimizer_is_asked_for_at_the_update(tmp_path: Path) -> None:
+    def trained(path: Path, edited: float) -> Path:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with traindiff.record(path, model, optimizer):
+            for step in range(4):
+                x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
+                model(x).square().mean().backward()
+                if step == 2:
+                    with torch.no_grad():
+                        model.get_parameter("2.weight")[0, :8] += edited
+                optimizer.step()
+                optimizer.zero_grad()
+        return path
+
+    found = traindiff.compare(trained(tmp_path / "b", 0.0), trained(tmp_path / "c", 0.1))
+
+    first, *others = found.findings
+    assert (first.step, first.phase, first.path) == (2, "update", "2.weight")
+    asked = "does something else change 2.weight between the forward pass and the end of the optimizer's step?"
+    assert first.message.endswith(
+        f" Its gradient and the optimizer's state agree: does the optimizer compute the step otherwise, or {asked}"
+    )
+    assert not any("agree: does" in other.message for other in others)

@@ -214,7 +214,8 @@ def check(
 
 
 _LAST_EVALUATION = (
-    "Some steps evaluate the loss several times (an optimizer with a closure): rules judge the last evaluation of each."
+    "Some steps evaluate the loss several times (an optimizer with a closure, or sharpness-aware training): rules "
+    "judge the last evaluation of each."
 )
 
 

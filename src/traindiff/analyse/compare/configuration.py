@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from traindiff.analyse.compare.diagnosis import without_guess
 from traindiff.analyse.findings import Finding, more_text, ranks_text
 from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.site import StepTable
 from traindiff.core.observation import MODE
 from traindiff.core.site import ROOT
 from traindiff.core.summary import number
+
+_SHORT = re.compile("float16|half|bf16|fp16")
+"""Settings that make something round."""
 
 _MOST_NAMED = 8
 _GRADIENT = "gradient"
@@ -136,6 +141,7 @@ class Configurations:
         clause = f"{path or ROOT}: {'; '.join(told)}"
         if not told or clause in finding.evidence.get("surroundings", ()):
             return finding
+        finding = finding if any(map(_SHORT.search, told)) else without_guess(finding)
         message = f"{clause}. {finding.message}"
         return replace(finding, message=message, evidence={**finding.evidence, "settings": told})
 

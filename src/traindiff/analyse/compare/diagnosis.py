@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import numpy as np
 from traindiff.analyse.compare.case import Case, Diagnosis
 from traindiff.analyse.compare.factors import factor_meaning, factor_text
 from traindiff.analyse.compare.gradient_sums import accumulated, late, lost_contribution, lost_state
+from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import Pair, best_fit, rounded_to
 from traindiff.analyse.merge.site import MergedSite
 from traindiff.analyse.noise.lost import num_lost_rows
@@ -182,6 +185,20 @@ def precision(case: Case) -> Diagnosis | None:
         f"{dtype} would make it: a shorter dtype inside, or an approximation?",
         evidence={"dtype": dtype},
     )
+
+
+_GUESS = re.compile(
+    r"The difference, (\S+) of the baseline's size, is as small as rounding to \w+ would make it: a shorter dtype "
+    r"inside, or an approximation\?"
+)
+
+
+def without_guess(finding: Finding) -> Finding:
+    """The finding without the guess that something is rounded, where another cause is known."""
+    if finding.kind != "precision":
+        return finding
+    message = _GUESS.sub(r"The values differ by \1 of the baseline's size (relative L2).", finding.message)
+    return replace(finding, kind="value", message=message)
 
 
 _FEWEST_ZEROS, _FEWEST_OF_ROWS, _FEWEST_OF_WEIGHTS = 16, 4, 8

@@ -31,6 +31,7 @@ from traindiff.analyse.compare.clipping import (
     hidden_by_clipping,
 )
 from traindiff.analyse.compare.configuration import Configurations
+from traindiff.analyse.compare.diagnosis import without_guess
 from traindiff.analyse.compare.edits import EditsApart
 from traindiff.analyse.compare.evaluations import OtherEvaluations, without_gradients
 from traindiff.analyse.compare.explanations import (
@@ -142,6 +143,7 @@ class RunningComparison:
         )
         self._counts_in_float32 = counts_in_float32(chain(*contents))
         self._settings = SettingChanges()
+        self._knows_buffers = False  # whether buffers that start with other values may explain the first finding
         self._remarks = ""  # on the first finding, and the evidence for them
         self._evidence: dict[str, Any] = {}
         self._uncovered: list[int] = []
@@ -351,6 +353,7 @@ class RunningComparison:
             shifted = shifted_labels_message(first, pairs)
             unseen = unseen_contributions_message(first, pairs, max(micro_steps), recorded)
             buffers = other_buffers_message(first, self._other_buffers)
+            self._knows_buffers = bool(buffers)
             self._remarks = statistics + shifted + labels + unseen + buffers + hop
         return found
 
@@ -370,6 +373,7 @@ class RunningComparison:
         evidence = {**first.evidence, **self._evidence}
         form = next((one.message for one in rest if one.evidence.get(OTHER_FORM)), "")
         remarks = self._remarks + self.runs.uneven.remark(first, form)
+        first = without_guess(first) if self._knows_buffers else first
         first = replace(first, message=first.message + remarks, evidence=evidence)
         sizes = (self.runs.sides[0].data_parallel, self.runs.sides[1].data_parallel)
         first = with_each_ranks_own(first, self._facts[sizes.index(max(sizes))].modules, sizes)
@@ -416,9 +420,9 @@ class RunningComparison:
         return "identical" if equal else "equivalent"
 
 
-_SUMMING = re.compile("(Batch|Instance|Group)Norm|Embedding")
-"""Modules that sum in kernels of their own: norms over the positions of an image or a sequence, some of them without
-running statistics, and embeddings."""
+_SUMMING = re.compile("(Batch|Instance|Group|RMS)Norm|Embedding")
+"""Modules whose kernels are known to sum in their own ways: norms, most of them over the positions of an image or a
+sequence, and embeddings."""
 
 _LEAKY = frozenset({"LeakyReLU", "PReLU", "RReLU"})
 """Modules with gates that leave no zeros when they shut."""

@@ -43,7 +43,7 @@ class StepInput:
         leaky: Whether the model has gates that leave no zeros when they shut.
         evaluation: Number of the evaluation of the loss; None in a step with one.
         whole: True if the pairs include those of the whole step: updates, and the optimizer's state.
-        classes: Class names of norms over positions and of embeddings, by path.
+        classes: Class names of norms, other than LayerNorm, and of embeddings, by path.
         unplaced: The baseline's entries of sites whose rows could not be brought together, in execution order.
         unpaired: Entries of sites that only one run has, the baseline's first.
         other_form: Whether both runs were given the same samples, padded or ordered otherwise.

@@ -110,6 +110,7 @@ class StepJudge:
         self._mixture: Mixture | None = None  # of the gradients that are judged together
         self._left_out: list[tuple[float, str]] = []  # factors of gradients that one run's clipping leaves out
         self._behind_loss = BehindOtherLoss(given.pairs)
+        self._agreeing: set[str] = set()  # parameters of which all agrees that their update is computed from
 
     def judge(self) -> list[Finding]:
         """Findings of the step. Gradients of one optimizer call are judged together."""
@@ -160,13 +161,18 @@ class StepJudge:
             self._note_turned(pair)
             return None
         moved = self._moved(pair, size, floor)
-        self._floors.saw(pair, size)
+        self._saw(pair, size)
         if key.path in self._judge.absent or (self._judge.other_loss and self._behind_loss.follows(key)):
             floor, moved = math.inf, None  # it follows from what one run lacks, or from the loss
         finding = self._finding(pair, size, floor, moved=moved)
         if finding is not None:
             self._floors.disturb(pair)
         return None if key.path in self._judge.absent else finding
+
+    def _saw(self, pair: Pair, size: float) -> None:
+        if pair.baseline.key.path in self._judge.run.disturbed:
+            self._agreeing.discard(pair.baseline.key.path)
+        self._floors.saw(pair, size)
 
     def _batch(self, pair: Pair) -> Finding | None:
         finding, apart, floor = self._judge.check_batch(pair, self._given)
@@ -247,6 +253,7 @@ class StepJudge:
                 found.append(finding)
         at = {(finding.path, finding.stage) for finding in found}
         for pair, size in seen:
+            self._agreeing.add(pair.baseline.key.path)
             self._floors.saw(pair, size, found=(pair.baseline.key.path, pair.baseline.key.stage) in at)
         if factor is None:
             return list(found)
@@ -354,6 +361,8 @@ class StepJudge:
         aside = f" Only what {ranks_text(apart, capital=False)} holds differs." if apart else ""
         if pair.baseline.dtype != pair.candidate.dtype:
             aside += f" It is {pair.baseline.dtype} in the baseline and {pair.candidate.dtype} in the candidate."
+        if pair.baseline.key.phase == "update" and shape.kind == "value":
+            aside += self._beside_gradient(pair.baseline.key.path)
         if (losses := num_losses(pair))[0] != losses[1]:
             aside += f" It adds up other losses: {losses[0]} in the baseline, {losses[1]} in the candidate."
         return finding_at(
@@ -367,6 +376,15 @@ class StepJudge:
                 "candidate_norm": float(norm(pair.candidate.summary)),
             },
         )  # fmt: skip
+
+    def _beside_gradient(self, path: str) -> str:
+        """A sentence on an update that differs although what the optimizer computes it from does not."""
+        if path not in self._agreeing or not self._given.whole:
+            return ""
+        return (
+            " Its gradient and the optimizer's state agree: does the optimizer compute the step otherwise, or "
+            f"does something else change {path} between the forward pass and the end of the optimizer's step?"
+        )
 
     def _factors(self, pair: Pair) -> tuple[tuple[float, str], ...]:
         """Factors that may explain a difference here: clipping changes nothing before the gradients."""
