@@ -26,6 +26,8 @@ class RankPart(NamedTuple):
 class PlacedParts(Sequence[RankPart]):
     """Parts that are made when they are asked for: as a rule, nobody asks for those of a thousand ranks.
 
+    Is told by `type(parts) is PlacedParts`: `isinstance` of an abstract base class is slow where it is asked by site.
+
     Args:
         places: Where the parts are.
         alike: The numbers of every part, if all have the same.
@@ -87,7 +89,7 @@ class Abridged:
 
 def are_known(parts: Sequence[RankPart]) -> bool:
     """True if the numbers of all parts are known."""
-    return not isinstance(parts, PlacedParts) or parts.are_known
+    return type(parts) is not PlacedParts or parts.are_known
 
 
 def hold_same_parts(baseline: Sequence[RankPart], candidate: Sequence[RankPart]) -> bool:
@@ -96,21 +98,21 @@ def hold_same_parts(baseline: Sequence[RankPart], candidate: Sequence[RankPart])
 
 
 def _digest(parts: Sequence[RankPart]) -> bytes:
-    if isinstance(parts, PlacedParts):
+    if type(parts) is PlacedParts:
         return parts.places.digest
     return Places(Place(part.micro_step, part.rank, part.shard, part.term) for part in parts).digest
 
 
 def shards_of(parts: Sequence[RankPart]) -> frozenset[Shard]:
     """The different parts of the whole."""
-    return parts.places.shards if isinstance(parts, PlacedParts) else frozenset(part.shard for part in parts)
+    return parts.places.shards if type(parts) is PlacedParts else frozenset(part.shard for part in parts)
 
 
 def places_of(parts: Sequence[RankPart]) -> Sequence[RankPart | Place]:
     """Where the parts are, for those who do not ask for their numbers."""
-    return parts.places if isinstance(parts, PlacedParts) else parts
+    return parts.places if type(parts) is PlacedParts else parts
 
 
 def ranks_of(parts: Sequence[RankPart]) -> frozenset[int]:
     """The ranks that hold some parts."""
-    return parts.places.ranks if isinstance(parts, PlacedParts) else frozenset(part.rank for part in parts)
+    return parts.places.ranks if type(parts) is PlacedParts else frozenset(part.rank for part in parts)

@@ -180,7 +180,7 @@ def ranks_in(table: Mapping[Any, MergedSite]) -> set[int]:
     found: set[int] = set()
     different: dict[int, Places] = {}
     for entry in table.values():
-        if isinstance(entry.parts, PlacedParts):
+        if type(entry.parts) is PlacedParts:
             different[id(entry.parts.places)] = entry.parts.places
         else:
             found.update(part.rank for part in entry.parts)
@@ -189,13 +189,16 @@ def ranks_in(table: Mapping[Any, MergedSite]) -> set[int]:
 
 def num_micro_steps(table: StepTable) -> int:
     """Number of micro-batches in a step."""
-    return max(1, *(_num_micro_steps(entry.parts) for entry in table.values()), 1)
-
-
-def _num_micro_steps(parts: Sequence[RankPart]) -> int:
-    if isinstance(parts, PlacedParts):
-        return parts.places.num_micro_steps
-    return 1 + max((part.micro_step for part in parts), default=-1)
+    most = 1
+    for entry in table.values():  # of thousands of sites in each step
+        parts = entry.parts
+        if type(parts) is PlacedParts:
+            most = max(most, parts.places.num_micro_steps)
+            continue
+        for part in parts:
+            if part.micro_step >= most:
+                most = part.micro_step + 1
+    return most
 
 
 def is_loss_scale(key: SiteKey) -> bool:

@@ -31,11 +31,10 @@ class TensorsKeepTheirBits(Rule):
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """Findings of a step: one for each tensor."""
-        ranks = ranks_in(table)
         for key, entry in table.items():
             if key.stage != FLIPPED or entry.unobserved or not entry.parts:
                 continue
-            mine = ranks_of(entry.parts)
+            mine, ranks = ranks_of(entry.parts), ranks_in(table)
             where = f" on {ranks_text(sorted(mine), capital=False)}" if mine != ranks else ""
             bit = None if key.slot == REPEATED else int(number(entry.parts[0].summary))
             what = (

@@ -180,7 +180,7 @@ def _bits(entry: MergedSite) -> dict[Shard, int]:
     """Fingerprints of the copies that all ranks hold, by shard; of copies that differ, of none."""
     if entry.apart or entry.unobserved:
         return {}
-    if isinstance(entry.parts, PlacedParts):
+    if type(entry.parts) is PlacedParts:
         places, known = entry.parts.places, entry.parts.known
         return {places[at].shard: int(summary["fingerprint"]) for at, summary in known.items()}
     return {part.shard: int(part.summary["fingerprint"]) for part in entry.parts}
