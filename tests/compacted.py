@@ -20,14 +20,14 @@ def compacted(recording: str | os.PathLike[str], directory: Path, **options: Any
     return target
 
 
-def comparison_of(baseline: Path, candidate: Path, **options: Any) -> Mapping[str, Any]:
+def comparison_of(baseline: Path, candidate: Path | str, **options: Any) -> Mapping[str, Any]:
     """What is said of two recordings, without their paths."""
-    return _without_paths(compare(baseline, candidate, **options).to_json(), baseline, candidate)
+    return without_paths(compare(baseline, candidate, **options).to_json(), baseline, candidate)
 
 
 def verdict_of(recording: Path, **options: Any) -> Mapping[str, Any]:
     """What is said of a recording, without its path."""
-    return _without_paths(check(recording, **options).to_json(), recording)
+    return without_paths(check(recording, **options).to_json(), recording)
 
 
 def assert_the_same_is_said(baseline: Path, candidate: Path, directory: Path, **options: Any) -> None:
@@ -39,11 +39,12 @@ def assert_the_same_is_said(baseline: Path, candidate: Path, directory: Path, **
     assert verdict_of(compact_ones[1]) == verdict_of(candidate)
 
 
-def _without_paths(said: Any, *paths: Path) -> Any:
+def without_paths(said: Any, *paths: Any) -> Any:
+    """JSON values in which no path of these recordings is left."""
     if isinstance(said, dict):
-        return {name: _without_paths(one, *paths) for name, one in said.items()}
+        return {name: without_paths(one, *paths) for name, one in said.items()}
     if isinstance(said, list):
-        return [_without_paths(one, *paths) for one in said]
+        return [without_paths(one, *paths) for one in said]
     if isinstance(said, str):
         for path in sorted(map(str, paths), key=len, reverse=True):
             said = said.replace(path, "RECORDING")

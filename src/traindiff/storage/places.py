@@ -34,6 +34,14 @@ class Places(tuple[Place, ...]):
         return frozenset(one.rank for one in self)
 
     @cached_property
+    def first_of_each_shard(self) -> tuple[int, ...]:
+        """The position of the first place of each part of the whole."""
+        found: dict[Shard, int] = {}
+        for at, place in enumerate(self):
+            found.setdefault(place.shard, at)
+        return tuple(found.values())
+
+    @cached_property
     def shards(self) -> frozenset[Shard]:
         """The different parts of the whole."""
         return frozenset(one.shard for one in self)

@@ -40,7 +40,11 @@ class Run:
 
 
 def written(
-    path: Path, edit: Callable[[int, Step], None] = lambda step, sites: None, *, steps: int = 6, close: bool = True
+    path: Path | str,
+    edit: Callable[[int, Step], None] = lambda step, sites: None,
+    *,
+    steps: int = 6,
+    close: bool = True,
 ) -> Iterator[None]:
     """Write a run: its files, each step, its end."""
     settings = {"ranks": None, "steps": None, "every": 1, "evaluation": False, **WHOLE_RUN}
@@ -207,3 +211,11 @@ def test_an_offset_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="Leave out the offset"):
         compare(tmp_path / "run", tmp_path / "run", follow=Follower(), offset=2)
+
+
+def test_a_run_on_a_store_is_followed(tmp_path: Path) -> None:
+    path = f"memory://following-{tmp_path.name}/run"
+    found = check(path, follow=Run(written(path, at(GRADIENT, with_nan, step=2), steps=5)).follower())
+
+    assert found.verdict == "unhealthy"
+    assert (found.findings[0].step, found.findings[0].path) == (2, "fc.weight")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -223,3 +224,23 @@ def test_a_compact_recording_is_replaced_by_a_new_one(tmp_path: Path) -> None:
     RecordingWriter(str(tmp_path / "compact"), run=about, overwrite=True).close()
 
     assert sorted(one.name for one in (tmp_path / "compact").iterdir()) == ["rank-00000", "run.json"]
+
+
+def test_a_recording_on_a_store_is_compacted_here(tmp_path: Path) -> None:
+    path = record_ranks(tmp_path / "run")
+    store = fsspec.filesystem("memory")
+    store.put(str(path), "/scale/run", recursive=True)
+    try:
+        made = compact("memory://scale/run", tmp_path / "compact")
+        with pytest.raises(ConfigError, match="is no path on this machine"):
+            compact("memory://scale/run", "memory://scale/compact")
+        with pytest.raises(ConfigError, match="nothing was removed"):
+            prune("memory://scale/run")
+        store.put(str(tmp_path / "compact"), "/scale/compact", recursive=True)
+        assert comparison_of(path, "memory://scale/compact")["verdict"] == "identical"
+    finally:
+        store.rm("/scale", recursive=True)
+
+    assert made.bytes_before is None
+    assert "are now" not in str(made)
+    assert verdict_of(tmp_path / "compact") == verdict_of(path)

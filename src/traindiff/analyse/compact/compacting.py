@@ -28,6 +28,7 @@ from traindiff.storage import Recording, RecordingWriter, StepObservations, open
 from traindiff.storage.location import MERGED, PLACES
 from traindiff.storage.merged_rows import whole_mark
 from traindiff.storage.places import PlaceWriter
+from traindiff.storage.stores import protocol_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,7 @@ class Compacted:
         ranks: Number of its ranks.
         steps: Number of its steps.
         whole: Number of steps that are still stored rank by rank, by the reason.
-        bytes_before: Size of the recording.
+        bytes_before: Size of the recording; None if it is not on this machine.
         bytes_after: Size of the compact one.
     """
 
@@ -49,11 +50,12 @@ class Compacted:
     ranks: int
     steps: int
     whole: Mapping[str, int]
-    bytes_before: int
+    bytes_before: int | None
     bytes_after: int
 
     def __str__(self) -> str:
-        size = f"{_size_text(self.bytes_before)} are now {_size_text(self.bytes_after)}"
+        before = f"{_size_text(self.bytes_before)} are now " if self.bytes_before is not None else ""
+        size = f"{before}{_size_text(self.bytes_after)}"
         per = self.bytes_after / max(1, self.ranks * self.steps) / 1000.0
         lines = [f"{self.output}: {_count(self.steps, 'step')} of {_count(self.ranks, 'rank')}; {size}, {per:.2g} kB "
                  "per rank and step."]  # fmt: skip
@@ -91,7 +93,7 @@ def compact(
     """
     run = open_recording(os.fspath(recording))
     target = Path(output)
-    if problems := _problems(run, target, whole_every):
+    if problems := _problems(run, os.fspath(output), whole_every):
         raise ConfigError("traindiff compact", problems, consequence="nothing was written")
     unfinished = target.with_name(f"{target.name}.unfinished-{os.getpid()}")
     try:
@@ -104,15 +106,19 @@ def compact(
         shutil.rmtree(unfinished, ignore_errors=True)
     return Compacted(
         recording=run.path, output=str(target), ranks=len(run.ranks), steps=compacting.num_steps,
-        whole=dict(compacting.whole), bytes_before=_size_bytes(Path(recording)), bytes_after=_size_bytes(target),
+        whole=dict(compacting.whole), bytes_before=_size_bytes(Path(recording)) or None,
+        bytes_after=_size_bytes(target),
     )  # fmt: skip
 
 
-def _problems(run: Recording, target: Path, whole_every: int | None) -> list[Problem]:
+def _problems(run: Recording, target: str, whole_every: int | None) -> list[Problem]:
     problems = []
-    if os.path.lexists(target):
+    if protocol_of(target):
+        fix = "Give the path of a local directory (-o), and copy it to the store."
+        problems.append(Problem(where=target, what="is no path on this machine.", fix=fix))
+    elif os.path.lexists(target):
         fix = "Give the path of a directory that does not exist yet."
-        problems.append(Problem(where=str(target), what="is there already.", fix=fix))
+        problems.append(Problem(where=target, what="is there already.", fix=fix))
     if whole_every is not None and whole_every < 1:
         what, fix = "must be a whole number of steps, at least 1.", "Write 100 to keep every hundredth step whole."
         problems.append(Problem(where=f"--whole-every {whole_every}", what=what, fix=fix))

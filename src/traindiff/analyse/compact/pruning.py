@@ -11,7 +11,8 @@ from typing import Any
 
 from traindiff.analyse.check import check
 from traindiff.analyse.compact.compacting import Compacted, compact
-from traindiff.errors import RecordingError
+from traindiff.errors import ConfigError, Problem, RecordingError
+from traindiff.storage.stores import protocol_of
 
 
 def prune(
@@ -33,9 +34,13 @@ def prune(
         What was made; its `output` is the path of the recording.
 
     Raises:
-        ConfigError: The recording holds what cannot be merged.
+        ConfigError: The recording holds what cannot be merged, or is not on this machine.
         RecordingError: The recording cannot be used, or its compact form has other findings. It is then as before.
     """
+    if protocol_of(os.fspath(recording)):
+        fix = "Use traindiff compact with -o DIRECTORY, and put its result in the place of the recording yourself."
+        problem = Problem(where=os.fspath(recording), what="is no path on this machine.", fix=fix)
+        raise ConfigError("traindiff prune", [problem], consequence="nothing was removed")
     path = Path(recording)
     pruned, old = (path.with_name(f"{path.name}.{word}-{os.getpid()}") for word in ("pruned", "replaced"))
     try:

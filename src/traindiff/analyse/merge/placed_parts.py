@@ -46,8 +46,8 @@ class PlacedParts(Sequence[RankPart]):
 
     @property
     def known(self) -> Mapping[int, Any]:
-        """The numbers that are known, by position; of parts that are all alike, of the first."""
-        return self._kept if self._alike is None else {0: self._alike}
+        """The numbers that are known, by position; of parts that are all alike, those of one part of each shard."""
+        return self._kept if self._alike is None else dict.fromkeys(self.places.first_of_each_shard, self._alike)
 
     def __len__(self) -> int:
         return len(self.places)

@@ -180,10 +180,10 @@ def _bits(entry: MergedSite) -> dict[Shard, int]:
     """Fingerprints of the copies that all ranks hold, by shard; of copies that differ, of none."""
     if entry.apart or entry.unobserved:
         return {}
-    if isinstance(entry.parts, PlacedParts) and len(entry.parts.places.shards) == 1:  # one of many copies is enough
-        known = entry.parts.known.values()
-        return {entry.parts.places[0].shard: int(next(iter(known))["fingerprint"])} if known else {}
-    return {part.shard: int(part.summary["fingerprint"]) for part in entry.parts if part.summary is not None}
+    if isinstance(entry.parts, PlacedParts):
+        places, known = entry.parts.places, entry.parts.known
+        return {places[at].shard: int(summary["fingerprint"]) for at, summary in known.items()}
+    return {part.shard: int(part.summary["fingerprint"]) for part in entry.parts}
 
 
 def _how(table: StepTable, entry: MergedSite, before: Mapping[Shard, int]) -> str:
