@@ -49,14 +49,6 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     traindiff.weights([1, 2], STATE)
 
 
-@situation("a model of DTensors")
-def _(here: Path, patched: pytest.MonkeyPatch) -> None:
-    class Sharded(torch.Tensor):
-        placements = ()
-
-    traindiff.weights({"weight": torch.ones(3).as_subclass(Sharded)}, STATE)
-
-
 @situation("a file without tensors")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     torch.save({"epoch": 3}, here / "last.pt")

@@ -210,7 +210,7 @@ def test_a_recording_is_kept_if_its_compact_form_says_something_else(
     saids = iter([{"findings": []}, {"findings": ["one"]}])
     monkeypatch.setattr("traindiff.analyse.compact.pruning._said", lambda verdict: next(saids))
 
-    with pytest.raises(Exception, match="was left as it is"):
+    with pytest.raises(Exception, match="stays as it is"):
         prune(path)
     assert not open_recording(str(path)).is_compact
     assert [one.name for one in tmp_path.iterdir()] == ["run"]
