@@ -1,9 +1,11 @@
-"""How fast `traindiff weights` reads, and in how much memory: `python benchmarks/weights.py [DIRECTORY]`.
+"""How fast `traindiff weights` reads, and in how much memory: `python benchmarks/weights.py [DIRECTORY [--speeds]]`.
 
-Part 1 compares two files of safetensors, which hold the same random numbers, with the file system's own sequential read
-of both: from the page cache (read before) and past it (its pages are dropped before each run; needs a file system that
-honors POSIX_FADV_DONTNEED). Part 2 compares two sharded checkpoints with the shapes of Llama 70B in bfloat16; their
-files are holes except for the first element of each tensor. Memory is the peak of the process.
+Part 1 holds two comparisons against the file system's own sequential read of both files, by one thread: from the page
+cache (read before) and past it (its pages are dropped before each run; needs a file system that honors
+POSIX_FADV_DONTNEED). Both files of safetensors hold the same random numbers. With the same names, elements are compared
+side by side; with other names, tensors are found by their summaries. Part 2 (left out with `--speeds`) compares two
+sharded checkpoints with the shapes of Llama 70B in bfloat16; their files are holes except for the first element of each
+tensor. Memory is the peak of the process.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ ROWS, COLUMNS = 4096, 4096
 LAYERS_70B = 80
 
 
-def tensors(dtype: str, size: int) -> Iterator[tuple[str, tuple[int, int], int]]:
+def tensors(dtype: str, size: int, layers: str) -> Iterator[tuple[str, tuple[int, int], int]]:
     """Names, shapes and bytes of matrices that take about a given size together."""
     each = ROWS * COLUMNS * (4 if dtype == "F32" else 2)
-    return ((f"layers.{number}.weight", (ROWS, COLUMNS), each) for number in range(size // each))
+    return ((f"{layers}.{number}.weight", (ROWS, COLUMNS), each) for number in range(size // each))
 
 
 def header(held: list[tuple[str, tuple[int, ...], int]], dtype: str) -> bytes:
@@ -45,10 +47,10 @@ def header(held: list[tuple[str, tuple[int, ...], int]], dtype: str) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def write_random(file: Path, dtype: str, size: int) -> None:
+def write_random(file: Path, dtype: str, size: int, *, layers: str = "layers") -> None:
     """A file of random numbers: finite ones, of the size of weights."""
     draw = np.random.default_rng(0)
-    held = list(tensors(dtype, size))
+    held = list(tensors(dtype, size, layers))
     with file.open("wb") as opened:
         opened.write(header(held, dtype))
         for _, shape, _ in held:
@@ -86,23 +88,30 @@ def speeds(directory: Path, dtype: str, size: int) -> None:
     """Print how fast both are read, and compared, with and without the page cache; the two in turns."""
     import traindiff
 
-    files = [directory / f"{dtype}-{side}.safetensors" for side in "ab"]
+    files = [directory / f"{dtype}-{side}.safetensors" for side in ("a", "same", "renamed")]
     write_random(files[0], dtype, size)
     shutil.copyfile(files[0], files[1])
-    total = sum(file.stat().st_size for file in files) / GIGABYTE
-    traindiff.weights(*files)  # compiles its kernels
-    for cache, before in (("page cache", lambda: None), ("dropped", lambda: drop(files))):
-        rows = [
-            (*timed(lambda: read_whole(files), before), *timed(lambda: traindiff.weights(*files), before))
-            for _ in range(RUNS)
-        ]
-        read, read_cpu, compared, cpu = (median(column) for column in zip(*rows, strict=True))
-        share = median(one[0] / one[2] for one in rows)
-        print(
-            f"{dtype}, {cache}: read {total / read:.2f} GB/s ({read_cpu / total:.2f} s CPU per GB), compared "
-            f"{total / compared:.2f} GB/s ({cpu / total:.2f} s CPU per GB), {share:.0%} of reading",
-            flush=True,
-        )
+    write_random(files[2], dtype, size, layers="blocks")
+    for what, pair in (("same names", files[:2]), ("other names", files[::2])):
+        total = sum(file.stat().st_size for file in pair) / GIGABYTE
+        traindiff.weights(*pair)  # compiles its kernels
+        for cache, before in (("page cache", lambda: None), ("dropped", lambda pair=pair: drop(pair))):
+            rows = [
+                (
+                    *timed(lambda pair=pair: read_whole(pair), before),
+                    *timed(lambda pair=pair: traindiff.weights(*pair), before),
+                )
+                for _ in range(RUNS)
+            ]
+            read, read_cpu, compared, cpu = (median(column) for column in zip(*rows, strict=True))
+            share = median(one[0] / one[2] for one in rows)
+            cpu_share = median(one[1] / one[3] for one in rows)
+            print(
+                f"{dtype}, {what}, {cache}: read {total / read:.2f} GB/s ({read_cpu / total:.3f} s CPU per GB), "
+                f"compared {total / compared:.2f} GB/s ({cpu / total:.3f} s CPU per GB), {share:.0%} of reading "
+                f"({cpu_share:.0%} by CPU time)",
+                flush=True,
+            )
     for file in files:
         file.unlink()
 
@@ -156,6 +165,8 @@ def main() -> None:
         directory = Path(name)
         for dtype in ("F32", "BF16"):
             speeds(directory, dtype, GIGABYTE)
+        if sys.argv[2:3] == ["--speeds"]:
+            return
         indices = [str(write_70b(directory / side, 0)) for side in "ab"]
         subprocess.run([sys.executable, __file__, "--compare", *indices], check=True)
 

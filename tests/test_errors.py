@@ -80,3 +80,11 @@ def test_a_configuration_error_comes_through_pickle_as_it_was() -> None:
 
     assert (str(found), found.source, found.problems) == (str(error), error.source, error.problems)
     assert found.consequence == "nothing was run"
+
+
+def test_lines_that_help_to_find_a_problem_stay_lines_and_are_made_printable() -> None:
+    problem = Problem(where="run whole", what="failed.", fix="Mend it.", more=("Where rank 0 was:", "  a\x1b[0m"))
+
+    assert str(ConfigError("resume(...)", [problem])).splitlines()[-3:] == [
+        "    Mend it.", "    Where rank 0 was:", "      a\\x1b[0m",
+    ]  # fmt: skip

@@ -113,11 +113,13 @@ class Problem:
         where: The place, as the user would find it.
         what: What is wrong with it: a sentence that `where` begins.
         fix: What to write instead, near misses included.
+        more: Lines that help to find it, e.g. where a process was when it failed.
     """
 
     where: str
     what: str
     fix: str
+    more: tuple[str, ...] = ()
 
     @classmethod
     def unknown_name(cls, *, where: str, kind: str, found: str, known: Collection[str]) -> Problem:
@@ -157,6 +159,7 @@ class ConfigError(TraindiffError, ValueError):
             # A file of a stranger may have put anything into these texts.
             where, what, fix = map(printable, (problem.where, problem.what, problem.fix))
             lines += ["", f"  {_shortened(where)}", f"    {what}", f"    {fix}"]
+            lines += [f"    {printable(line)}" for line in problem.more]
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[Any, ...]:

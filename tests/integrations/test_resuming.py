@@ -48,3 +48,30 @@ def test_lightning_begins_the_data_again_within_an_epoch(tmp_path: Path) -> None
     assert found.comparison.first_divergence.message.endswith(
         "Batch 3 of the candidate is the baseline's batch 0: the data begins again."
     )
+
+
+def test_a_loop_with_accelerate_goes_on_exactly_if_generators_are_restored_last(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed; make test-integrations")
+
+    found = traindiff.resume(f"{RECIPES}accelerate_loop", tmp_path / "runs", at=3, steps=3)
+
+    assert (found.verdict, found.differences) == ("identical", ()), str(found)
+
+
+def test_accelerate_restores_generators_before_the_loader_draws_from_them(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed; make test-integrations")
+
+    found = traindiff.resume(f"{RECIPES}accelerate_loop_that_draws_after_loading", tmp_path / "runs", at=3, steps=3)
+
+    assert found.verdict == "diverged"
+    assert found.comparison.first_divergence is not None
+    assert "random state differs before the forward pass" in found.comparison.first_divergence.message
+
+
+def test_a_scheduler_that_accelerate_was_not_given_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed; make test-integrations")
+
+    found = traindiff.resume(f"{RECIPES}accelerate_loop_without_scheduler", tmp_path / "runs", at=3, steps=3)
+
+    assert found.verdict == "diverged"
+    assert any(one.message.startswith("The scheduler scheduler (StepLR) was not restored") for one in found.differences)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,3 +83,56 @@ def lightning_one_batch() -> traindiff.Training:
 
 def lightning() -> traindiff.Training:
     return of_lightning(batches_differ=True)
+
+
+def of_accelerate(*, careful: bool, scheduler_too: bool = True) -> traindiff.Training:
+    """A hand-written loop, saved by Accelerate in the middle of an epoch.
+
+    Args:
+        careful: Whether the generators are restored after the loader has begun, which draws from them.
+        scheduler_too: Whether Accelerate is given the scheduler, so that it is saved.
+    """
+    import accelerate
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    settings = accelerate.utils.DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=settings)
+    model: Any = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 3))
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    data = TensorDataset(torch.randn(64, 6), torch.randint(3, (64,)))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=4, shuffle=True))
+    if scheduler_too:
+        scheduler = accelerator.prepare(scheduler)
+
+    def step(batch: list[Tensor]) -> Tensor:
+        loss: Tensor = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        return loss
+
+    def load(directory: Path) -> Iterator[Any]:
+        rest = iter(accelerator.skip_first_batches(loader, 3))
+        begun = [next(rest)] if careful else []
+        accelerator.load_state(directory)
+        return chain(begun, rest)
+
+    return traindiff.Training(
+        model=model, optimizer=optimizer, batches=loader, step=step, save=accelerator.save_state, load=load
+    )  # fmt: skip
+
+
+def accelerate_loop() -> traindiff.Training:
+    return of_accelerate(careful=True)
+
+
+def accelerate_loop_that_draws_after_loading() -> traindiff.Training:
+    return of_accelerate(careful=False)
+
+
+def accelerate_loop_without_scheduler() -> traindiff.Training:
+    return of_accelerate(careful=True, scheduler_too=False)

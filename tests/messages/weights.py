@@ -8,12 +8,14 @@ import pickle
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch import distributed
 
 import traindiff
 from tests.messages.command_line import command
@@ -47,6 +49,48 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
 @situation("an object that is no model")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     traindiff.weights([1, 2], STATE)
+
+
+def sharded(*offsets: int) -> Any:
+    """Two rows of a tensor of four from each offset on, as FSDP1 has them in a sharded state dict."""
+    shards = [
+        SimpleNamespace(tensor=torch.ones(2, 3), metadata=SimpleNamespace(shard_offsets=[first, 0], shard_sizes=[2, 3]))
+        for first in offsets
+    ]
+    whole = SimpleNamespace(size=torch.Size([4, 3]))
+    return {"weight": SimpleNamespace(local_shards=lambda: shards, metadata=lambda: whole)}
+
+
+@situation("two models that are sharded in two ways")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    traindiff.weights(sharded(0), sharded(2))
+
+
+@situation("a tensor of which a rank holds two parts")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    traindiff.weights(sharded(0, 2), STATE)
+
+
+@situation("a sharded model and a recording")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(3, 4, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with traindiff.record(here / "run", model, optimizer):
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    traindiff.weights(here / "run", sharded(0))
+
+
+@situation("a tensor of which a rank holds a term")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    from torch.distributed.tensor import DTensor, Partial
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = distributed.init_device_mesh("cpu", (1,))
+        traindiff.weights({"weight": DTensor.from_local(torch.ones(3, 4), mesh, [Partial()])}, STATE)
+    finally:
+        distributed.destroy_process_group()
 
 
 @situation("a file without tensors")
@@ -118,7 +162,7 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     opened(here / "model.pt")
 
 
-def distributed(here: Path, change: Callable[[Any], object]) -> None:
+def of_checkpoint(here: Path, change: Callable[[Any], object]) -> None:
     """Read a directory of torch.distributed.checkpoint whose metadata are changed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -131,12 +175,12 @@ def distributed(here: Path, change: Callable[[Any], object]) -> None:
 
 @situation("a shard is missing")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
-    distributed(here, lambda chunks: chunks.clear())
+    of_checkpoint(here, lambda chunks: chunks.clear())
 
 
 @situation("a shard lies outside of its tensor")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
-    distributed(here, lambda chunks: setattr(chunks[0], "sizes", torch.Size([3, 5])))
+    of_checkpoint(here, lambda chunks: setattr(chunks[0], "sizes", torch.Size([3, 5])))
 
 
 def with_file(option: str, text: str) -> Callable[[Path, pytest.MonkeyPatch], None]:
@@ -163,6 +207,10 @@ FILES: Mapping[str, tuple[str, str]] = {
     "an entry of a map with heads of something else": ("map", f"{ENTRY}heads = [1, 2]"),
     "an entry of a map with layers on one side": ("map", '[[tensor]]\nbaseline = ["a.{n}"]\ncandidate = ["b"]'),
     "an entry of a map with groups of nothing": ("map", f"{ENTRY}groups = 2"),
+    "an entry of a map with blocks of several tensors": (
+        "map",
+        '[[tensor]]\nbaseline = ["a", "b"]\ncandidate = ["c"]\nblocks = 3',
+    ),
     "an entry of a map with a name twice": ("map", '[[tensor]]\nbaseline = ["a", "a"]\ncandidate = ["b"]'),
     "a module of a map without a candidate": ("map", '[[module]]\nbaseline = "a"'),
     "a module of a map with an unknown key": ("map", '[[module]]\nbaseline = "a"\ncandidate = "b"\nrows = 3'),

@@ -85,6 +85,21 @@ def test_a_model_beside_an_optimizer_keeps_its_names(tmp_path: Path, key: str) -
     assert found["optimizer.state[0].exp_avg"].role == "optimizer"
 
 
+@pytest.mark.parametrize("name", ["optimizer.pt", "optimizer.bin"])
+def test_the_optimizer_in_a_file_beside_the_model_is_compared(tmp_path: Path, name: str) -> None:
+    moments = torch.arange(3.0)
+    for here, factor in (("a", 1.0), ("b", 2.0)):
+        (tmp_path / here).mkdir()
+        save_file({"weight": torch.ones(3)}, tmp_path / here / "model.safetensors")
+        torch.save({"state": {0: {"exp_avg": factor * moments}}, "param_groups": []}, tmp_path / here / name)
+
+    assert traindiff.weights(tmp_path / "a", tmp_path / "a").verdict == "identical"
+    found = traindiff.weights(tmp_path / "a", tmp_path / "b")
+    assert [(one.name, one.kind, one.role) for one in found.differences] == [
+        ("optimizer.state[0].exp_avg", "scaled", "optimizer")
+    ]
+
+
 @pytest.mark.usefixtures("slab_bytes")
 @pytest.mark.parametrize("ending", ["safetensors", "bin"])
 def test_files_with_an_index(tmp_path: Path, ending: str) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from traindiff.core.kernels import projection
-from traindiff.core.kernels.projection import BLOCK, LANES, projected, summed
+from traindiff.core.kernels.projection import BLOCK, LANES, normalized, projected, summed
 from traindiff.core.witness import PROBES
 from traindiff.errors import UnsupportedTensorError
 
@@ -50,6 +50,30 @@ def by_torch(matrix: torch.Tensor, signs: torch.Tensor, monkeypatch: pytest.Monk
     with monkeypatch.context() as patch:
         patch.setattr(projection, "_kernels", list)
         return projected(matrix, signs)
+
+
+@pytest.mark.parametrize("way", ["kernel", "torch"])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("columns", WIDTHS[1:])
+@pytest.mark.parametrize("centered", [False, True])
+def test_rows_are_normalized_before_they_are_multiplied(
+    centered: bool, columns: int, dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    wide = torch.randn(2, 5, columns + 3, generator=generator, dtype=torch.float64) + 2.0
+    x, gradient = (one[:, :columns].to(dtype) for one in wide)
+    signs = signs_for(columns, dtype)
+    values = x.double()
+    values = values - values.mean(1, keepdim=True) if centered else values
+    terms = gradient.double() * values / (values.square().mean(1, keepdim=True) + 1e-5).sqrt()
+    if way == "torch":
+        monkeypatch.setattr(projection, "_kernels", list)
+
+    found = normalized(x, gradient, signs, eps=1e-5, centered=centered)
+
+    unit = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    allowed = 40 * unit * (terms.abs().sum(1, keepdim=True) + columns)
+    assert ((found - terms @ signs.double().T).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -211,3 +211,47 @@ def test_what_each_step_sets_anew_need_not_be_restored(tmp_path: Path) -> None:
     assert (found.verdict, says(found)) == ("identical", [])
     assert found.notes[0].endswith("The steps after it agree: the training sets it anew.")
     assert "Torch's generator was not restored: these steps have the same bits in spite of it." in found.notes
+
+
+class Broken:
+    """Has a `state_dict` that works with some settings only, as a library's loader may."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        raise AttributeError("no state without the setting")
+
+
+def test_an_object_whose_state_cannot_be_asked_for_is_looked_into(tmp_path: Path) -> None:
+    def recipe(*, forgets: bool = False) -> traindiff.Training:
+        model, broken = nn.Linear(4, 2), Broken()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(batch: Tensor) -> Tensor:
+            noise = torch.randn(16, 4, generator=broken.generator)
+            loss: Tensor = model(batch + noise).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        def save(path: Path) -> None:
+            torch.save([model.state_dict(), broken.generator.get_state()], path / "a.pt")
+
+        def load(path: Path) -> int:
+            weights, state = torch.load(path / "a.pt", weights_only=True)
+            model.load_state_dict(weights)
+            if not forgets:
+                broken.generator.set_state(state)
+            return AT
+
+        return traindiff.Training(
+            model=model, optimizer=optimizer, batches=torch.randn(8, 16, 4), step=step, save=save, load=load
+        )  # fmt: skip
+
+    directory = begun(recipe, tmp_path / "saved")
+
+    assert resumed(recipe, directory, tmp_path / "same").verdict == "identical"
+    found = resumed(lambda: recipe(forgets=True), directory, tmp_path / "other")
+    assert says(found)[0].startswith("The generator broken.generator was not restored")

@@ -46,6 +46,29 @@ def projected(matrix: Tensor, signs: Tensor) -> Tensor:
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).double()
 
 
+def normalized(matrix: Tensor, gradient: Tensor, signs: Tensor, *, eps: float, centered: bool) -> Tensor:
+    """`projected` of the rows of a matrix, each normalized and multiplied by a row of another one, element by element.
+
+    Args:
+        matrix: Shape (rows, columns), a floating dtype. Detached from graphs. A row is divided by the root of the mean
+            of its squares plus `eps`.
+        gradient: The other matrix, of the same shape and dtype.
+        signs: See `projected`.
+        eps: See above.
+        centered: Subtract the mean of a row before.
+
+    Returns:
+        float64, shape (rows, PROBES). Terms are in float32 at least.
+    """
+    for device_types, kernel in _kernels():
+        if matrix.device.type in device_types and kernel.reads(matrix) and kernel.reads(gradient):
+            found: Tensor = kernel.normalized(matrix, gradient, signs, eps=eps, centered=centered)
+            return found
+    x = matrix.to(signs.dtype)
+    x = x - x.mean(1, keepdim=True) if centered else x
+    return projected(gradient.to(x.dtype) * x * (x.square().mean(1, keepdim=True) + eps).rsqrt(), signs)
+
+
 def summed(left: Tensor, right: Tensor) -> Tensor:
     """The sum over rows of the products of two tables' elements.
 

@@ -54,7 +54,7 @@ EXTENTS: tuple[Kernel, ...] = (
 PROJECTIONS: tuple[Kernel, ...] = (
     Kernel(module="traindiff.core.kernels.cpu.projection", device_types=frozenset({"cpu"}), needs="llvmlite"),
 )
-"""Kernels that multiply matrices by signs: `reads(matrix)`, `projected(matrix, signs)`, `summed(left, right)`."""
+"""Kernels that multiply matrices by signs: `reads(matrix)`, `projected(...)`, `normalized(...)`, `summed(...)`."""
 
 ROW_SUMS: tuple[Kernel, ...] = (
     Kernel(module="traindiff.core.kernels.cpu.row_sums", device_types=frozenset({"cpu"}), needs="llvmlite"),

@@ -54,6 +54,15 @@ def kind_of(value: object) -> str:
     return "object" if stateful else ""
 
 
+def gives_state(value: Any) -> bool:
+    """True if `state_dict()` returns: a library's class may have one that works with some settings only."""
+    try:
+        value.state_dict()
+    except Exception:  # noqa: BLE001  any class of the user's or a library's
+        return False
+    return True
+
+
 def find_held(training: Training) -> dict[str, Any]:
     """The objects that a training holds beside its model and its optimizer, by the names that it has for them."""
     looked = _Search(training)
@@ -102,7 +111,7 @@ class _Search:
             if id(value) in self._seen:
                 return
             self._seen.add(id(value))
-        if kind_of(value):
+        if (kind := kind_of(value)) and (kind != "object" or gives_state(value)):
             self.found[self._free(name)] = value
             return
         for inner, one in self._inside(name, value):

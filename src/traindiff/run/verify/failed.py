@@ -95,5 +95,6 @@ def refused(failed: RunFailedError, asked_by: str) -> ConfigError:
     if failed.error is not None:
         return failed.error
     run = failed.run
-    fix = "\n    ".join((_FIX, *list(run.lines())[1:]))
-    return ConfigError(asked_by, [Problem(where=f"run {run.run}", what=f"failed. {run.message}", fix=fix)])
+    more = tuple(line for text in list(run.lines())[1:] for line in text.splitlines())
+    what = f"failed. {run.message}"
+    return ConfigError(asked_by, [Problem(where=f"run {run.run}", what=what, fix=_FIX, more=more)])

@@ -19,6 +19,8 @@ from traindiff.state.dtypes import ITEM_BYTES, Bits, bits_type
 from traindiff.state.sources.torch_files import named_tensors
 from traindiff.state.stored import Role, StoredTensor
 
+_SAVE = "Save with torch.distributed.checkpoint, and give that directory."
+
 
 def of_object(value: Any) -> dict[str, StoredTensor]:
     """The tensors of a model (anything with `state_dict()`) or of a state dict, by name. Nothing is copied or changed.
@@ -110,7 +112,7 @@ def _held(value: Any, name: str) -> _Held | None:
     for engine in ENGINES:
         if (kept := engine.kept(value)) is not None:
             if isinstance(kept[1], Region) and kept[1].term is not None:
-                raise CheckpointError(f"{printable(name)} is a sum, of which this rank holds one term.")
+                raise CheckpointError(f"{printable(name)} is a sum, of which this rank holds one term. {_SAVE}")
             return _Held(*kept)
     return _Held(value, Region.whole(tuple(value.shape)))
 
@@ -119,7 +121,9 @@ def _of_sharded_tensor(value: Any, name: str) -> _Held:
     """What this rank holds of a tensor of FSDP1's sharded state dict."""
     shards, shape = value.local_shards(), tuple(value.metadata().size)
     if len(shards) > 1:
-        raise CheckpointError(f"this rank holds {len(shards)} parts of {printable(name)}, and at most one can be read.")
+        raise CheckpointError(
+            f"this rank holds {len(shards)} parts of {printable(name)}, and one at most can be compared. {_SAVE}"
+        )
     if not shards:
         import torch
 

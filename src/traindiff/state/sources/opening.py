@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import posixpath
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from traindiff.core.untrusted.demands import quoted
@@ -95,12 +96,10 @@ def _of_directory(path: str, folder: Folder) -> Checkpoint:
     of_ranks = _of_ranks(path, folder)
     if of_ranks is not None:
         return of_ranks
-    for name in _INDEXES:
+    for name in (*_INDEXES, *_SINGLE):
         if name in names:
-            return _of_index(path, folder, name)
-    for name in _SINGLE:
-        if name in names:
-            return _of_file(path, folder, name)
+            found = (_of_index if name in _INDEXES else _of_file)(path, folder, name)
+            return replace(found, tensors={**found.tensors, **_optimizer_beside(folder, names)})
     files = [name for name in names if name.endswith(".safetensors")]
     files = files or [name for name in names if name.endswith(_TORCH_ENDINGS)]
     if not files:
@@ -110,6 +109,19 @@ def _of_directory(path: str, folder: Folder) -> Checkpoint:
             "model.safetensors, an index, .metadata (torch.distributed.checkpoint) or run.json (a recording)."
         )
     return _of_files(path, folder, files)
+
+
+def _optimizer_beside(folder: Folder, names: Collection[str]) -> dict[str, StoredTensor]:
+    """What the optimizer keeps, in the file that transformers' Trainer and Accelerate write beside the model.
+
+    Raises:
+        CheckpointError: The file is damaged, or would run code.
+    """
+    name = next((name for name in ("optimizer.pt", "optimizer.bin") if name in names), None)
+    if name is None:
+        return {}
+    archive = torch_files.archive_of(folder, name)
+    return torch_files.named_tensors({"optimizer": archive.value}, archive.where, archive.tensor)
 
 
 def _of_ranks(path: str, folder: Folder) -> Checkpoint | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from llvmlite import ir
@@ -18,7 +19,7 @@ from llvmlite import ir
 from traindiff.core.kernels.cpu.code import Code, Variable, has_feature, machine_code
 from traindiff.core.kernels.cpu.extent import NAMES
 from traindiff.core.kernels.cpu.layout import DTYPES, FloatDtype
-from traindiff.core.kernels.cpu.values import F64, I64, POINTER, Value
+from traindiff.core.kernels.cpu.values import F32, F64, I64, POINTER, Value
 from traindiff.core.kernels.projection import BLOCK, LANES
 from traindiff.core.kernels.torch_arrays import address
 from traindiff.core.witness import PROBES
@@ -39,6 +40,19 @@ def projected(matrix: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def normalized(
+    matrix: torch.Tensor, gradient: torch.Tensor, signs: torch.Tensor, *, eps: float, centered: bool
+) -> torch.Tensor:
+    """See `traindiff.core.kernels.projection.normalized`; without the interpreter lock."""
+    rows, columns = matrix.shape
+    found = torch.empty((rows, PROBES), dtype=torch.float64, device="cpu")
+    _functions(NAMES[matrix.dtype])[2](
+        address(matrix), address(gradient), rows, matrix.stride(0), gradient.stride(0), columns, eps, int(centered),
+        address(signs), found.data_ptr(),
+    )  # fmt: skip
+    return found
+
+
 def summed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """See `traindiff.core.kernels.projection.summed`."""
     found = torch.empty(PROBES + 1, dtype=torch.float64, device="cpu")
@@ -48,16 +62,18 @@ def summed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _functions(name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+def _functions(name: str) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
     """Build `project(x, rows, row_step, columns, signs, found)`, of a dtype, and `add(left, right, rows, step, found)`.
 
-    The signs of a probe are next to each other, and the products of a row.
+    The third is `normalized(x, gradient, rows, row_step, gradient_step, columns, eps, centered, signs, found)`. The
+    signs of a probe are next to each other, and the products of a row.
     """
     code = machine_code(f"projection_{name}", lambda: _module(name))
     word, pointer = ctypes.c_int64, ctypes.c_void_p
     return (
         code("project", pointer, word, word, word, pointer, pointer),
         code("add", pointer, pointer, word, word, pointer),
+        code("normalized", pointer, pointer, *[word] * 4, ctypes.c_double, word, pointer, pointer),
     )
 
 
@@ -68,6 +84,7 @@ def _module(name: str) -> ir.Module:
     assert isinstance(dtype, FloatDtype)
     _project_function(module, dtype)
     _add_function(module)
+    _normalized_function(module, dtype)
     return module
 
 
@@ -101,6 +118,50 @@ def _add_function(module: ir.Module) -> None:
     code.finish()
 
 
+def _normalized_function(module: ir.Module, dtype: FloatDtype) -> None:
+    signature = ir.FunctionType(ir.VoidType(), [*[POINTER] * 2, *[I64] * 4, F64, I64, *[POINTER] * 2])
+    code = Code(ir.Function(module, signature, "normalized"))
+    x, gradient, rows, row_step, gradient_step, columns, eps, centered, signs, found = code.arguments
+    count, zero, nothing = columns.to_float(signed=True), code.constant(I64, 0), code.constant(F64, 0.0)
+    with code.loop(zero, rows, 1) as row:
+        start, other = code.at(x, row * row_step, dtype.stored), code.at(gradient, row * gradient_step, dtype.stored)
+        mean = code.variable(nothing)
+        with code.when(centered > 0):
+            mean.value = _total(code, dtype, start, columns, nothing, squared=False) // count
+        square = _total(code, dtype, start, columns, mean.value, squared=True)
+        scale = code.constant(F64, 1.0) // code.intrinsic("llvm.sqrt", square // count + eps)
+        _Rows(code, dtype, [start], row_step, columns, signs, _Normal(other, mean.value, scale)).write(
+            code.at(found, row * PROBES, F64)
+        )
+    code.finish()
+
+
+def _total(code: Code, dtype: FloatDtype, start: Value, columns: Value, mean: Value, *, squared: bool) -> Value:
+    """The sum over a row of the distances from `mean`, or of their squares, in float64."""
+    kind, even = ir.VectorType(F64, LANES), columns - columns % LANES
+    lanes, rest = code.variable(code.constant(kind, 0.0)), code.variable(code.constant(F64, 0.0))
+    for total, first, stop, step in ((lanes, code.constant(I64, 0), even, LANES), (rest, even, columns, 1)):
+        with code.loop(first, stop, step) as column:
+            stored = ir.VectorType(dtype.stored, LANES) if step > 1 else dtype.stored
+            value = dtype.value(code.load(code.at(start, column, dtype.stored), stored)).widened(F64) - mean
+            total.add(value * value if squared else value)
+    return lanes.value.total() + rest.value
+
+
+class _Normal(NamedTuple):
+    """What makes terms of a row that is normalized and multiplied by the elements of another one.
+
+    Attributes:
+        other: Pointer to the other row.
+        mean: Mean that is subtracted.
+        scale: What multiplies the difference.
+    """
+
+    other: Value
+    mean: Value
+    scale: Value
+
+
 class _Rows:
     """Writes the products of some rows.
 
@@ -111,17 +172,20 @@ class _Rows:
         ahead: Elements from one of these rows to the one that is worked on next in its place: it is fetched meanwhile.
         columns: Number of columns.
         signs: Pointer to the signs.
+        normal: If given, the only row is normalized by it.
     """
 
     def __init__(
-        self, code: Code, dtype: FloatDtype, starts: list[Value], ahead: Value, columns: Value, signs: Value
-    ) -> None:
+        self, code: Code, dtype: FloatDtype, starts: list[Value], ahead: Value, columns: Value, signs: Value,
+        normal: _Normal | None = None,
+    ) -> None:  # fmt: skip
         self._code = code
         self._dtype = dtype
         self._starts = starts
         self._ahead = ahead
         self._columns = columns
         self._signs = signs
+        self._normal = normal
 
     def write(self, found: Value) -> None:
         """Write them to a pointer."""
@@ -159,6 +223,11 @@ class _Rows:
         held = iter(sums)
         for start in self._starts:
             value = dtype.value(read(code.at(start, column, dtype.stored), dtype.stored))
+            if self._normal is not None:  # lanes behind the last column have the gradient 0
+                other, mean, scale = self._normal
+                normal = (value.widened(F64) - mean) * scale
+                factor = dtype.value(read(code.at(other, column, dtype.stored), dtype.stored))
+                value = (normal if dtype.number == F64 else normal.shortened(F32)) * factor
             for sign in signs:
                 one = next(held)
                 one.value = one.value.plus_product(value, sign, exact=True)

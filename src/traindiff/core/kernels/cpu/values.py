@@ -140,6 +140,10 @@ class Value:
         """Integers zero-extended, floats made longer, exactly."""
         return self._cast(element, "fpext" if self._is_float else "zext")
 
+    def shortened(self, element: ir.Type) -> Value:
+        """Floats rounded to a shorter type."""
+        return self._cast(element, "fptrunc")
+
     def narrowed(self, element: ir.Type) -> Value:
         """Integers cut to their low bits."""
         return self._cast(element, "trunc")

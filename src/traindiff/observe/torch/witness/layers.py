@@ -187,9 +187,13 @@ class Layers:
             if (looks := looks_like(tensors)) is not None:
                 self._linears[path] = _Linear(
                     looks=looks, held=[ref(one) for one in held], about=about, weight=found,
-                    uses=[one.with_products(_of_another_call) if one is uses[0] and found else one for one in uses],
+                    uses=uses if found is None else [self._without_input(uses[0], *found), *uses[1:]],
                 )  # fmt: skip
         yield from uses
+
+    def _without_input(self, use: Use, path: str, extent: Extent, signs: Tensor) -> Use:
+        """A use of a weight that does not keep the input of its call."""
+        return use.with_products(partial(self._rows, path, extent, signs.new_empty(0, PROBES)))
 
     def product(self, given: Tensor, weight: Held | None, bias: Held | None, output: Tensor) -> Iterator[Use]:
         """Uses in a product with a transposed weight, and of a bias that is added."""
@@ -295,9 +299,13 @@ class Layers:
 
     def _scaled(self, held: Held, axis: int | None, normalized: Normalized | None, gradient: Tensor) -> Products:
         g = _local(gradient)
-        x = None if normalized is None else normalized()
-        if x is not None and x.shape != g.shape:
+        if normalized is not None and normalized.shape != g.shape:
             raise NotWitnessedError("the gradient of its layer's output is another part than its input is of")
+        if normalized is not None and axis is None:
+            q = normalized.projected(g, self.probes.elements(held.path, held.extent, g))
+            if q is not None:
+                return of.of_rows(q, q.new_ones(1, PROBES))
+        x = None if normalized is None else normalized()
         terms = of.scaled(x, g, held.local.dim(), axis=axis)
         q = of.of_tensor(terms, self.probes.elements(held.path, held.extent, terms))
         return of.of_rows(q, q.new_ones(1, PROBES))
@@ -362,10 +370,6 @@ def _local(tensor: Any) -> Tensor:
     with torch.no_grad():
         local: Tensor = tensor.to_local()
     return local
-
-
-def _of_another_call(_: Tensor) -> Products:
-    raise AssertionError("the products of a call follow from its input")
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from traindiff.core.kernels.projection import normalized
 from traindiff.core.torch_compat.execution import keeps_saved_tensors_elsewhere, version_of
 from traindiff.core.torch_compat.training import AnyBatchNorm, AnyInstanceNorm, dims_of_sample
 from traindiff.observe.torch.witness.errors import KEPT_AWAY, NotWitnessedError
@@ -28,12 +29,13 @@ class Normalized:
         given: Its input.
 
     Attributes:
+        shape: Shape of the input.
         then: Called once as soon as the input is known, if it was not when the gradient came.
     """
 
     def __init__(self, module: Any, given: Tensor) -> None:
         self._module = module
-        self._shape = given.shape
+        self.shape = given.shape
         self._given: Tensor | None = None
         self._version = 0
         self._running: tuple[Tensor, Tensor] | None = None
@@ -53,11 +55,41 @@ class Normalized:
 
     def take(self, given: Tensor) -> None:
         """Keep the input of the call, or of its second forward pass, for which `then` may wait."""
-        if given.shape == self._shape:
+        if given.shape == self.shape:
             self._given, self._version = given.detach(), version_of(given)
             then, self.then = self.then, None
             if then is not None:
                 then()
+
+    def projected(self, gradient: Tensor, signs: Tensor) -> Tensor | None:
+        """Rows of the normalized input times the gradient, times signs; None if rows are not what is normalized.
+
+        Args:
+            gradient: Gradient of the output, in the shape of the input.
+            signs: Of the elements of a row.
+
+        Raises:
+            NotWitnessedError: The input is not known any more.
+        """
+        x, module = self._checked(), self._module
+        centered = isinstance(module, nn.LayerNorm)
+        if not (centered or isinstance(module, RMSNorm)) or x.dtype != gradient.dtype:
+            return None
+        x, gradient = (one.reshape(-1, signs.shape[1]) for one in (x, gradient))
+        return normalized(x, gradient, signs, eps=self._eps(x.dtype), centered=centered)
+
+    def _eps(self, dtype: torch.dtype) -> float:
+        """What is added to a mean of squares."""
+        eps = self._module.eps
+        return float(torch.finfo(dtype).eps if eps is None else eps)
+
+    def _checked(self) -> Tensor:
+        x = self._given
+        if x is None:
+            raise NotWitnessedError(KEPT_AWAY)
+        if version_of(x) != self._version:
+            raise NotWitnessedError("the input of its layer was written to")
+        return x
 
     def __call__(self) -> Tensor:
         """The normalized input, in float32 at least.
@@ -65,21 +97,13 @@ class Normalized:
         Raises:
             NotWitnessedError: The input is not known any more.
         """
-        x = self._given
-        if x is None:
-            raise NotWitnessedError(KEPT_AWAY)
-        if version_of(x) != self._version:
-            raise NotWitnessedError("the input of its layer was written to")
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        given = self._checked()
+        x = given.to(torch.promote_types(given.dtype, torch.float32))
         module = self._module
         if isinstance(module, nn.LayerNorm):
             return functional.layer_norm(x, module.normalized_shape, None, None, module.eps)
         if isinstance(module, RMSNorm):
-            eps = module.eps
-            if eps is None:
-                assert self._given is not None
-                eps = torch.finfo(self._given.dtype).eps
-            return functional.rms_norm(x, module.normalized_shape, None, eps)
+            return functional.rms_norm(x, module.normalized_shape, None, self._eps(given.dtype))
         if isinstance(module, nn.GroupNorm):
             return functional.group_norm(x, module.num_groups, None, None, module.eps)
         if isinstance(module, AnyInstanceNorm):
