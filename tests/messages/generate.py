@@ -17,6 +17,7 @@ from tests.messages import (
     recording,
     rerunning,
     resuming,
+    scaling,
     setups,
     showing,
     stores,
@@ -46,6 +47,7 @@ CHAPTERS: Sequence[Chapter] = (
     activations.chapter,
     command_line.chapter,
     showing.chapter,
+    scaling.chapter,
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
@@ -41,4 +41,5 @@ def send(url: str, *, text: str, result: dict[str, Any]) -> str:
         with urlopen(request, timeout=_SECONDS):
             return ""
     except (URLError, OSError, ValueError) as error:
-        return " ".join(str(error).split())
+        reason = error.reason if isinstance(error, URLError) and not isinstance(error, HTTPError) else error
+        return " ".join(str(reason).split())

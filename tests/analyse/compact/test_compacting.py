@@ -16,6 +16,10 @@ from traindiff.analyse.compact.compacting import ASKED, INCOMPLETE, compact
 from traindiff.analyse.compact.pruning import prune
 from traindiff.analyse.compare import compare
 from traindiff.errors import ConfigError, CorruptRecordingError
+from traindiff.present.data.exports import scalars
+from traindiff.present.data.observations import Filter, rows
+from traindiff.present.page import page_of
+from traindiff.present.viewer.looking import look
 from traindiff.storage import RecordingWriter, open_recording
 
 
@@ -210,7 +214,7 @@ def test_a_recording_is_kept_if_its_compact_form_says_something_else(
     saids = iter([{"findings": []}, {"findings": ["one"]}])
     monkeypatch.setattr("traindiff.analyse.compact.pruning._said", lambda verdict: next(saids))
 
-    with pytest.raises(Exception, match="was left as it is"):
+    with pytest.raises(Exception, match="stays as it is"):
         prune(path)
     assert not open_recording(str(path)).is_compact
     assert [one.name for one in tmp_path.iterdir()] == ["run"]
@@ -244,3 +248,42 @@ def test_a_recording_on_a_store_is_compacted_here(tmp_path: Path) -> None:
     assert made.bytes_before is None
     assert "are now" not in str(made)
     assert verdict_of(tmp_path / "compact") == verdict_of(path)
+
+
+@pytest.fixture
+def both_forms(tmp_path: Path) -> tuple[Path, Path]:
+    path = record_ranks(tmp_path / "run", CHANGES["a copy"], steps=5)
+    compact(path, tmp_path / "compact", whole_every=3)
+    return path, tmp_path / "compact"
+
+
+def test_the_list_of_runs_shows_the_same(both_forms: tuple[Path, Path]) -> None:
+    whole, merged = (look(str(path), size_bytes=10_000) for path in both_forms)
+
+    assert (merged.model, merged.last_step, merged.name) == (whole.model, whole.last_step, whole.name)
+    assert merged.losses == whole.losses
+    assert len(whole.losses) == 5
+
+
+def test_scalars_are_exported_in_the_same_way(both_forms: tuple[Path, Path]) -> None:
+    whole, merged = (list(scalars(open_recording(str(path)), Filter())) for path in both_forms)
+
+    assert merged == whole
+    assert len(whole) == 5
+
+
+def test_a_row_is_shown_for_each_site_of_a_merged_step(both_forms: tuple[Path, Path]) -> None:
+    run = open_recording(str(both_forms[1]))
+    found = [row for row in rows(run, Filter(site="copy", phases=("param",))) if row["slot"] == "value"]
+
+    assert [(row["step"], row["rank"]) for row in found] == [
+        *((0, rank) for rank in range(4)), (1, None), (2, None), *((3, rank) for rank in range(4)), (4, None),
+    ]  # fmt: skip
+
+
+def test_a_page_of_the_compact_form_has_the_same_findings(both_forms: tuple[Path, Path], tmp_path: Path) -> None:
+    baseline = record_ranks(tmp_path / "baseline", steps=5)
+    pages = [page_of(compare(baseline, path, history=True)) for path in both_forms]
+
+    assert pages[1].findings == pages[0].findings
+    assert len(pages[0].findings) > 0

@@ -47,7 +47,7 @@ def beginnings(recording: Recording, rename: Rename = str) -> Iterator[Beginning
         rename: Turns its paths into the baseline's.
     """
     held: dict[str, MergedSite] = {}
-    merged = MergedTables(recording.world_size, bits=0)
+    merged = MergedTables(recording.world_size, 0, recording.path)
     for of_ranks in rank_steps(recording):
         optimizer, step = of_ranks[0].optimizer, of_ranks[0].step
         if of_ranks[0].places is not None:

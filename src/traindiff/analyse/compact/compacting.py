@@ -224,7 +224,7 @@ class _Compacting:
         )  # fmt: skip
         world_size = self._run.world_size
         try:
-            found = MergedTables(world_size, num_bits(world_size)).table(read)
+            found = MergedTables(world_size, num_bits(world_size), self._target).table(read)
         except CorruptRecordingError:  # a reader would refuse them
             return None
         return rows if rows.observations and says_the_same(step.table, found) else None

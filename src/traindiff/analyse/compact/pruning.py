@@ -47,7 +47,7 @@ def prune(
         made = compact(path, pruned, whole_every=whole_every, progress=progress)
         if _said(check(path)) != _said(check(pruned)):
             raise RecordingError(
-                f"{path} was left as it is: its compact form has other findings than it. Please report this. "
+                f"{path} stays as it is: its compact form has other findings than it. Please report this. "
                 "`traindiff compact` writes the compact form beside it."
             )
         path.rename(old)

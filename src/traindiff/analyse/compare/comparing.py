@@ -154,7 +154,10 @@ def compare(
     named = sites.rename
     continuation = find_continuation(*runs, named) if offset is None and follow is None else None
     if follow is not None and offset:
-        raise ConfigError("compare(...)", [_FOLLOWED_BY_NUMBERS], consequence="nothing was compared")
+        what = "follows a run, and compares its steps with those of other numbers."
+        fix = "Leave out the offset while the run goes on, or compare when it has ended."
+        problem = Problem(where=f"compare(follow=..., offset={offset})", what=what, fix=fix)
+        raise ConfigError("compare(...)", [problem], consequence="nothing was compared")
     if shift := offset if continuation is None else continuation.step - continuation.own:
         runs = (runs[0], ShiftedRecording(os.fspath(candidate), shift))
     runs = runs if follow else (runs[0], with_names_of(*runs, named))
@@ -192,13 +195,6 @@ def _compared(
     """Number of a step that was compared, and whether it has findings. Nothing else of it is kept."""
     compared = comparison.feed(baseline, candidate)
     return (None, False) if compared is None else (compared.aligned.step, bool(compared.findings))
-
-
-_FOLLOWED_BY_NUMBERS = Problem(
-    where="compare(follow=..., offset=...)",
-    what="follows a run, and compares its steps with those of other numbers.",
-    fix="Leave out the offset while the run goes on, or compare when it has ended.",
-)
 
 
 def _refuse_candidate_as_noise(candidate: Recording, noise: Sequence[Recording]) -> None:

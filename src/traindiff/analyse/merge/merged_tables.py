@@ -65,9 +65,11 @@ class MergedTables:
     Args:
         world_size: Number of ranks of the run.
         bits: Number of codes of a site; see `traindiff.analyse.merge.rank_codes`.
+        where: The recording, for messages.
     """
 
-    def __init__(self, world_size: int, bits: int) -> None:
+    def __init__(self, world_size: int, bits: int, where: str) -> None:
+        self._where = where
         self._world_size = world_size
         self._bits = bits
         self._known: list[tuple[object, list[_Planned]]] = []  # the latest first
@@ -83,7 +85,7 @@ class MergedTables:
             try:
                 plan = _plan(step, self._world_size)
             except Malformed as malformed:
-                raise damaged("a compact recording", f"merged step {step.step} is malformed: {malformed}") from None
+                raise damaged(self._where, f"merged step {step.step} is malformed: {malformed}") from None
             self._known = [(step.layout, plan), *self._known][:_MOST_KNOWN]
         rows = list(step.summaries)
         entries = [one.entry(rows, self._bits) for one in plan]

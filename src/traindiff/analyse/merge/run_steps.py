@@ -131,7 +131,7 @@ class StepMerger:
         self._taken = None if like is None or self._names else like.shared()  # from the other run
         self._ranks = range(run.world_size)
         self._recorded = run.ranks
-        self._tables = MergedTables(run.world_size, num_bits(run.world_size))
+        self._tables = MergedTables(run.world_size, num_bits(run.world_size), run.path)
         self._has_copies = bool(copies)
         self._plans: list[TablePlan] = []  # the latest first
         self._layouts: tuple[object, ...] = ()  # of the step before that was not planned

@@ -1,0 +1,185 @@
+"""What `compact` and `prune` say of what they cannot use, and what is said of runs that are followed."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.analyse.compact.made_up_ranks import on_rank, record_ranks
+from tests.made_up import record
+from tests.messages.command_line import command
+from tests.messages.provoking import Chapter
+from traindiff.analyse.check import check
+from traindiff.analyse.compact import compact, pruning
+from traindiff.present.text.recording import print_head
+from traindiff.present.webhook import send
+from traindiff.storage import Follower, RecordingWriter, manifest, open_recording
+from traindiff.storage.merged_rows import ENTRY, PART
+
+chapter = Chapter("traindiff compact, prune and --follow", [])
+situation = chapter.situation
+
+
+@situation("a recording that is compacted")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    record_ranks(here / "run", steps=6)
+    patched.setattr("traindiff.analyse.compact.compacting._size_bytes", lambda path: 9_000_000)
+    return str(compact("run", "small", whole_every=4))
+
+
+@situation("a compact recording where something is, and every 0th step whole")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    record(here / "run", recorded={"detail": ["summary", "signs"]})
+    return command("compact", "run", "-o", "run", "--whole-every", "0")
+
+
+@situation("a compact recording on a store")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    record(here / "run")
+    return command("compact", "run", "-o", "s3://bucket/run")
+
+
+@situation("a recording without ranks that is compacted")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    record(here / "run")
+    (here / "run" / "rank-00000").rename(here / "run" / "gone")
+    return command("compact", "run", "-o", "small")
+
+
+@situation("a recording on a store that is replaced")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    return command("prune", "s3://bucket/run")
+
+
+@situation("a compact form with other findings")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    record(here / "run")
+    saids = iter([{"findings": []}, {"findings": ["one"]}])
+    patched.setattr(pruning, "_said", lambda verdict: next(saids))
+    return command("prune", "run")
+
+
+def _changed(here: Path, kind: int, **about: object) -> str:
+    """What `check` says of a compact recording in which a row is another one."""
+    path = record_ranks(here / "run", on_rank(3, "param copy", lambda values: values * 2))
+    compact(path, here / "small")
+    steps = list(open_recording(str(here / "small")).merged_steps())
+    for file in (here / "small" / "merged").iterdir():
+        file.unlink()
+    writer = RecordingWriter(str(here / "small"), run={}, directory="merged")
+    for step in steps:
+        rows = list(step.observations)
+        place = next(place for place, row in enumerate(rows) if row.evaluation == kind)
+        rows[place] = rows[place]._replace(**about)
+        writer.write_step(rows, step.summaries)
+    writer.close()
+    return command("check", "small")
+
+
+@situation("a compact recording with a row of no site")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    return _changed(here, PART, order=1000)
+
+
+@situation("a compact recording with a row of no kind")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    return _changed(here, PART, evaluation=9)
+
+
+@situation("a compact recording with a list that is none")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    return _changed(here, PART, slot="two")
+
+
+@situation("a compact recording with numbers that are too large")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    return _changed(here, PART, slot="0-99")
+
+
+@situation("a compact recording that lacks places")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    return _changed(here, ENTRY, term=4000)
+
+
+@situation("a compact recording with places of other ranks")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    compact(record_ranks(here / "run"), here / "small")
+    run = here / "small" / "run.json"
+    run.write_bytes(manifest.dump({**manifest.load_run(run.read_bytes(), where=""), "world_size": 3}))
+    for rank in (here / "small").glob("rank-*/rank.json"):
+        rank.write_bytes(manifest.dump({"rank": int(rank.parent.name[5:])}))
+    return command("check", "small")
+
+
+@situation("a compact recording that was cut off")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    compact(record(here / "run"), here / "small")
+    data = here / "small" / "merged" / "observations.arrows"
+    data.write_bytes(data.read_bytes()[:-1000])
+    return str(check("small"))
+
+
+@situation("a compact pipeline whose stages hold one weight, against a process that ties it")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    compact(record_ranks(here / "run", world_size=2), here / "small")
+    for rank, path in ((0, "copy"), (1, "shard")):
+        file = here / "small" / f"rank-{rank:05d}" / "rank.json"
+        content = manifest.load_rank(file.read_bytes(), where="")
+        parameters = {path: content["parameters"][path]}
+        file.write_bytes(manifest.dump({**content, "parameters": parameters}))
+    record_ranks(here / "one", world_size=1)
+    file = here / "one" / "rank-00000" / "rank.json"
+    content = manifest.load_rank(file.read_bytes(), where="")
+    file.write_bytes(manifest.dump({**content, "tied": {"shard": "copy"}}))
+    return command("compare", "one", "small")
+
+
+@situation("files of msprobe from a compact recording")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    compact(record_ranks(here / "run"), here / "small")
+    return command("export", "msprobe", "small", "files")
+
+
+@situation("a compact recording that is shown")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    compact(record_ranks(here / "run", steps=1), here / "small")
+    shown = io.StringIO()
+    print_head(Console(file=shown, width=120), open_recording("small"))
+    return shown.getvalue()
+
+
+@situation("a run that is followed, and adds nothing more")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    record(here / "run", recorded={"observe": ["batch", "forward", "backward", "grad", "optimizer"]}, close=False)
+    return str(check("run", follow=Follower(0.1)))
+
+
+@situation("a run that is followed and has not begun")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    return command("check", "run", "--follow", "--patience", "0.1")
+
+
+@situation("a run that is followed, with other numbers of steps")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    record(here / "run")
+    return command("compare", "run", "run", "--follow", "--offset", "2")
+
+
+@situation("a verdict for an address that is none")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    record(here / "run")
+    return command("check", "run", "--webhook", "chat.example.com")
+
+
+@situation("a verdict that cannot be sent")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    return send("http://127.0.0.1:1/incoming", text="healthy", result={})
+
+
+@situation("a verdict for a file in a directory that is not there")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    record(here / "run")
+    return command("check", "run", "--junit", "nowhere/found.xml")
