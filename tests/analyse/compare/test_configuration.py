@@ -340,3 +340,15 @@ def wide(*, table: float = 1.0, **settings: Any) -> nn.Module:
     model = Scaled(Config(**settings))
     model.fc, model.table = nn.Linear(4, 64), torch.full((64,), table)
     return nn.Sequential(model)
+
+
+def test_a_setting_that_differs_comes_before_a_module_that_is_not_called(tmp_path: Path) -> None:
+    other = net(eps=0.01)
+    bypassed = other[0]
+    other.forward = lambda x: other[3](other[2](other[1](x @ bypassed.weight.T + bypassed.bias)))  # type: ignore[method-assign]
+
+    found = traindiff.compare(recorded(tmp_path / "a", net()), recorded(tmp_path / "b", other))
+
+    assert found.first_divergence is not None
+    assert found.first_divergence.message.startswith("1: eps is 1e-05 in the baseline and 0.01 in the candidate. ")
+    assert [one.path for one in found.findings][:2] == ["1", "0"]

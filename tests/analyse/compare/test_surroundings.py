@@ -167,6 +167,15 @@ def test_another_number_of_positions_that_the_loss_reaches_is_said() -> None:
     )
 
 
+def test_single_gradients_that_are_rounded_to_zero_hide_no_positions_that_the_loss_does_not_reach() -> None:
+    rounded = unreached(3, columns=60)
+    rounded[7, 0] = 0.0
+
+    said = unreached_positions_message(finding("loss"), [seen("backward", "head", unreached(0, columns=60), rounded)])
+
+    assert " to 0 of 8 positions in the baseline, and to 3 in the candidate" in said
+
+
 SPECKLED = np.ones((8, 4), dtype=np.float32)
 SPECKLED[0, :3] = 0.0
 

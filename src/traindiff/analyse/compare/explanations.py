@@ -209,13 +209,21 @@ def unreached_positions_message(finding: Finding, pairs: Iterable[Pair]) -> str:
         return ""
     width = first.baseline.shape[-1]
     zeros = [int(entry.summary["zero"]) for entry in (first.baseline, first.candidate)]
-    if width < 2 or zeros[0] == zeros[1] or any(number % width for number in zeros):
+    if width < 2:
+        return ""
+    rows = [round(number / width) for number in zeros]
+    others = sum(abs(number - width * count) for number, count in zip(zeros, rows, strict=True))
+    if rows[0] == rows[1] or others > _ROUNDED_AWAY * width * abs(rows[0] - rows[1]):
         return ""
     positions = int(first.baseline.summary["count"]) // width
     return (
-        f" The loss gives no gradient to {zeros[0] // width} of {positions} positions in the baseline, and to "
-        f"{zeros[1] // width} in the candidate: are labels shifted, padded or masked otherwise?"
+        f" The loss gives no gradient to {rows[0]} of {positions} positions in the baseline, and to {rows[1]} in the "
+        "candidate: are labels shifted, padded or masked otherwise?"
     )
+
+
+_ROUNDED_AWAY = 1 / 64
+"""Single zeros beside whole rows of them, as a share of the elements of these rows: gradients that are rounded away."""
 
 
 def unseen_contributions_message(

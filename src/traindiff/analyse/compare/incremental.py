@@ -382,7 +382,10 @@ class RunningComparison:
         late = self._evidence.get("one_hop_late", ())
         uncalled = [one for one in rest if is_uncalled(one) and label(one.path, one.slot) in late]
         rest = [one for one in rest if one not in uncalled]
-        return tuple(map(self._configurations.explained, (*uncalled, first, *rest)))
+        first, *told = map(self._configurations.explained, (first, *uncalled, *rest))
+        if first.evidence.get("settings") and first.message.startswith(f"{first.path}: "):  # the cause is known
+            return (first, *told)
+        return (*told[: len(uncalled)], first, *told[len(uncalled) :])
 
     def _further_notes(self) -> list[str]:
         """Notes that belong to every verdict."""
