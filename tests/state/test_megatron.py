@@ -213,3 +213,25 @@ def test_a_distributed_checkpoint_is_found_by_its_iteration(tmp_path: Path) -> N
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("12")
 
     assert open_checkpoint(tmp_path).kind == "torch.distributed.checkpoint"
+
+
+def test_no_mutated_file_of_a_rank_raises_anything_else(tmp_path: Path) -> None:
+    """Bytes of what describes the tensors are changed one by one."""
+    state = {"output_layer.weight": torch.randn(4, 6), "decoder.final_layernorm.weight": torch.ones(6)}
+    save(tmp_path, state, tensor=2)
+    file = tmp_path / "mp_rank_01" / "model_optim_rng.pt"
+    whole = file.read_bytes()
+    random = torch.Generator().manual_seed(0)
+    refused = 0
+    for _ in range(200):
+        data = bytearray(whole)
+        for place in torch.randint(len(data), (2,), generator=random).tolist():
+            data[place] = int(torch.randint(256, (), generator=random))
+        file.write_bytes(data)
+        try:
+            for tensor in open_checkpoint(tmp_path).tensors.values():
+                for slab in tensor.slabs:
+                    tensor.slab(*slab)
+        except traindiff.TraindiffError:
+            refused += 1
+    assert refused > 20
