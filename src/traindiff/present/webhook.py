@@ -40,6 +40,9 @@ def send(url: str, *, text: str, result: dict[str, Any]) -> str:
     try:
         with urlopen(request, timeout=_SECONDS):
             return ""
-    except (URLError, OSError, ValueError) as error:
-        reason = error.reason if isinstance(error, URLError) and not isinstance(error, HTTPError) else error
+    except HTTPError as error:
+        error.close()
+        return " ".join(str(error).split())
+    except (OSError, ValueError) as error:
+        reason = error.reason if isinstance(error, URLError) else error
         return " ".join(str(reason).split())
