@@ -231,21 +231,49 @@ def test_tied_and_untied_embeddings_are_the_same_model() -> None:
         assert of_kind(result)["tied"] == {"lm_head.weight"}
 
 
-def test_layers_that_are_shifted_or_swapped_are_said_in_one_sentence() -> None:
-    def from_layers(places: Mapping[int, int]) -> State:
-        made = dict(STATE)
-        for here, there in places.items():
-            for name in STATE:
-                if f".layers.{here}." in name:
-                    made[name] = STATE[name.replace(f".layers.{here}.", f".layers.{there}.")]
-        return made
+def _from_layers(places: Mapping[int, int], within: str = "") -> State:
+    """A model of which some layers hold what others have, or only what has a text in its name."""
+    made = dict(STATE)
+    for here, there in places.items():
+        for name in STATE:
+            if f".layers.{here}." in name and within in name:
+                made[name] = STATE[name.replace(f".layers.{here}.", f".layers.{there}.")]
+    return made
 
-    shifted = weights(STATE, from_layers({number: number + 1 for number in range(LAYERS - 1)}))
-    swapped = weights(STATE, from_layers({0: 2, 2: 0}))
 
-    assert shifted.sentences == ("model.layers: 0 to 1 hold what the baseline has in 1 to 2: layers are shifted.",)
-    assert swapped.sentences == ("model.layers: 0 and 2 are swapped.",)
-    assert {shifted.exit_code, swapped.exit_code} == {1}
+@pytest.mark.parametrize(
+    ("places", "within", "sentence"),
+    [
+        (
+            {0: 1, 1: 2},
+            "",
+            "model.layers: 0 to 1 hold what the baseline has in 1 to 2: layers are shifted, in 14 of 18 tensors.",
+        ),
+        ({0: 2, 2: 0}, "", "model.layers: 0 and 2 are swapped, in 14 of 18 tensors."),
+        (
+            {0: 1, 1: 2, 2: 0},
+            "",
+            "model.layers: 0 to 1 hold what the baseline has in 1 to 2, 2 holds what the baseline has in 0, "
+            "in 21 of 27 tensors.",
+        ),
+        ({0: 2, 2: 0}, "q_proj", "model.layers: 0 and 2 are swapped, in 2 of 18 tensors."),
+        ({1: 0}, "down_proj", "model.layers: 1 holds what the baseline has in 0, in 1 of 9 tensors."),
+    ],
+)
+def test_layers_in_another_order_are_said_in_one_sentence(
+    places: Mapping[int, int], within: str, sentence: str
+) -> None:
+    # The two norms of each layer are ones, so they have the same bits in any order.
+    result = weights(STATE, _from_layers(places, within))
+
+    assert result.sentences == (sentence,)
+    assert result.exit_code == 1
+
+
+def test_layers_in_another_order_do_not_read_as_if_each_were_its_own() -> None:
+    result = weights(STATE, _from_layers({0: 1, 1: 2, 2: 0}))
+
+    assert "is the baseline's model.layers.*.mlp.up_proj.weight of another number" in str(result)
 
 
 def test_gate_and_up_that_are_swapped_are_said_in_one_sentence() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,6 +20,9 @@ WORDS: tuple[Word, ...] = ("differs", "only", "accepted", "equivalent", "identic
 
 _NUMBER = re.compile(r"(?<![^.\[/])\d+(?![^.\]/])")
 """A part of a name that is a number: of a layer, or of an expert. The digits of `w1` are none."""
+
+_MOVES_NAMED = 4
+"""Of layers in another order, so many runs or pairs are named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +214,8 @@ def group_lines(group: Sequence[Relation]) -> list[str]:
     names = list(dict.fromkeys(relation.pattern[0] for relation in group))
     subject = first.name if len(group) == 1 else names[0]
     message = first.message if len(group) == 1 else first.pattern[1]
+    if first.kind == "moved" and len(group) > 1 and _is_renumbered(first):
+        message = f"{message} of another number"
     if len(names) > 1:
         subject = f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
     times = f" ({_counted(len(group), first.role)})" if len(group) > 1 else ""
@@ -231,27 +237,43 @@ def numbers(name: str) -> tuple[int, ...]:
     return tuple(int(digits[:18]) for digits in _NUMBER.findall(name))
 
 
-def moved_sentences(relations: Iterable[Relation]) -> list[str]:
-    """Sentences on layers that hold those of other layers: shifted, or swapped."""
+def moved_sentences(relations: Sequence[Relation]) -> list[str]:
+    """Sentences on layers that hold those of other layers: shifted, swapped, or in another order."""
     all_moved = [one for one in relations if one.kind == "moved"]
-    moved = [one for one in all_moved if skeleton(one.baseline[0]) == skeleton(one.candidate[0])]
-    found: dict[tuple[str, int], set[int]] = {}
+    moved = [one for one in all_moved if _is_renumbered(one)]
+    found: dict[tuple[str, int], list[int]] = {}
     for one in moved:
-        pairs = list(zip(numbers(one.candidate[0]), numbers(one.baseline[0]), strict=True))
-        apart = [(position, here, there) for position, (here, there) in enumerate(pairs) if here != there]
+        pairs = zip(_NUMBER.finditer(one.candidate[0]), numbers(one.baseline[0]), strict=True)
+        apart = [(match, there) for match, there in pairs if int(match[0][:18]) != there]
         if len(apart) == 1:
-            position, here, there = apart[0]
-            start = [match.start() for match in _NUMBER.finditer(one.candidate[0])][position]
-            prefix = one.candidate[0][:start].rstrip(".")
-            found.setdefault((prefix, here), set()).add(there)
+            [(match, there)] = apart
+            found.setdefault((one.candidate[0][: match.start()], int(match[0][:18])), []).append(there)
     by_prefix: dict[str, dict[int, int]] = {}
-    for (prefix, here), sources in found.items():
-        if len(sources) == 1:
-            by_prefix.setdefault(prefix, {})[here] = min(sources)
-    layers = [
-        sentence for prefix, places in by_prefix.items() for sentence in _moves(prefix, dict(sorted(places.items())))
-    ]
+    for (prefix, here), sources in sorted(found.items()):
+        if len(set(sources)) == 1:
+            by_prefix.setdefault(prefix, {})[here] = sources[0]
+    sizes = _tensors_of_layers(relations) if by_prefix else {}
+    layers = []
+    for prefix, places in by_prefix.items():
+        total = sum(sizes[prefix, here] for here in places)
+        held = sum(len(found[prefix, here]) for here in places)
+        which = f", in {held} of {total} tensors" if held < total else ""
+        layers += [f"{prefix.rstrip('.')}: {text}{which}." for text in _moves(places)]
     return [*layers, *_swapped({one.candidate[0]: one.baseline[0] for one in all_moved if one not in moved})]
+
+
+def _is_renumbered(moved: Relation) -> bool:
+    return skeleton(moved.baseline[0]) == skeleton(moved.candidate[0])
+
+
+def _tensors_of_layers(relations: Iterable[Relation]) -> Counter[tuple[str, int]]:
+    """How many tensors of the candidate begin with a text and a number."""
+    return Counter(
+        (name[: match.start()], int(match[0][:18]))
+        for relation in relations
+        for name in relation.candidate
+        for match in _NUMBER.finditer(name)
+    )
 
 
 def _swapped(holds: Mapping[str, str]) -> list[str]:
@@ -267,13 +289,31 @@ def _swapped(holds: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _moves(prefix: str, places: Mapping[int, int]) -> list[str]:
-    shifts = {there - here for here, there in places.items()}
-    if len(shifts) == 1 and len(places) > 1:
-        first, last = min(places), max(places)
-        return [
-            f"{prefix}: {first} to {last} hold what the baseline has in {places[first]} to {places[last]}: layers are "
-            "shifted."
-        ]
-    swapped = [(here, there) for here, there in places.items() if places.get(there) == here and here < there]
-    return [f"{prefix}: {here} and {there} are swapped." for here, there in swapped]
+def _moves(places: Mapping[int, int]) -> list[str]:
+    """Clauses on layers of one list, by number: whose they hold."""
+    pairs = [(here, there) for here, there in places.items() if places.get(there) == here and here < there]
+    rest = [here for here in places if places.get(places[here]) != here]
+    runs: list[list[int]] = []
+    for here in rest:
+        if runs and here == runs[-1][-1] + 1 and places[here] == places[runs[-1][-1]] + 1:
+            runs[-1].append(here)
+        else:
+            runs.append([here])
+    held = [
+        f"{_span(run)} hold{'s' * (len(run) == 1)} what the baseline has in {_span(places[one] for one in run)}"
+        for run in runs
+    ]
+    if len(runs) == 1 and len(rest) > 1:
+        held[0] += ": layers are shifted"
+    swapped = [f"{here} and {there}" for here, there in pairs]
+    return [*([f"{_first_of(swapped)} are swapped"] if swapped else []), *([_first_of(held)] if held else [])]
+
+
+def _span(numbers: Iterable[int]) -> str:
+    first, *others = numbers
+    return f"{first} to {others[-1]}" if others else f"{first}"
+
+
+def _first_of(texts: Sequence[str]) -> str:
+    more = len(texts) - _MOVES_NAMED
+    return ", ".join(texts[:_MOVES_NAMED]) + (f" and {more} more" if more > 0 else "")
