@@ -273,7 +273,48 @@ def test_layers_in_another_order_are_said_in_one_sentence(
 def test_layers_in_another_order_do_not_read_as_if_each_were_its_own() -> None:
     result = weights(STATE, _from_layers({0: 1, 1: 2, 2: 0}))
 
-    assert "is the baseline's model.layers.*.mlp.up_proj.weight of another number" in str(result)
+    assert "is the baseline's model.layers.*.mlp.up_proj.weight, under another number" in str(result)
+
+
+def test_layers_under_other_names_must_be_in_the_same_order() -> None:
+    def renamed(state: State, first: int = 0) -> State:
+        made = {}
+        for name, value in state.items():
+            parts = name.replace("model.layers.", "decoder.blocks.").split(".")
+            if parts[1] == "blocks":
+                parts[2] = str(int(parts[2]) + first)
+            made[".".join(parts)] = value
+        return made
+
+    swapped = weights(STATE, renamed(_from_layers({0: 2, 2: 0})))
+    rounded = weights(STATE, bfloat16(renamed(_from_layers({0: 1, 1: 0}, "up_proj"))))
+
+    assert weights(STATE, renamed(STATE)).verdict == "identical"
+    varied = {name: torch.randn(64) if "norm" in name else value for name, value in STATE.items()}
+    assert weights(varied, renamed(varied, first=1)).verdict == "identical"
+    assert (swapped.verdict, len(swapped.differences)) == ("diverged", 14)
+    assert swapped.sentences == ("decoder.blocks: 0 and 2 are swapped, in 14 of 18 tensors.",)
+    assert {one.kind for one in rounded.differences} == {"moved"}
+    assert rounded.sentences == ("decoder.blocks: 0 and 1 are swapped, in 2 of 18 tensors.",)
+
+
+def test_a_layer_that_is_laid_out_unlike_the_others_is_named() -> None:
+    made = torchtitan(STATE)
+    key = "layers.1.attention.wk.weight"
+    unlike = weights(STATE, made | {key: STATE["model.layers.1.self_attn.k_proj.weight"]})
+
+    assert weights(STATE, made).sentences == ()
+    assert unlike.sentences == (
+        f"{key} is made of other tensors, or laid out otherwise, than 2 of layers.*.attention.wk.weight.",
+    )
+
+
+def test_layers_of_other_names_are_not_called_unlike_the_others() -> None:
+    flat = {f"{number}.weight": torch.randn(4, 4) for number in range(3)}
+    named = {"body.0.weight": flat["0.weight"], "body.1.weight": flat["1.weight"], "head.weight": flat["2.weight"]}
+
+    assert weights(named, flat).verdict == "identical"
+    assert weights(named, flat).sentences == ()
 
 
 def test_gate_and_up_that_are_swapped_are_said_in_one_sentence() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,11 +17,8 @@ Word = Literal["identical", "equivalent", "differs", "only", "accepted"]
 WORDS: tuple[Word, ...] = ("differs", "only", "accepted", "equivalent", "identical")
 """In the order in which people want to read of them."""
 
-_NUMBER = re.compile(r"(?<![^.\[/])\d+(?![^.\]/])")
+NUMBER = re.compile(r"(?<![^.\[/])\d+(?![^.\]/])")
 """A part of a name that is a number: of a layer, or of an expert. The digits of `w1` are none."""
-
-_MOVES_NAMED = 4
-"""Of layers in another order, so many runs or pairs are named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +56,8 @@ class Relation:
         """The name and the message, with `*` in place of the numbers in names: equal for all layers."""
         message = self.message
         for name in sorted({*self.baseline, *self.candidate}, key=lambda name: (-len(name), name)):
-            message = message.replace(name, _NUMBER.sub("*", name))
-        return _NUMBER.sub("*", self.name), message
+            message = message.replace(name, NUMBER.sub("*", name))
+        return NUMBER.sub("*", self.name), message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,8 +210,8 @@ def group_lines(group: Sequence[Relation]) -> list[str]:
     names = list(dict.fromkeys(relation.pattern[0] for relation in group))
     subject = first.name if len(group) == 1 else names[0]
     message = first.message if len(group) == 1 else first.pattern[1]
-    if first.kind == "moved" and len(group) > 1 and _is_renumbered(first):
-        message = f"{message} of another number"
+    if first.kind == "moved" and len(group) > 1 and numbers(first.baseline[0]) != numbers(first.candidate[0]):
+        message = f"{message}, under another number"
     if len(names) > 1:
         subject = f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
     times = f" ({_counted(len(group), first.role)})" if len(group) > 1 else ""
@@ -229,91 +225,9 @@ def _counted(count: int, role: Role) -> str:
 
 def skeleton(name: str) -> str:
     """A name with `*` in place of its numbers."""
-    return _NUMBER.sub("*", name)
+    return NUMBER.sub("*", name)
 
 
 def numbers(name: str) -> tuple[int, ...]:
     """The numbers in a name, e.g. of its layer and its expert."""
-    return tuple(int(digits[:18]) for digits in _NUMBER.findall(name))
-
-
-def moved_sentences(relations: Sequence[Relation]) -> list[str]:
-    """Sentences on layers that hold those of other layers: shifted, swapped, or in another order."""
-    all_moved = [one for one in relations if one.kind == "moved"]
-    moved = [one for one in all_moved if _is_renumbered(one)]
-    found: dict[tuple[str, int], list[int]] = {}
-    for one in moved:
-        pairs = zip(_NUMBER.finditer(one.candidate[0]), numbers(one.baseline[0]), strict=True)
-        apart = [(match, there) for match, there in pairs if int(match[0][:18]) != there]
-        if len(apart) == 1:
-            [(match, there)] = apart
-            found.setdefault((one.candidate[0][: match.start()], int(match[0][:18])), []).append(there)
-    by_prefix: dict[str, dict[int, int]] = {}
-    for (prefix, here), sources in sorted(found.items()):
-        if len(set(sources)) == 1:
-            by_prefix.setdefault(prefix, {})[here] = sources[0]
-    sizes = _tensors_of_layers(relations) if by_prefix else {}
-    layers = []
-    for prefix, places in by_prefix.items():
-        total = sum(sizes[prefix, here] for here in places)
-        held = sum(len(found[prefix, here]) for here in places)
-        which = f", in {held} of {total} tensors" if held < total else ""
-        layers += [f"{prefix.rstrip('.')}: {text}{which}." for text in _moves(places)]
-    return [*layers, *_swapped({one.candidate[0]: one.baseline[0] for one in all_moved if one not in moved})]
-
-
-def _is_renumbered(moved: Relation) -> bool:
-    return skeleton(moved.baseline[0]) == skeleton(moved.candidate[0])
-
-
-def _tensors_of_layers(relations: Iterable[Relation]) -> Counter[tuple[str, int]]:
-    """How many tensors of the candidate begin with a text and a number."""
-    return Counter(
-        (name[: match.start()], int(match[0][:18]))
-        for relation in relations
-        for name in relation.candidate
-        for match in _NUMBER.finditer(name)
-    )
-
-
-def _swapped(holds: Mapping[str, str]) -> list[str]:
-    """Sentences on tensors of other names that have changed places, one for all layers."""
-    found: dict[tuple[str, str], int] = {}
-    for name, other in holds.items():
-        if holds.get(other) == name and name < other:
-            key = (skeleton(name), skeleton(other))
-            found[key] = found.get(key, 0) + 1
-    return [
-        f"{first} and {second} are swapped{f', {count} times' if count > 1 else ''}."
-        for (first, second), count in found.items()
-    ]
-
-
-def _moves(places: Mapping[int, int]) -> list[str]:
-    """Clauses on layers of one list, by number: whose they hold."""
-    pairs = [(here, there) for here, there in places.items() if places.get(there) == here and here < there]
-    rest = [here for here in places if places.get(places[here]) != here]
-    runs: list[list[int]] = []
-    for here in rest:
-        if runs and here == runs[-1][-1] + 1 and places[here] == places[runs[-1][-1]] + 1:
-            runs[-1].append(here)
-        else:
-            runs.append([here])
-    held = [
-        f"{_span(run)} hold{'s' * (len(run) == 1)} what the baseline has in {_span(places[one] for one in run)}"
-        for run in runs
-    ]
-    if len(runs) == 1 and len(rest) > 1:
-        held[0] += ": layers are shifted"
-    swapped = [f"{here} and {there}" for here, there in pairs]
-    return [*([f"{_first_of(swapped)} are swapped"] if swapped else []), *([_first_of(held)] if held else [])]
-
-
-def _span(numbers: Iterable[int]) -> str:
-    first, *others = numbers
-    return f"{first} to {others[-1]}" if others else f"{first}"
-
-
-def _first_of(texts: Sequence[str]) -> str:
-    more = len(texts) - _MOVES_NAMED
-    return ", ".join(texts[:_MOVES_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return tuple(int(digits[:18]) for digits in NUMBER.findall(name))
