@@ -231,21 +231,90 @@ def test_tied_and_untied_embeddings_are_the_same_model() -> None:
         assert of_kind(result)["tied"] == {"lm_head.weight"}
 
 
-def test_layers_that_are_shifted_or_swapped_are_said_in_one_sentence() -> None:
-    def from_layers(places: Mapping[int, int]) -> State:
-        made = dict(STATE)
-        for here, there in places.items():
-            for name in STATE:
-                if f".layers.{here}." in name:
-                    made[name] = STATE[name.replace(f".layers.{here}.", f".layers.{there}.")]
+def _from_layers(places: Mapping[int, int], within: str = "") -> State:
+    """A model of which some layers hold what others have, or only what has a text in its name."""
+    made = dict(STATE)
+    for here, there in places.items():
+        for name in STATE:
+            if f".layers.{here}." in name and within in name:
+                made[name] = STATE[name.replace(f".layers.{here}.", f".layers.{there}.")]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("places", "within", "sentence"),
+    [
+        (
+            {0: 1, 1: 2},
+            "",
+            "model.layers: 0 to 1 hold what the baseline has in 1 to 2: layers are shifted, in 14 of 18 tensors.",
+        ),
+        ({0: 2, 2: 0}, "", "model.layers: 0 and 2 are swapped, in 14 of 18 tensors."),
+        (
+            {0: 1, 1: 2, 2: 0},
+            "",
+            "model.layers: 0 to 1 hold what the baseline has in 1 to 2, 2 holds what the baseline has in 0, "
+            "in 21 of 27 tensors.",
+        ),
+        ({0: 2, 2: 0}, "q_proj", "model.layers: 0 and 2 are swapped, in 2 of 18 tensors."),
+        ({1: 0}, "down_proj", "model.layers: 1 holds what the baseline has in 0, in 1 of 9 tensors."),
+    ],
+)
+def test_layers_in_another_order_are_said_in_one_sentence(
+    places: Mapping[int, int], within: str, sentence: str
+) -> None:
+    # The two norms of each layer are ones, so they have the same bits in any order.
+    result = weights(STATE, _from_layers(places, within))
+
+    assert result.sentences == (sentence,)
+    assert result.exit_code == 1
+
+
+def test_layers_in_another_order_do_not_read_as_if_each_were_its_own() -> None:
+    result = weights(STATE, _from_layers({0: 1, 1: 2, 2: 0}))
+
+    assert "is the baseline's model.layers.*.mlp.up_proj.weight, under another number" in str(result)
+
+
+def test_layers_under_other_names_must_be_in_the_same_order() -> None:
+    def renamed(state: State, first: int = 0) -> State:
+        made = {}
+        for name, value in state.items():
+            parts = name.replace("model.layers.", "decoder.blocks.").split(".")
+            if parts[1] == "blocks":
+                parts[2] = str(int(parts[2]) + first)
+            made[".".join(parts)] = value
         return made
 
-    shifted = weights(STATE, from_layers({number: number + 1 for number in range(LAYERS - 1)}))
-    swapped = weights(STATE, from_layers({0: 2, 2: 0}))
+    swapped = weights(STATE, renamed(_from_layers({0: 2, 2: 0})))
+    rounded = weights(STATE, bfloat16(renamed(_from_layers({0: 1, 1: 0}, "up_proj"))))
 
-    assert shifted.sentences == ("model.layers: 0 to 1 hold what the baseline has in 1 to 2: layers are shifted.",)
-    assert swapped.sentences == ("model.layers: 0 and 2 are swapped.",)
-    assert {shifted.exit_code, swapped.exit_code} == {1}
+    assert weights(STATE, renamed(STATE)).verdict == "identical"
+    varied = {name: torch.randn(64) if "norm" in name else value for name, value in STATE.items()}
+    assert weights(varied, renamed(varied, first=1)).verdict == "identical"
+    assert (swapped.verdict, len(swapped.differences)) == ("diverged", 14)
+    assert swapped.sentences == ("decoder.blocks: 0 and 2 are swapped, in 14 of 18 tensors.",)
+    assert {one.kind for one in rounded.differences} == {"moved"}
+    assert rounded.sentences == ("decoder.blocks: 0 and 1 are swapped, in 2 of 18 tensors.",)
+
+
+def test_a_layer_that_is_laid_out_unlike_the_others_is_named() -> None:
+    made = torchtitan(STATE)
+    key = "layers.1.attention.wk.weight"
+    unlike = weights(STATE, made | {key: STATE["model.layers.1.self_attn.k_proj.weight"]})
+
+    assert weights(STATE, made).sentences == ()
+    assert unlike.sentences == (
+        f"{key} is made of other tensors, or laid out otherwise, than 2 of layers.*.attention.wk.weight.",
+    )
+
+
+def test_layers_of_other_names_are_not_called_unlike_the_others() -> None:
+    flat = {f"{number}.weight": torch.randn(4, 4) for number in range(3)}
+    named = {"body.0.weight": flat["0.weight"], "body.1.weight": flat["1.weight"], "head.weight": flat["2.weight"]}
+
+    assert weights(named, flat).verdict == "identical"
+    assert weights(named, flat).sentences == ()
 
 
 def test_gate_and_up_that_are_swapped_are_said_in_one_sentence() -> None:

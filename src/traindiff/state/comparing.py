@@ -13,10 +13,11 @@ from traindiff.core.untrusted.demands import quoted
 from traindiff.errors import CheckpointError
 from traindiff.state.accepted import with_accepted
 from traindiff.state.adapters import merged_adapters
-from traindiff.state.comparison import Relation, WeightsComparison, moved_sentences
+from traindiff.state.comparison import Relation, WeightsComparison
 from traindiff.state.dtypes import shorter
 from traindiff.state.equal_bits import Equality, can_be_equal, equalities
 from traindiff.state.held_parts import cut_to_held
+from traindiff.state.layer_order import moved_sentences, unlike_sentences
 from traindiff.state.maps import mapped
 from traindiff.state.matching import Matching
 from traindiff.state.measured import Measured, measure, same_bits
@@ -96,7 +97,7 @@ def weights(
         raise CheckpointError(_nothing_in_common(*sides))
     if third is not None:
         relations = _still_of_base(relations, sides[1], third)
-    sentences = (*moved_sentences(relations), *_base_sentences(relations, third))
+    sentences = (*moved_sentences(relations), *unlike_sentences(relations), *_base_sentences(relations, third))
     relations = with_accepted(relations, accepted)
     return WeightsComparison(
         baseline=sides[0].path,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ Word = Literal["identical", "equivalent", "differs", "only", "accepted"]
 WORDS: tuple[Word, ...] = ("differs", "only", "accepted", "equivalent", "identical")
 """In the order in which people want to read of them."""
 
-_NUMBER = re.compile(r"(?<![^.\[/])\d+(?![^.\]/])")
+NUMBER = re.compile(r"(?<![^.\[/])\d+(?![^.\]/])")
 """A part of a name that is a number: of a layer, or of an expert. The digits of `w1` are none."""
 
 
@@ -56,8 +56,8 @@ class Relation:
         """The name and the message, with `*` in place of the numbers in names: equal for all layers."""
         message = self.message
         for name in sorted({*self.baseline, *self.candidate}, key=lambda name: (-len(name), name)):
-            message = message.replace(name, _NUMBER.sub("*", name))
-        return _NUMBER.sub("*", self.name), message
+            message = message.replace(name, NUMBER.sub("*", name))
+        return NUMBER.sub("*", self.name), message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +210,8 @@ def group_lines(group: Sequence[Relation]) -> list[str]:
     names = list(dict.fromkeys(relation.pattern[0] for relation in group))
     subject = first.name if len(group) == 1 else names[0]
     message = first.message if len(group) == 1 else first.pattern[1]
+    if first.kind == "moved" and len(group) > 1 and numbers(first.baseline[0]) != numbers(first.candidate[0]):
+        message = f"{message}, under another number"
     if len(names) > 1:
         subject = f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
     times = f" ({_counted(len(group), first.role)})" if len(group) > 1 else ""
@@ -223,57 +225,9 @@ def _counted(count: int, role: Role) -> str:
 
 def skeleton(name: str) -> str:
     """A name with `*` in place of its numbers."""
-    return _NUMBER.sub("*", name)
+    return NUMBER.sub("*", name)
 
 
 def numbers(name: str) -> tuple[int, ...]:
     """The numbers in a name, e.g. of its layer and its expert."""
-    return tuple(int(digits[:18]) for digits in _NUMBER.findall(name))
-
-
-def moved_sentences(relations: Iterable[Relation]) -> list[str]:
-    """Sentences on layers that hold those of other layers: shifted, or swapped."""
-    all_moved = [one for one in relations if one.kind == "moved"]
-    moved = [one for one in all_moved if skeleton(one.baseline[0]) == skeleton(one.candidate[0])]
-    found: dict[tuple[str, int], set[int]] = {}
-    for one in moved:
-        pairs = list(zip(numbers(one.candidate[0]), numbers(one.baseline[0]), strict=True))
-        apart = [(position, here, there) for position, (here, there) in enumerate(pairs) if here != there]
-        if len(apart) == 1:
-            position, here, there = apart[0]
-            start = [match.start() for match in _NUMBER.finditer(one.candidate[0])][position]
-            prefix = one.candidate[0][:start].rstrip(".")
-            found.setdefault((prefix, here), set()).add(there)
-    by_prefix: dict[str, dict[int, int]] = {}
-    for (prefix, here), sources in found.items():
-        if len(sources) == 1:
-            by_prefix.setdefault(prefix, {})[here] = min(sources)
-    layers = [
-        sentence for prefix, places in by_prefix.items() for sentence in _moves(prefix, dict(sorted(places.items())))
-    ]
-    return [*layers, *_swapped({one.candidate[0]: one.baseline[0] for one in all_moved if one not in moved})]
-
-
-def _swapped(holds: Mapping[str, str]) -> list[str]:
-    """Sentences on tensors of other names that have changed places, one for all layers."""
-    found: dict[tuple[str, str], int] = {}
-    for name, other in holds.items():
-        if holds.get(other) == name and name < other:
-            key = (skeleton(name), skeleton(other))
-            found[key] = found.get(key, 0) + 1
-    return [
-        f"{first} and {second} are swapped{f', {count} times' if count > 1 else ''}."
-        for (first, second), count in found.items()
-    ]
-
-
-def _moves(prefix: str, places: Mapping[int, int]) -> list[str]:
-    shifts = {there - here for here, there in places.items()}
-    if len(shifts) == 1 and len(places) > 1:
-        first, last = min(places), max(places)
-        return [
-            f"{prefix}: {first} to {last} hold what the baseline has in {places[first]} to {places[last]}: layers are "
-            "shifted."
-        ]
-    swapped = [(here, there) for here, there in places.items() if places.get(there) == here and here < there]
-    return [f"{prefix}: {here} and {there} are swapped." for here, there in swapped]
+    return tuple(int(digits[:18]) for digits in NUMBER.findall(name))

@@ -24,6 +24,7 @@ from traindiff.state.arrangements import (
 from traindiff.state.comparison import Relation, Word, numbers
 from traindiff.state.elements import element_difference
 from traindiff.state.equal_bits import Equality
+from traindiff.state.layer_order import in_order
 from traindiff.state.measured import MOST_THREADS, Measured, common_dtype, same_bits
 from traindiff.state.pairing import by_content, content_keys, families, fused_parts, likest, rearranged
 from traindiff.state.stored import Role
@@ -85,7 +86,7 @@ class Matching:
             self._found.setdefault(name, self._only(name, of_candidate=True))
         ordered = [self._found[name] for name in self._candidate if name in self._found]
         rest = [self._found.get(f"\0{name}") or self._only(name, of_candidate=False) for name in self._left]
-        return [*ordered, *rest]
+        return [*in_order(ordered, self._baseline), *rest]
 
     def _num_bytes(self, name: str) -> int:
         """Bytes of two tensors of one name."""

@@ -213,6 +213,46 @@ def test_what_each_step_sets_anew_need_not_be_restored(tmp_path: Path) -> None:
     assert "Torch's generator was not restored: these steps have the same bits in spite of it." in found.notes
 
 
+def test_many_parts_of_one_dictionary_or_list_are_told_in_one_sentence(tmp_path: Path) -> None:
+    def recipe(*, forgets: bool = False) -> traindiff.Training:
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        average = {name: one.detach().clone() for name, one in model.named_parameters()}
+        scales: list[float] = []
+
+        def step(batch: Tensor) -> Tensor:
+            loss: Tensor = model(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scales.extend([1024.0, 2048.0])
+            for name, one in model.named_parameters():
+                average[name].lerp_(one.detach(), 0.1)
+            return loss
+
+        def save(path: Path) -> None:
+            torch.save([model.state_dict(), average, scales], path / "a.pt")
+
+        def load(path: Path) -> int:
+            weights, averages, history = torch.load(path / "a.pt", weights_only=True)
+            model.load_state_dict(weights)
+            if not forgets:
+                scales.extend(history)
+                for name, one in average.items():
+                    one.copy_(averages[name])
+            return AT
+
+        return traindiff.Training(
+            model=model, optimizer=optimizer, batches=torch.randn(8, 16, 4), step=step, save=save, load=load
+        )  # fmt: skip
+
+    directory = begun(recipe, tmp_path / "saved")
+    found = resumed(lambda: recipe(forgets=True), directory, tmp_path)
+
+    assert says(found) == ["4 tensors of average (average[0.weight], average[0.bias], ...) were not restored."]
+    assert "6 values of scales (scales[0], scales[1], ...) were not restored." in found.notes
+
+
 class Broken:
     """Has a `state_dict` that works with some settings only, as a library's loader may."""
 

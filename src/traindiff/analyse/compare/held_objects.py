@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from traindiff.analyse.compare.resumption import StateDifference
@@ -19,8 +19,9 @@ _ABOUT = {
     "tensor": "The tensor {}",
     "optimizer": "The optimizer {} ({})",
 }
+_PARTS = {"tensor": "tensor", "counter": "value"}
 _TOLD = 3
-"""Parts of an object that are named."""
+"""Parts of an object that are named; of more, a list or dictionary has one sentence."""
 
 
 def object_differences(
@@ -44,6 +45,7 @@ def object_differences(
         same_bits: Whether they have the same bits. A generator whose numbers make no difference is no difference.
     """
     found: list[StateDifference] = []
+    noted: list[StateDifference] = []
     notes: list[str] = []
     ranks = range(len(saved)) if len(saved) == len(resumed) else range(1)
     several = len(saved) != len(resumed)
@@ -66,24 +68,45 @@ def object_differences(
                 was_fresh = _same(fresh[rank].get((name, "")), resumed[rank].get((name, "")))
                 effect = _without_effect(drawn=drawn, same_bits=same_bits)
                 one = _of_generator(name, restored=not was_fresh, effect=effect)
-                _add(found, notes, one, finding=not effect)
+                (noted if effect else found).append(one)
                 continue
             if len(unsteady) == len(leaves) and what in ("counter", "object"):
                 notes.append(f"{name} is another one in each run of the training, and was not compared.")
                 continue
             one = _difference(what, name, leaves, (saved[rank], fresh[rank], resumed[rank]))
-            _add(found, notes, one, finding=what != "counter" or not (steps_agree or several))
+            (noted if what == "counter" and (steps_agree or several) else found).append(one)
+    notes += [one.message for one in _parts_together(_unique(noted))]
+    return _parts_together(_unique(found)), list(dict.fromkeys(notes))
+
+
+def _unique(found: Iterable[StateDifference]) -> list[StateDifference]:
+    """The first of each message: several ranks may say the same."""
     unique: dict[str, StateDifference] = {}
     for one in found:
         unique.setdefault(one.message, one)
-    return list(unique.values()), list(dict.fromkeys(notes))
+    return list(unique.values())
 
 
-def _add(found: list[StateDifference], notes: list[str], one: StateDifference, *, finding: bool) -> None:
-    if finding:
-        found.append(one)
-    else:
-        notes.append(one.message)
+def _parts_together(found: Iterable[StateDifference]) -> list[StateDifference]:
+    """What one list or dictionary holds in one sentence, e.g. hand-written averages of all parameters, or a history."""
+    groups: dict[tuple[object, ...], list[StateDifference]] = {}
+    for one in found:
+        holder, bracket, _ = one.sites[0].rpartition("[")
+        key = (one.what, holder, one.evidence["restored"]) if one.what in _PARTS and bracket else (one.message,)
+        groups.setdefault(key, []).append(one)
+    told: list[StateDifference] = []
+    for group in groups.values():
+        told += [_as_one(group)] if len(group) > _TOLD else group
+    return told
+
+
+def _as_one(group: Sequence[StateDifference]) -> StateDifference:
+    names = tuple(one.sites[0] for one in group)
+    what, restored = group[0].what, group[0].evidence["restored"]
+    why = "are not as they were saved" if restored else "were not restored"
+    holder = names[0].rpartition("[")[0]
+    message = f"{len(names)} {_PARTS[what]}s of {holder} ({names[0]}, {names[1]}, ...) {why}."
+    return StateDifference(what=what, sites=names, message=message, evidence={"parts": [], "restored": restored})
 
 
 def _apart(saved: Objects, resumed: Objects) -> dict[str, list[str]]:
@@ -93,6 +116,11 @@ def _apart(saved: Objects, resumed: Objects) -> dict[str, list[str]]:
         if not _same(one, resumed.get((name, leaf))):
             found.setdefault(name, []).append(leaf)
     return found
+
+
+def differ_in(saved: Objects, resumed: Objects, what: str) -> bool:
+    """Whether an object of one kind (`what`, e.g. `scheduler`) is not as it was saved."""
+    return any(one["what"] == what and not _same(one, resumed.get(place)) for place, one in saved.items())
 
 
 def _same(one: Leaf | None, other: Leaf | None) -> bool:
@@ -117,7 +145,8 @@ def _without_effect(*, drawn: bool, same_bits: bool) -> str:
 def _of_generator(name: str, *, restored: bool, effect: str) -> StateDifference:
     state = "is not in the state in which it was saved" if restored else "was not restored"
     begin = f"{name[:1].upper()}{name[1:]}" if "'s generator" in name else f"The generator {name}"
-    effect = effect or "dropout masks, shuffles and samples cannot be the same"
+    drawn = "dropout masks, shuffles and samples" if name.startswith("torch") else "the numbers drawn from it"
+    effect = effect or f"{drawn} cannot be the same"
     return StateDifference(what="generator", sites=(name,), message=f"{begin} {state}: {effect}.", evidence={})
 
 

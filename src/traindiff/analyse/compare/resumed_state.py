@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from traindiff.analyse.align.continuation import same_bits
-from traindiff.analyse.compare.held_objects import Objects, object_differences
+from traindiff.analyse.compare.held_objects import Objects, differ_in, object_differences
 from traindiff.analyse.compare.resumption import StateDifference
 from traindiff.analyse.findings import more_text
 from traindiff.analyse.merge.distance import Pair, difference
@@ -249,6 +249,9 @@ _WORDS = {"lr": "learning rate"}
 
 def _settings(saved: State, fresh: State, resumed: State, *, at: int) -> Iterator[StateDifference]:
     groups: dict[tuple[str, float, float, bool], list[str]] = {}
+    by_scheduler = any(
+        differ_in(one, other, "scheduler") for one, other in zip(saved.objects, resumed.objects, strict=False)
+    )
     for (path, slot), own in saved.settings.items():
         other = resumed.settings.get((path, slot))
         if other is None or other == own or (other != other and own != own):
@@ -259,7 +262,7 @@ def _settings(saved: State, fresh: State, resumed: State, *, at: int) -> Iterato
         values = f"{other:g}; it was {own:g}" if f"{other:g}" != f"{own:g}" else f"{other:.9g}; it was {own:.9g}"
         why = ""
         if kept:
-            why = ": the scheduler was not restored" if slot == "lr" else ": it was not restored"
+            why = ": the scheduler was not restored" if slot == "lr" and by_scheduler else ": it was not restored"
         several = more_text(len(paths) - 1, "group", before=", and the same holds for")
         message = f"The {_WORDS.get(slot, slot)} of {paths[0]} before step {at} is {values}{why}{several}."
         evidence = {"slot": slot, "saved": own, "resumed": other}

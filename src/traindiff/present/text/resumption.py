@@ -23,7 +23,8 @@ def print_resumption(console: Console, result: Resumption, *, top: int) -> None:
         for one in result.differences:
             console.print(Text(f"  {one.message}"), soft_wrap=True)
     else:
-        console.print(f"\nBefore step {result.at}, everything was as it had been saved.", soft_wrap=True)
+        but = ", except for what is noted here" if result.notes else ""
+        console.print(f"\nBefore step {result.at}, everything was as it had been saved{but}.", soft_wrap=True)
     before, after = result.setups
     if before != after:
         console.print(Text(f"Saved by: {before}. Resumed by: {after}."), soft_wrap=True)
