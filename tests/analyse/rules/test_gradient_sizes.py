@@ -109,6 +109,20 @@ def test_parameters_that_get_no_gradient_are_a_warning(tmp_path: Path) -> None:
     assert "it is 0 in every element in 6 of 6 steps. Look for" in zero.message
 
 
+def test_a_gradient_of_one_number_whose_terms_cancel_has_arrived(tmp_path: Path) -> None:
+    """The last bias of a critic that is trained by the difference of two means."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer):
+        for _ in range(6):
+            optimizer.zero_grad()
+            (model(torch.randn(16, 8)).mean() - model(torch.randn(16, 8) + 1.0).mean()).backward()
+            optimizer.step()
+
+    assert kinds(traindiff.check(tmp_path / "run")) == set()
+
+
 def test_a_head_of_zeros_lets_gradients_through_after_one_step(tmp_path: Path) -> None:
     model = classifier()
     nn.init.zeros_(model[-1].weight)

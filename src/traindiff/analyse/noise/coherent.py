@@ -34,8 +34,9 @@ def canceled_means(pairs: Iterable[Pair]) -> dict[SiteKey, float]:
         module, _, name = key.path.rpartition(".")
         variance = buffers.get(key._replace(path=f"{module}.running_var")) if name == "running_mean" else None
         size = float(norm(mean))
-        if variance is not None and size:
-            found[key] = math.hypot(math.sqrt(max(0.0, float(variance["sum"]))), size) / size
+        terms = math.sqrt(max(0.0, float(variance["sum"]))) if variance is not None else 0.0
+        if 0.0 < size <= terms * UNIT_ROUNDOFF["bfloat16"]:  # what is larger is no rounding in any dtype
+            found[key] = math.hypot(terms, size) / size
     return found
 
 

@@ -98,6 +98,7 @@ class GradientsArrive(Rule):
     """In every step in which something could move, the gradient of a parameter is None, or 0 in every element.
 
     Often this is intended (a pooler that a task does not use, an expert that is never chosen), so the rule only warns.
+    A gradient of one number whose terms are there and cancel is a gradient.
     Otherwise something was detached, computed under `no_grad`, or multiplied by 0.
     """
 
@@ -121,7 +122,7 @@ class GradientsArrive(Rule):
                 continue
             none = entry.unobserved.startswith(NO_GRADIENT)
             count = 0 if entry.unobserved else int(entry.summary["count"])
-            zero = bool(count) and int(entry.summary["zero"]) == count
+            zero = bool(count) and int(entry.summary["zero"]) == count and not _cancels(table, entry)
             if not none and not zero:  # unknown gradients and empty ones count as seen
                 self._seen.add(key.path)
                 self._without.pop(key.path, None)
@@ -147,6 +148,17 @@ class GradientsArrive(Rule):
             yield self.finding(
                 one.entry, message, step=one.first, none=one.num_none, zero=one.num_zero, num_steps=steps
             )
+
+
+def _cancels(table: StepTable, gradient: MergedSite) -> bool:
+    """True if what adds up to a gradient of one number is there, and adds up to 0: the last bias of a WGAN's critic."""
+    if int(gradient.summary["count"]) != 1:
+        return False  # sums by element are not recorded
+    module = gradient.key.path.rpartition(".")[0]
+    terms = [entry for key, entry in table.items() if key[:2] == ("backward", "") and key.path == module
+             and key.slot == "output[0]" and not entry.unobserved]  # fmt: skip
+    size = math.sqrt(sum(float(one.summary["sum_of_squares"]) * int(one.summary["count"]) for one in terms))
+    return size > 0.0 and abs(sum(float(one.summary["sum"]) for one in terms)) <= size * UNIT_ROUNDOFF["float32"]
 
 
 LEAST_STEPS = 2
