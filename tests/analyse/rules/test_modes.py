@@ -78,6 +78,12 @@ def test_a_model_in_evaluation_mode_from_the_beginning_gets_a_note(tmp_path: Pat
     assert verdict.notes == ("The model is in evaluation mode in all steps, so 1 computes as in an evaluation.",)
 
 
+def test_the_note_names_a_model_that_is_a_single_layer(tmp_path: Path) -> None:
+    verdict = trained(tmp_path / "run", nn.BatchNorm1d(20).eval(), {})
+
+    assert verdict.notes == ("The model is in evaluation mode in all steps, so (root) computes as in an evaluation.",)
+
+
 def test_statistics_that_are_frozen_from_the_beginning_are_not_worth_a_note(tmp_path: Path) -> None:
     model = convolutions()
     freeze_statistics(model)

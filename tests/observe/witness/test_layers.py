@@ -26,6 +26,14 @@ class _Bags(nn.Module):
         return self.bag(*batch)
 
 
+class _NamedBags(_Bags):
+    """The weights of samples are given by name, and before the offsets."""
+
+    def forward(self, batch: Any) -> Any:
+        tokens, offsets, weights = batch
+        return self.bag(per_sample_weights=weights, offsets=offsets, input=tokens)
+
+
 class _Attention(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -69,6 +77,10 @@ LAYERS: dict[str, Make] = {
         _Bags(mode="sum", include_last_offset=True), (_tokens(30), torch.tensor([0, 4, 19, 30])),
     ),
     "weighted bags": lambda: (_Bags(mode="sum"), (_tokens(4, 9), None, torch.randn(4, 9))),
+    "weighted bags, by name": lambda: (_NamedBags(mode="sum"), (_tokens(4, 9), None, torch.randn(4, 9))),
+    "weighted bags with offsets, by name": lambda: (
+        _NamedBags(mode="sum"), (_tokens(30), torch.tensor([0, 4, 4, 19]), torch.randn(30)),
+    ),
     "sparse bags": lambda: (_Bags(mode="sum", sparse=True), (_tokens(4, 9),)),
     "layer norm": lambda: (nn.LayerNorm((3, 6)), torch.randn(8, 5, 3, 6)),
     "rms norm": lambda: (nn.RMSNorm(6), torch.randn(8, 5, 6)),

@@ -204,7 +204,7 @@ def check(
             *whole,
             *([_LAST_EVALUATION] if several else ()),
             *(f"Not recorded, so not checked: {sentence}" for sentence in unrecorded_of(run)),
-            *(f"{reason}, so it is not checked." for reason in judge.unknown),
+            *(f"{reason}." for reason in judge.unknown),
             *judge.notes(),
             *(() if products is None else products.notes()),
         ),

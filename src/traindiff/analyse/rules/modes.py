@@ -10,6 +10,7 @@ from traindiff.analyse.findings import Finding, more_text
 from traindiff.analyse.merge.site import MergedSite, StepTable
 from traindiff.analyse.rules.rule import Limit, Rule
 from traindiff.core.observation import MODE
+from traindiff.core.site import ROOT
 from traindiff.core.summary import number
 
 _RATE = "p"
@@ -101,7 +102,7 @@ class ModelTrainsInTrainingMode(Rule):
 
 
 def _named(paths: list[str]) -> str:
-    return f"{paths[0]}{more_text(len(paths) - 1, 'module')}"
+    return f"{paths[0] or ROOT}{more_text(len(paths) - 1, 'module')}"
 
 
 def _compute(paths: list[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from inspect import signature
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -91,7 +92,7 @@ class Layers:
             return
         if "forward" in vars(module):
             raise NotWitnessedError("the forward method of its module was replaced")
-        given = (*args, *named.values())
+        given = _in_order(type(module).forward, module, args, named)
         if not given or not isinstance(given[0], Tensor):
             raise NotWitnessedError("its module was given no tensor")
         if given[0].is_nested or given[0].layout != torch.strided:
@@ -379,6 +380,17 @@ def _is_plain(tensor: Tensor) -> bool:
 def _is_divided(tensor: Any) -> bool:
     """True if ranks have different parts of a tensor; of a tensor whose terms they have, the gradients are copies."""
     return any(placement.is_shard() for placement in tensor.placements)
+
+
+def _in_order(
+    forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """The arguments of a call in the order of its signature, those that were given by name included."""
+    if not named:
+        return args
+    bound = signature(forward).bind(module, *args, **named)
+    bound.apply_defaults()
+    return bound.args[1:]
 
 
 def own_term(term: int, num_terms: int) -> int:
