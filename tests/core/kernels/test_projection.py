@@ -48,7 +48,7 @@ def expected(matrix: torch.Tensor, signs: torch.Tensor) -> NDArray[np.float64]:
 
 def by_torch(matrix: torch.Tensor, signs: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     with monkeypatch.context() as patch:
-        patch.setattr(projection, "_kernels", list)
+        patch.setattr(projection, "installed", lambda _: ())
         return projected(matrix, signs)
 
 
@@ -67,7 +67,7 @@ def test_rows_are_normalized_before_they_are_multiplied(
     values = values - values.mean(1, keepdim=True) if centered else values
     terms = gradient.double() * values / (values.square().mean(1, keepdim=True) + 1e-5).sqrt()
     if way == "torch":
-        monkeypatch.setattr(projection, "_kernels", list)
+        monkeypatch.setattr(projection, "installed", lambda _: ())
 
     found = normalized(x, gradient, signs, eps=1e-5, centered=centered)
 
@@ -200,7 +200,7 @@ def test_sums_of_products(rows: int, *, single: bool, monkeypatch: pytest.Monkey
 
     torch.testing.assert_close(found[:PROBES], terms.sum(0))
     torch.testing.assert_close(found[PROBES], terms.square().sum())
-    monkeypatch.setattr(projection, "_kernels", list)
+    monkeypatch.setattr(projection, "installed", lambda _: ())
     torch.testing.assert_close(summed(left, right), found)
 
 

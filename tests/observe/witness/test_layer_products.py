@@ -90,7 +90,7 @@ def test_the_kernel_and_torch_compute_the_same(monkeypatch: pytest.MonkeyPatch) 
     output = functional.linear(x, weight, bias)
     factor = factor_of(weight, torch.float32)
     by_kernel = check_output(factor, x, bias, output)
-    monkeypatch.setattr(row_errors, "_kernels", list)
+    monkeypatch.setattr(row_errors, "installed", lambda _: ())
 
     assert torch.allclose(check_output(factor, x, bias, output), by_kernel, rtol=1e-12)
 

@@ -13,11 +13,11 @@ from torch.nn import functional
 import traindiff
 from tests.observe.hooks.broken_products import Breaks, one_element
 from tests.observe.hooks.test_layer_products import OBSERVED, Net, found
-from traindiff.observe.torch.witness import prepared_products
+from traindiff.core.kernels.registry import LINEAR_CHECKS, installed
 from traindiff.observe.torch.witness.layer_products import check_gradient, check_output, factor_of
 from traindiff.observe.torch.witness.prepared_products import prepared
 
-pytestmark = pytest.mark.skipif(prepared_products._kernel() is None, reason="needs the CPU kernels")
+pytestmark = pytest.mark.skipif(not installed(LINEAR_CHECKS), reason="needs the CPU kernels")
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

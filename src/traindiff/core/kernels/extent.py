@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
+from traindiff.core.kernels.registry import EXTENTS, installed
 from traindiff.errors import UnsupportedTensorError
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from torch import Tensor
 
 
@@ -46,7 +44,7 @@ def extent(tensor: Tensor) -> Extent:
     Raises:
         UnsupportedTensorError: It has no elements that could be read.
     """
-    for device_types, fast in _kernels():
+    for device_types, fast in installed(EXTENTS):
         if tensor.device.type in device_types and fast.reads(tensor):
             found: Extent = fast.extent(tensor)
             return found
@@ -55,14 +53,6 @@ def extent(tensor: Tensor) -> Extent:
         return Extent(float(smallest), float(largest), count)
     except RuntimeError as error:  # fake tensors
         raise UnsupportedTensorError(f"its elements cannot be read: {error}") from error
-
-
-@cache
-def _kernels() -> list[tuple[frozenset[str], ModuleType]]:
-    """The kernels whose packages are installed."""
-    from traindiff.core.kernels.registry import EXTENTS
-
-    return [(kernel.device_types, module) for kernel in EXTENTS if (module := kernel.load()) is not None]
 
 
 def magnitudes(tensor: Tensor) -> tuple[Tensor, Tensor, int]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from types import ModuleType
+from traindiff.core.kernels.registry import PROJECTIONS, installed
 
+if TYPE_CHECKING:
     from torch import Tensor
 
 LANES = 8
@@ -37,7 +36,7 @@ def projected(matrix: Tensor, signs: Tensor) -> Tensor:
         float64, shape (rows, PROBES), on the matrix's device. Not a number, or infinite, for rows that have such an
         element.
     """
-    for device_types, kernel in _kernels():
+    for device_types, kernel in installed(PROJECTIONS):
         if matrix.device.type in device_types and kernel.reads(matrix):
             found: Tensor = kernel.projected(matrix, signs)
             return found
@@ -60,7 +59,7 @@ def normalized(matrix: Tensor, gradient: Tensor, signs: Tensor, *, eps: float, c
     Returns:
         float64, shape (rows, PROBES). Terms are in float32 at least.
     """
-    for device_types, kernel in _kernels():
+    for device_types, kernel in installed(PROJECTIONS):
         if matrix.device.type in device_types and kernel.reads(matrix) and kernel.reads(gradient):
             found: Tensor = kernel.normalized(matrix, gradient, signs, eps=eps, centered=centered)
             return found
@@ -79,17 +78,9 @@ def summed(left: Tensor, right: Tensor) -> Tensor:
     Returns:
         float64, shape (PROBES + 1,): the sums of the columns of products, then the sum of all their squares.
     """
-    for device_types, kernel in _kernels():
+    for device_types, kernel in installed(PROJECTIONS):
         if left.device.type in device_types:
             found: Tensor = kernel.summed(left, right)
             return found
     terms = left * right
     return torch.cat([terms.sum(0), terms.square().sum().reshape(1)])
-
-
-@cache
-def _kernels() -> list[tuple[frozenset[str], ModuleType]]:
-    """The kernels whose packages are installed."""
-    from traindiff.core.kernels.registry import PROJECTIONS
-
-    return [(kernel.device_types, module) for kernel in PROJECTIONS if (module := kernel.load()) is not None]

@@ -81,6 +81,12 @@ PUT_OFF: tuple[Kernel, ...] = (
 
 
 @cache
+def installed(kernels: tuple[Kernel, ...]) -> tuple[tuple[frozenset[str], ModuleType], ...]:
+    """The device types and the modules of those kernels whose packages are installed."""
+    return tuple((kernel.device_types, module) for kernel in kernels if (module := kernel.load()) is not None)
+
+
+@cache
 def _loaded(kernel: Kernel) -> ModuleType | None:
     try:
         return import_module(kernel.module)

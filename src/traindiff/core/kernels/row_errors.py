@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from traindiff.core.kernels.registry import ROW_ERRORS, installed
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import ModuleType
 
     from torch import Tensor
 
@@ -79,7 +79,7 @@ def row_errors(sums: Tensor, made: Tensor, bound: Bound, counts: Sequence[int] =
         one of the norms of the terms and of the result. Rows that are not finite count as right; what is divided by 0
         is 0.
     """
-    for device_types, kernel in _kernels():
+    for device_types, kernel in installed(ROW_ERRORS):
         if sums.device.type in device_types:
             found: Tensor = kernel.row_errors(sums, made, bound, counts)
             return found
@@ -98,11 +98,3 @@ def row_errors(sums: Tensor, made: Tensor, bound: Bound, counts: Sequence[int] =
     shares = (torch.where(size > 0, one / size, 0.0) for one in norms)
     numbers = torch.stack([ratios.max(), ratios.argmax(), median, *shares]).nan_to_num(nan=0.0)
     return torch.cat([numbers, numbers.new_tensor(counts)])
-
-
-@cache
-def _kernels() -> list[tuple[frozenset[str], ModuleType]]:
-    """The kernels whose packages are installed."""
-    from traindiff.core.kernels.registry import ROW_ERRORS
-
-    return [(kernel.device_types, module) for kernel in ROW_ERRORS if (module := kernel.load()) is not None]

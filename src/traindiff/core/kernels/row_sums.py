@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from types import ModuleType
+from traindiff.core.kernels.registry import ROW_SUMS, installed
 
+if TYPE_CHECKING:
     from torch import Tensor
 
 LANES = 8
@@ -35,7 +34,7 @@ def row_sums(matrix: Tensor, factors: Tensor, squares: Tensor) -> Tensor:
         the square of the largest partial sum of the first, over blocks of columns or in lanes. Where columns are few
         the last is that over lanes.
     """
-    for device_types, kernel in _kernels():
+    for device_types, kernel in installed(ROW_SUMS):
         if matrix.device.type in device_types and kernel.reads(matrix):
             found: Tensor = kernel.row_sums(matrix, factors, squares)
             return found
@@ -67,7 +66,7 @@ def table_sums(matrix: Tensor, row_factors: Tensor, column_factors: Tensor) -> t
         float64, shape (2, columns): for each column the sum over rows of its elements times `row_factors`, and of their
         squares. float64, shape (2, rows): for each row the same with `column_factors`.
     """
-    for device_types, kernel in _kernels():
+    for device_types, kernel in installed(ROW_SUMS):
         if matrix.device.type in device_types and kernel.reads(matrix):
             found: tuple[Tensor, Tensor] = kernel.table_sums(matrix, row_factors, column_factors)
             return found
@@ -79,11 +78,3 @@ def table_sums(matrix: Tensor, row_factors: Tensor, column_factors: Tensor) -> t
         by_column += torch.stack([factors @ values, squares.sum(0)])
         by_row.append(torch.stack([values @ column_factors, squares.sum(1)]))
     return by_column, torch.cat(by_row, 1) if by_row else row_factors.new_zeros(2, 0)
-
-
-@cache
-def _kernels() -> list[tuple[frozenset[str], ModuleType]]:
-    """The kernels whose packages are installed."""
-    from traindiff.core.kernels.registry import ROW_SUMS
-
-    return [(kernel.device_types, module) for kernel in ROW_SUMS if (module := kernel.load()) is not None]

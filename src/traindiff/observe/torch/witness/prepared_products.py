@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from math import prod
 from typing import Any
 
 from torch import Tensor
 
-from traindiff.core.kernels.registry import LINEAR_CHECKS
+from traindiff.core.kernels.registry import LINEAR_CHECKS, installed
 from traindiff.core.kernels.torch_arrays import dtype_name
 from traindiff.core.torch_compat.alike import looks_like
 from traindiff.observe.torch.products.rounding import Format, weights
@@ -90,7 +89,7 @@ def prepared(given: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor)
         bias: Its bias, if it has one.
         output: Its output.
     """
-    kernel = _kernel()
+    kernel = next((module for _, module in installed(LINEAR_CHECKS)), None)
     others = (weight, output) if bias is None else (weight, output, bias)
     if kernel is None or not kernel.reads(weight) or not all(_is_like(given, one, given.dtype) for one in others):
         return None
@@ -103,9 +102,3 @@ def _is_like(one: Any, other: Any, dtype: Any) -> bool:
         isinstance(part, Tensor) and part.dtype == dtype and part.is_cpu and part.is_contiguous()
         for part in (one, other)
     )  # fmt: skip
-
-
-@cache
-def _kernel() -> Any:
-    """The kernel, if its package is installed."""
-    return next((found for one in LINEAR_CHECKS if (found := one.load()) is not None), None)
