@@ -48,6 +48,24 @@ def hashes(tensor: StoredTensor, dtype: str) -> tuple[Hashes, Hashes]:
     return of_rows, of_columns
 
 
+class KnownHashes:
+    """Hashes of rows and columns, computed once for each tensor and dtype. Tensors must stay while it is used."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, str], tuple[Hashes, Hashes]] = {}
+
+    def of(self, tensor: StoredTensor, dtype: str) -> tuple[Hashes, Hashes]:
+        """Hashes of the rows and of the columns of a tensor, rounded to a dtype.
+
+        Raises:
+            CheckpointError: A file has ended.
+        """
+        key = (id(tensor), dtype)
+        if key not in self._known:
+            self._known[key] = hashes(tensor, dtype)
+        return self._known[key]
+
+
 def pairs_order(rows: int, heads: int) -> NDArray[np.intp]:
     """Rows in the order of interleaved rotary pairs, as indices into rows in the order of halves, per head.
 
@@ -117,6 +135,20 @@ def _split(parts: Sequence[Hashes], whole: Hashes, order: Sequence[int], groups:
         found.append(heads)
         first += length
     return tuple(found)
+
+
+def holds(layout: Layout, parts: Sequence[Hashes], rows: Hashes, columns: Hashes) -> bool:
+    """True if parts, given by the hashes of their rows, make up a whole in a layout."""
+    made, groups = [], layout.groups
+    for number, heads in zip(layout.order, layout.heads, strict=True):
+        given = parts[number]
+        if len(given) % groups or (heads and len(given) % (2 * abs(heads))):
+            return False
+        if heads:
+            order = pairs_order(len(given), abs(heads))
+            given = given[order if heads > 0 else np.argsort(order)]
+        made.append(given.reshape(groups, -1))
+    return np.array_equal(np.concatenate(made, axis=1).reshape(-1), columns if layout.transpose else rows)
 
 
 def moved_rows(baseline: Hashes, candidate: Hashes) -> str:

@@ -17,7 +17,7 @@ from traindiff.state.comparison import Relation, WeightsComparison
 from traindiff.state.dtypes import shorter
 from traindiff.state.equal_bits import Equality, can_be_equal, equalities
 from traindiff.state.held_parts import cut_to_held
-from traindiff.state.layer_order import moved_sentences, unlike_sentences
+from traindiff.state.layer_order import moved_sentences
 from traindiff.state.maps import mapped
 from traindiff.state.matching import Matching
 from traindiff.state.measured import Measured, measure, same_bits
@@ -79,7 +79,9 @@ def weights(
             notes += _one_sided(role, first, second)
             continue
         if role == "parameter" and not any(one.held for one in (*first.values(), *second.values())):
-            first, second, found = merged_adapters(first, second, {} if third is None else _of_role(third, role))
+            scales = [side.adapter_scale for side in sides if side.adapter_scale is not None]
+            of_base = {} if third is None else _of_role(third, role)
+            first, second, found = merged_adapters(first, second, of_base, scales[0] if scales else None)
             relations += found
             if not first or not second:
                 continue
@@ -97,7 +99,7 @@ def weights(
         raise CheckpointError(_nothing_in_common(*sides))
     if third is not None:
         relations = _still_of_base(relations, sides[1], third)
-    sentences = (*moved_sentences(relations), *unlike_sentences(relations), *_base_sentences(relations, third))
+    sentences = (*moved_sentences(relations), *_base_sentences(relations, third))
     relations = with_accepted(relations, accepted)
     return WeightsComparison(
         baseline=sides[0].path,

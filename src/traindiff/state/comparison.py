@@ -231,3 +231,11 @@ def skeleton(name: str) -> str:
 def numbers(name: str) -> tuple[int, ...]:
     """The numbers in a name, e.g. of its layer and its expert."""
     return tuple(int(digits[:18]) for digits in NUMBER.findall(name))
+
+
+def common_numbers(names: Sequence[str]) -> tuple[int, ...]:
+    """The numbers that names have in common: of a layer, but not those by which its experts are told apart."""
+    table = [numbers(name) for name in names]
+    if not table or any(len(one) != len(table[0]) for one in table):
+        return ()
+    return tuple(column[0] for column in zip(*table, strict=True) if len({*column}) == 1)

@@ -34,6 +34,12 @@ _DIGITS: Mapping[str, tuple[int, int]] = {
 }  # fmt: skip
 """Binary digits behind the point, and the exponent of the smallest normal number."""
 
+TOO_LARGE: Mapping[str, float] = {
+    "float64": np.inf, "float32": 2.0**128 - 2.0**103, "bfloat16": 2.0**128 - 2.0**119, "float16": 65520.0,
+    "float8_e4m3fn": float(np.nextafter(464.0, np.inf)), "float8_e5m2": 61440.0,
+}  # fmt: skip
+"""By dtype: the smallest number that does not round to a finite one, but to infinity, or is cut to the largest one."""
+
 
 def is_float(dtype: str) -> bool:
     """True for a dtype whose numbers can be decoded and rounded to."""

@@ -236,12 +236,15 @@ class Checkpoint:
         kind: What it is, in words.
         tensors: By name, in the order of the checkpoint.
         notes: What a reader should know of it, sentences.
+        adapter_scale: By what its adapters are to be multiplied, by the name of a weight and the rank of its adapter;
+            None if it does not say.
     """
 
     path: str
     kind: str
     tensors: Mapping[str, StoredTensor]
     notes: tuple[str, ...] = field(default=())
+    adapter_scale: Callable[[str, int], float | None] | None = None
 
 
 def check_parts(where: str, tensor: StoredTensor) -> StoredTensor:

@@ -12,6 +12,7 @@ from traindiff.core.untrusted.demands import quoted
 from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import CheckpointError
 from traindiff.state.sources import (
+    adapter_configs,
     distributed_checkpoints,
     megatron_files,
     safetensors_files,
@@ -99,7 +100,8 @@ def _of_directory(path: str, folder: Folder) -> Checkpoint:
     for name in (*_INDEXES, *_SINGLE):
         if name in names:
             found = (_of_index if name in _INDEXES else _of_file)(path, folder, name)
-            return replace(found, tensors={**found.tensors, **_optimizer_beside(folder, names)})
+            tensors = {**found.tensors, **_optimizer_beside(folder, names)}
+            return replace(found, tensors=tensors, adapter_scale=adapter_configs.scale_beside(folder))
     files = [name for name in names if name.endswith(".safetensors")]
     files = files or [name for name in names if name.endswith(_TORCH_ENDINGS)]
     if not files:
