@@ -22,6 +22,7 @@ from traindiff.state.maps import mapped
 from traindiff.state.matching import Matching
 from traindiff.state.measured import Measured, measure, same_bits
 from traindiff.state.pairing import under_plain_names
+from traindiff.state.seals import check_seals
 from traindiff.state.sources.opening import open_checkpoint
 from traindiff.state.stored import Checkpoint, Role, StoredTensor
 
@@ -97,6 +98,11 @@ def weights(
         relations += Matching(role, *measured, equal, counter).relations()
     if not any(one.baseline and one.candidate for one in relations):
         raise CheckpointError(_nothing_in_common(*sides))
+    for side, names_of in ((sides[0], "baseline"), (sides[1], "candidate")):
+        own = {tensor.name: tensor for tensor in side.tensors.values()}  # a map has other keys
+        check_seals(
+            own, {name for one in relations if one.word in ("differs", "only") for name in getattr(one, names_of)}
+        )
     if third is not None:
         relations = _still_of_base(relations, sides[1], third)
     sentences = (*moved_sentences(relations), *_base_sentences(relations, third))

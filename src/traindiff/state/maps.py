@@ -94,7 +94,7 @@ def joined(parts: Sequence[StoredTensor], whole: StoredTensor, layout: Layout) -
 
     return StoredTensor(
         name=" + ".join(one.name for one in parts), dtype=parts[0].dtype, shape=whole.shape, role=whole.role,
-        memory=memory, in_one=True,
+        memory=memory, in_one=True, made_of=tuple(parts),
     )  # fmt: skip
 
 

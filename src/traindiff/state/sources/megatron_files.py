@@ -20,7 +20,7 @@ from traindiff.core.untrusted.folder import Folder
 from traindiff.state.dtypes import ITEM_BYTES
 from traindiff.state.equal_bits import can_be_equal, equalities
 from traindiff.state.sources.pickles import Record
-from traindiff.state.sources.torch_files import Archive, archive_of, named_tensors
+from traindiff.state.sources.torch_files import TorchFile, archive_of, named_tensors
 from traindiff.state.stored import Part, Place, StoredTensor, check_parts, unreadable
 
 _DIRECTORY = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?", re.ASCII)
@@ -116,7 +116,7 @@ Place3 = tuple[int, int, int]
 """Tensor, pipeline and expert rank."""
 
 
-def _archives(folder: Folder) -> tuple[dict[Place3, Archive], _Declared]:
+def _archives(folder: Folder) -> tuple[dict[Place3, TorchFile], _Declared]:
     """The files of all ranks, and what the first one declares.
 
     Raises:
@@ -125,7 +125,7 @@ def _archives(folder: Folder) -> tuple[dict[Place3, Archive], _Declared]:
     names = [match for name in folder.names() if (match := _DIRECTORY.fullmatch(name))]
     read = {match[0]: _archive(folder, match[0]) for match in names}
     declared = _declared(next(iter(read.values())).value, names)
-    found: dict[Place3, Archive] = {}
+    found: dict[Place3, TorchFile] = {}
     for match in names:
         first, second = int(match[2] or 0), int(match[3] or 0)
         alone = match[3] is None and declared.pipeline == 1 and declared.expert > 1
@@ -145,7 +145,7 @@ def _archives(folder: Folder) -> tuple[dict[Place3, Archive], _Declared]:
     return found, declared
 
 
-def _archive(folder: Folder, name: str) -> Archive:
+def _archive(folder: Folder, name: str) -> TorchFile:
     inner = folder.within(name)
     file = next((one for one in _FILES if inner.exists(one)), None)
     if file is None:
@@ -170,7 +170,7 @@ def _declared(content: Any, names: Sequence[re.Match[str]]) -> _Declared:
     )  # fmt: skip
 
 
-def _chunks(archive: Archive) -> Iterator[Tensors]:
+def _chunks(archive: TorchFile) -> Iterator[Tensors]:
     """The parameters of each part of the model that a rank has: one, or several of an interleaved pipeline.
 
     Raises:

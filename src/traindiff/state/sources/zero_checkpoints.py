@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -18,7 +19,7 @@ from traindiff.core.untrusted.demands import quoted
 from traindiff.core.untrusted.folder import Folder
 from traindiff.state.dtypes import ITEM_BYTES
 from traindiff.state.sources.pickles import Record
-from traindiff.state.sources.torch_files import Archive, archive_of, named_tensors
+from traindiff.state.sources.torch_files import TorchFile, archive_of, named_tensors
 from traindiff.state.stored import Part, Place, Role, StoredTensor, check_parts, unreadable
 
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,9})_mp_rank_(\d{2,9})_optim_states\.pt", re.ASCII)
@@ -104,7 +105,7 @@ def _ranks(folder: Folder, files: Mapping[int, str]) -> list[_Rank]:
     return ranks
 
 
-def _without_zero(archive: Archive) -> dict[str, StoredTensor]:
+def _without_zero(archive: TorchFile) -> dict[str, StoredTensor]:
     """The tensors of the only file.
 
     Raises:
@@ -154,7 +155,7 @@ class _Rank:
         CheckpointError: It is not one of ZeRO.
     """
 
-    def __init__(self, archive: Archive) -> None:
+    def __init__(self, archive: TorchFile) -> None:
         self._archive = archive
         content = _mapping(archive.value, archive.where).get("optimizer_state_dict")
         stage = content.get("zero_stage") if isinstance(content, Mapping) else None
@@ -255,11 +256,11 @@ def _shifted(flat: StoredTensor, first: int) -> Place:
     whole = flat.parts[0].find()
     if whole.strides is not None:
         raise unreadable(whole.content.folder.path(whole.content.name), "a partition in it has gaps")
-    return Place(content=whole.content.after(first * ITEM_BYTES[flat.dtype]))
+    return replace(whole, content=whole.content.after(first * ITEM_BYTES[flat.dtype]))
 
 
 def _whole(
-    archive: Archive, content: Mapping[Any, Any], known: Mapping[str, StoredTensor], *, sharded: bool
+    archive: TorchFile, content: Mapping[Any, Any], known: Mapping[str, StoredTensor], *, sharded: bool
 ) -> Iterator[tuple[str, StoredTensor]]:
     """What the module has whole: buffers; in stages 1 and 2 also parameters that are not trained."""
     names, module = content.get("buffer_names"), content.get("module")
@@ -272,7 +273,7 @@ def _whole(
                 yield own, tensor
 
 
-def _frozen(archives: Sequence[Archive], first: Mapping[Any, Any], *, sharded: bool) -> dict[str, StoredTensor]:
+def _frozen(archives: Sequence[TorchFile], first: Mapping[Any, Any], *, sharded: bool) -> dict[str, StoredTensor]:
     """Parameters that are not trained: whole in stages 1 and 2, cut among the ranks in stage 3."""
     shapes = first.get("frozen_param_shapes")
     found: dict[str, StoredTensor] = {}
