@@ -13,11 +13,11 @@ from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import CheckpointError
 from traindiff.state.sources import (
     adapter_configs,
+    deepspeed_files,
     distributed_checkpoints,
     megatron_files,
     safetensors_files,
     torch_files,
-    zero_checkpoints,
 )
 from traindiff.state.sources.index_files import of_index
 from traindiff.state.sources.live import of_object
@@ -132,9 +132,10 @@ def _of_ranks(path: str, folder: Folder) -> Checkpoint | None:
     Raises:
         CheckpointError: A file is missing or damaged.
     """
-    zero = zero_checkpoints.directory_of(folder)
-    if zero is not None:
-        return Checkpoint(path=path, kind="DeepSpeed", tensors=zero_checkpoints.of_directory(zero))
+    deepspeed = deepspeed_files.directory_of(folder)
+    if deepspeed is not None:
+        tensors, notes = deepspeed_files.of_directory(deepspeed)
+        return Checkpoint(path=path, kind="DeepSpeed", tensors=tensors, notes=tuple(notes))
     if megatron_files.is_of_ranks(folder):
         tensors, notes = megatron_files.of_directory(folder)
         return Checkpoint(path=path, kind="Megatron", tensors=tensors, notes=tuple(notes))
