@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from traindiff.core.kernels.reference import splitmix64
 from traindiff.core.maps.entries import Layout
+from traindiff.state.dtypes import ITEM_BYTES, bits_type
 from traindiff.state.measured import in_dtype
 from traindiff.state.stored import StoredTensor
 
@@ -37,11 +38,14 @@ def hashes(tensor: StoredTensor, dtype: str) -> tuple[Hashes, Hashes]:
     rows = tensor.size // max(1, columns)
     of_rows, of_columns = np.zeros(rows, np.uint64), np.zeros(columns, np.uint64)
     across, place = _weights(0, columns), 0
+    words = ITEM_BYTES[tensor.dtype] // bits_type(tensor.dtype).itemsize  # a complex128 is kept as 16 bytes
+    inside = _weights(1 << 60, words)
     with np.errstate(over="ignore"):
         for slab in tensor.slabs:
-            bits = in_dtype(tensor.slab(*slab), tensor.dtype, dtype).reshape(-1, columns)
+            bits = in_dtype(tensor.slab(*slab), tensor.dtype, dtype).reshape(-1, columns, words)
             for first in range(0, len(bits), step := max(1, (1 << 18) // columns)):
                 block = bits[first : first + step].astype(np.uint64)
+                block = block[..., 0] if words == 1 else (block * inside).sum(axis=2, dtype=np.uint64)
                 of_rows[place : place + len(block)] = (block * across).sum(axis=1, dtype=np.uint64)
                 of_columns += (block * _weights(place, len(block))[:, None]).sum(axis=0, dtype=np.uint64)
                 place += len(block)

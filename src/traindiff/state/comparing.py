@@ -105,6 +105,8 @@ def weights(
         )
     if third is not None:
         relations = _still_of_base(relations, sides[1], third)
+        if not any(_in_base(one, third) for one in relations):
+            notes.append(f"Warning: {third.path} (--base) has no tensor of a name that the two have.")
     sentences = (*moved_sentences(relations), *_base_sentences(relations, third))
     relations = with_accepted(relations, accepted)
     return WeightsComparison(

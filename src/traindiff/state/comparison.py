@@ -193,7 +193,11 @@ def text_lines(result: WeightsComparison, *, top: int = 12) -> list[str]:
             lines.append(f"  ... and {more} more tensors (--top, --json)")
     if result.notes:
         lines += ["", *result.notes]
-    return lines
+    return [line if len(line) <= _MOST_CHARACTERS else f"{line[:_MOST_CHARACTERS]} ..." for line in lines]
+
+
+_MOST_CHARACTERS = 2000
+"""Of a line: names of tensors may have any length. JSON has all of them."""
 
 
 _HEADINGS: Mapping[Word, str] = {

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traindiff.core.summary import UNIT_ROUNDOFF
-from traindiff.state.dtypes import TOO_LARGE, Bits, decoded, gap, is_float, rounded, shorter, truncated
+from traindiff.state.dtypes import ITEM_BYTES, TOO_LARGE, Bits, decoded, gap, is_float, rounded, shorter, truncated
 from traindiff.state.measured import common_dtype
 from traindiff.state.stored import StoredTensor
 
@@ -162,8 +162,12 @@ def element_difference(baseline: StoredTensor, candidate: StoredTensor) -> Eleme
                 part = slice((low - begin) * inner, (high - begin) * inner)
                 total.add(decoded(first[part], baseline.dtype), decoded(second[part], candidate.dtype), low, high)
         else:
-            total.count += first.size
-            total.unequal += _unequal(first, second, baseline.dtype, candidate.dtype)
+            words = ITEM_BYTES[baseline.dtype] // first.itemsize
+            total.count += first.size // words
+            if words > 1 and baseline.dtype == candidate.dtype:
+                total.unequal += int(np.count_nonzero((first != second).reshape(-1, words).any(axis=1)))
+            else:
+                total.unequal += _unequal(first, second, baseline.dtype, candidate.dtype)
     if not numeric:
         evidence = {"unequal": total.unequal, "elements": total.count}
         if not total.unequal:

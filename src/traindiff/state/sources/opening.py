@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+from traindiff.core.site import printable
 from traindiff.core.untrusted.demands import quoted
 from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import CheckpointError
@@ -53,11 +54,23 @@ def open_checkpoint(source: Any) -> Checkpoint:
     if not files.exists(root):
         if (missing := lacks_container(files, root)) is not None:
             raise CheckpointError(str(missing))
-        raise CheckpointError(f"{path} does not exist. Give a file or a directory of saved weights.")
+        raise CheckpointError(_not_there(path, files, root))
     if files.isdir(root):
         return _checked(_of_directory(path, Folder(files, root, refuse=unreadable)))
     folder = Folder(files, posixpath.dirname(root) or ".", refuse=unreadable)
     return _checked(_of_file(path, folder, posixpath.basename(root)))
+
+
+def _not_there(path: str, files: Any, root: str) -> str:
+    """What is said of a path that has nothing: some file systems say so, too, of a server that does not answer."""
+    try:
+        files.info(root)
+    except FileNotFoundError:
+        pass
+    except Exception as error:  # noqa: BLE001  each of fsspec's file systems has errors of its own
+        reason = printable(str(error))[:200] or type(error).__name__
+        return f"{path} cannot be reached: {reason}. Give a file or a directory of saved weights."
+    return f"{path} does not exist. Give a file or a directory of saved weights."
 
 
 def _checked(found: Checkpoint) -> Checkpoint:

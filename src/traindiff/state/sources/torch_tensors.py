@@ -20,6 +20,13 @@ _STORAGES: Mapping[str, str] = {
     "ComplexDoubleStorage": "complex128", "UntypedStorage": "uint8",
 }  # fmt: skip
 
+_OTHERS: Mapping[str, str] = {
+    "_rebuild_sparse_tensor": "is sparse", "_rebuild_sparse_csr_tensor": "is sparse",
+    "_rebuild_qtensor": "is quantized", "_rebuild_nested_tensor": "is nested",
+    "_rebuild_meta_tensor_no_storage": "was on the meta device, without elements",
+}  # fmt: skip
+"""Functions of torch that make other tensors, and what these are."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
@@ -62,6 +69,8 @@ def described_tensor(value: Any, name: str, role: Role, where: str) -> StoredTen
         return described_tensor(value.arguments[0], name, role, where)
     if last == "_rebuild_from_type_v2" and len(value.arguments) > 2 and isinstance(value.arguments[2], tuple):
         return described_tensor(Record(name_of(value.arguments[0]), value.arguments[2]), name, role, where)
+    if last in _OTHERS:
+        raise unreadable(where, f"{quoted(name)} is a tensor that {_OTHERS[last]}, and only plain ones are read")
     if last not in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3") or len(value.arguments) < 4:
         return None
     storage, offset, shape, strides, *more = value.arguments
