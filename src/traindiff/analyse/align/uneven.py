@@ -40,6 +40,7 @@ class Unplaced:
         calls: Modules that the runs call on other parts of the batch.
         scalars: Whether such a module may return a scalar in the latest step.
         computed: Sites that one run computes for all rows, and the other for chosen rows.
+        padded: Modules that the runs compute for other rows, such as those of sets that one of them pads.
         unseen: Modules of which what they return was not compared.
         other_form: Whether both runs were given the same samples in the latest step, padded or ordered otherwise.
     """
@@ -52,6 +53,7 @@ class Unplaced:
     calls: dict[str, None] = field(default_factory=dict)
     scalars: bool = False
     computed: dict[str, None] = field(default_factory=dict)
+    padded: dict[str, None] = field(default_factory=dict)
     unseen: dict[str, None] = field(default_factory=dict)
     other_form: bool = False
     _lacking: set[SiteKey] = field(default_factory=set)  # left out in the latest step
@@ -69,8 +71,10 @@ class Unplaced:
         Nothing changes if both runs cut the batch in the same way: then micro-batches are compared one by one.
         """
         self.begin()
-        rows = without_other_rows(with_paired_calls(tables))
-        self.computed.update(dict.fromkeys(label(one.key.path, one.key.slot) for one in rows.without))
+        rows = without_other_rows(with_paired_calls(tables), self.padded)
+        self.padded.update(dict.fromkeys(rows.padded))
+        chosen = (one for one in rows.without if one.key.path not in rows.padded)
+        self.computed.update(dict.fromkeys(label(one.key.path, one.key.slot) for one in chosen))
         calls = regrouped(rows.tables)
         tables, self.scalars = calls.tables, bool(calls.paths)
         self.calls.update(calls.paths)
@@ -147,6 +151,11 @@ class Unplaced:
             notes.append(
                 f"One run computes {_named(self.computed)} for all samples, the other for rows that were chosen: these "
                 "were not compared."
+            )
+        if self.padded:
+            notes.append(
+                f"The runs compute {_named(self.padded, 'module')} for other rows (padded ones, or a call for each "
+                "sample): these were not compared, and what follows them agreed when this was first seen."
             )
         if self.pooled:
             notes.append(
