@@ -1,4 +1,4 @@
-"""Modules that the runs compute for other rows: experts for all rows or for chosen ones, sets that are padded or not."""
+"""Modules that the runs compute for other rows: experts for all or for chosen ones, sets that are padded or not."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ def without_other_rows(tables: Tables, known: Collection[str] = ()) -> ComputedR
         for key, entry in baseline.items()
         if key in candidate
         and _flows(key)
+        and entry.shape != candidate[key].shape
         and counts[0][key.of_calls] != counts[1][key.of_calls]
         and _have_same_features(entry, candidate[key])
     ]
@@ -120,9 +121,7 @@ def _what_follows_agrees(tables: Tables, paths: Collection[str]) -> bool:
     outputs = [entry for key, entry in baseline.items() if key.phase == "forward" and not key.stage]
     last = max((entry.order for entry in outputs if entry.key.path in paths), default=-1)
     behind = sorted((entry for entry in outputs if entry.order > last), key=lambda entry: entry.order)
-    return any(
-        _agrees(entry, candidate[entry.key]) for entry in (*behind[:1], *behind[-1:]) if entry.key in candidate
-    )
+    return any(_agrees(entry, candidate[entry.key]) for entry in (*behind[:1], *behind[-1:]) if entry.key in candidate)
 
 
 def _agrees(baseline: MergedSite, candidate: MergedSite) -> bool:

@@ -195,9 +195,8 @@ def check_initial_parameter(pair: Pair, *, step: int) -> Finding | None:
     baseline, candidate = pair.baseline, pair.candidate
     path, permuted = baseline.key.path, False
     if is_transposed(pair) and (permuted := _is_permuted(pair)):
-        message = (
-            f"{path} starts with the same values, transposed: {_shapes(pair)}. What depends on their order is not compared."
-        )
+        transposed = f"{path} starts with the same values, transposed: {_shapes(pair)}."
+        message = f"{transposed} What depends on their order is not compared."
     elif baseline.shape != candidate.shape:
         message = (
             f"{path} has shape {list(baseline.shape)} in the baseline and {list(candidate.shape)} in the candidate: "

@@ -37,7 +37,7 @@ class Unplaced:
         left_out: Sites that were not compared.
         axes: Batch axes that would have to be declared, by path.
         latest: The baseline's entries of those sites in the latest step, in execution order.
-        calls: Modules that the runs call on other parts of the batch.
+        calls: Modules that the runs call on other parts of the batch: the most calls in a step.
         scalars: Whether such a module may return a scalar in the latest step.
         computed: Sites that one run computes for all rows, and the other for chosen rows.
         padded: Modules that the runs compute for other rows, such as those of sets that one of them pads.
@@ -50,7 +50,7 @@ class Unplaced:
     left_out: dict[str, None] = field(default_factory=dict)
     axes: dict[str, int] = field(default_factory=dict)
     latest: tuple[MergedSite, ...] = ()
-    calls: dict[str, None] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
     scalars: bool = False
     computed: dict[str, None] = field(default_factory=dict)
     padded: dict[str, None] = field(default_factory=dict)
@@ -76,8 +76,8 @@ class Unplaced:
         chosen = (one for one in rows.without if one.key.path not in rows.padded)
         self.computed.update(dict.fromkeys(label(one.key.path, one.key.slot) for one in chosen))
         calls = regrouped(rows.tables)
-        tables, self.scalars = calls.tables, bool(calls.paths)
-        self.calls.update(calls.paths)
+        tables, self.scalars = calls.tables, bool(calls.calls)
+        self.calls.update(calls.calls)
         cuts = _cut(tables[0]), _cut(tables[1])
         same_cut = cuts[0] == cuts[1] or not all(cuts)
         self.latest = rows.without

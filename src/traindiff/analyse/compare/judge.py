@@ -24,6 +24,7 @@ from traindiff.analyse.merge.site import GRADIENT_NORM, MergedSite, SiteKey, Ste
 from traindiff.analyse.noise.run_floors import RunFloors
 from traindiff.analyse.noise.tolerance import Tolerances
 from traindiff.analyse.rules import RULES, RunFacts
+from traindiff.analyse.rules.lost_updates import UpdatesSurviveRounding, is_another_update
 from traindiff.analyse.rules.rule import RunJudge
 from traindiff.core.site import label
 
@@ -359,16 +360,20 @@ class BothRuns:
         if self._alike:
             strict, lenient = strict * 2, lenient * 2
         found = []
-        for name, own, other, common in zip(RUNS, strict, lenient[::-1], self._common, strict=True):
-            for one in own:
-                what = one.kind, common(one.path)
-                if one.kind == "lost-update" and what[1] in {path for _, path in other - {what}}:
-                    continue  # the other run has a worse finding there
+        for run, other_run in ((0, 1), (1, 0)):
+            other, common = lenient[other_run], (self._common[run], self._common[other_run])
+            both = tables[min(run, len(tables) - 1)], tables[min(other_run, len(tables) - 1)]
+            for one in strict[run]:
+                what = one.kind, common[0](one.path)
                 if what in other:
                     self.shared.setdefault(one.kind, f"In both runs: {_within(one.message)}")
-                else:
-                    message = f"In the {name}, {_within(one.message)}"
-                    found.append(replace(one, message=message, evidence={**one.evidence, "run": name}))
+                    continue
+                if one.kind == UpdatesSurviveRounding.name and (
+                    what[1] in {path for _, path in other} or is_another_update(one, both, common)
+                ):
+                    continue  # the other run has a worse finding there, or does not compute this update
+                message = f"In the {RUNS[run]}, {_within(one.message)}"
+                found.append(replace(one, message=message, evidence={**one.evidence, "run": RUNS[run]}))
         return found
 
     def _judges(self, judges: Sequence[RunJudge]) -> Sequence[RunJudge]:
