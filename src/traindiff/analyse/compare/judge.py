@@ -16,6 +16,7 @@ from traindiff.analyse.compare.moved_moments import KIND as SYSTEMATIC
 from traindiff.analyse.compare.other_loss import SEEN_AT
 from traindiff.analyse.compare.site_rows import SiteRows
 from traindiff.analyse.compare.step_input import StepInput
+from traindiff.analyse.compare.uncalled import is_uncalled
 from traindiff.analyse.findings import UNJUDGED, Finding, SiteWord, word_of
 from traindiff.analyse.merge.distance import Pair, difference, equal_bits, same_bits, size_of
 from traindiff.analyse.merge.history import DifferenceHistory
@@ -33,11 +34,6 @@ FOLLOWS = 0.05
 
 _LEARNING = frozenset({"loss", "grad", "update"})
 """Phases that tell what a training learns."""
-
-
-def is_uncalled(finding: Finding) -> bool:
-    """True if a finding says that one run does not call a module."""
-    return finding.kind in ("missing", "extra") and finding.phase == "forward"
 
 
 OTHER_FORM = "other_form"
@@ -76,6 +72,7 @@ class Judge:
             it differs.
         absent: Paths of parameters that one run does not train; their further differences are not reported.
         other_loss: Whether a loss differed by more than noise.
+        uncalled: Paths of modules that only one run calls.
         regrouped: Paths of modules that the runs call on other parts of the same batch.
         loss_of_one_run: Whether only one run has a loss: the other asks for its gradients in another way.
     """
@@ -106,6 +103,7 @@ class Judge:
         self.returned: dict[str, int] = {}
         self.absent: set[str] = set()
         self.other_loss = False
+        self.uncalled: set[str] = set()
         self.regrouped: Collection[str] = ()
         self.loss_of_one_run = False
         self._history = history
