@@ -61,8 +61,10 @@ class Normalized:
             if then is not None:
                 then()
 
-    def projected(self, gradient: Tensor, signs: Tensor) -> Tensor | None:
+    def projected(self, gradient: Tensor, signs: Tensor) -> tuple[Tensor, Tensor] | None:
         """Rows of the normalized input times the gradient, times signs; None if rows are not what is normalized.
+
+        The second tensor is the `shift`.
 
         Args:
             gradient: Gradient of the output, in the shape of the input.
@@ -114,6 +116,36 @@ class Normalized:
             return functional.batch_norm(x, None, None, training=True, eps=module.eps)
         mean, variance = (one.to(x.dtype) for one in self._running)
         return functional.batch_norm(x, mean, variance, eps=module.eps)
+
+    def shift(self, gradient: Tensor) -> Tensor:
+        """See `Products`, for the gradient of the output; float64, a scalar.
+
+        Raises:
+            NotWitnessedError: The input is not known any more.
+        """
+        given, module = self._checked(), self._module
+        if isinstance(module, RMSNorm) and not isinstance(module, nn.LayerNorm):
+            return torch.zeros((), dtype=torch.float64, device=gradient.device)
+        x, g = (one.to(torch.promote_types(given.dtype, torch.float32)) for one in (given, gradient))
+        x, g, dims = _sharing(module, x, g)
+        if self._running is None:
+            variance, mean = torch.var_mean(x, dims, correction=0)
+        else:
+            mean, variance = (one.to(x.dtype) for one in self._running)
+        far = mean.double().square() / (variance.double() + module.eps)
+        return (far * g.double().square().sum(dims)).sum()
+
+
+def _sharing(module: Any, given: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """The input and the gradient of a normalization, and the axes whose elements share a mean, as views."""
+    if isinstance(module, nn.LayerNorm):
+        return given, gradient, tuple(range(-len(module.normalized_shape), 0))
+    if isinstance(module, nn.GroupNorm):
+        sizes = (module.num_groups, -1)
+        return given.unflatten(1, sizes), gradient.unflatten(1, sizes), tuple(range(2, given.dim() + 1))
+    if isinstance(module, AnyInstanceNorm):
+        return given, gradient, tuple(range(-dims_of_sample(module) + 1, 0))
+    return given, gradient, (0, *range(2, given.dim()))
 
 
 def _uses_own_statistics(module: Any) -> bool:

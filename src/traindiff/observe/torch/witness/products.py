@@ -23,19 +23,24 @@ class Products:
     """What one call of a layer contributes to `aᵀ (dL/dW) b`.
 
     Attributes:
-        totals: For each probe the sum of its terms over rows, then the sum of the squares of all terms; float64, shape
-            (PROBES + 1,).
+        totals: For each probe the sum of its terms over rows, then the sum of the squares of all terms, then that of the
+            squares of the differences between terms of neighboring rows; float64, shape (TOTALS,). See `summed`.
         rows: Number of terms that are added up to each element of the gradient.
+        shift: Of a normalization: the sum over all elements of `(g mean / deviation)²`, with the mean and deviation that
+            the element's input was normalized by. A number, or a scalar.
     """
 
     totals: Tensor
     rows: int | Tensor
+    shift: float | Tensor = 0.0
 
 
-def of_rows(left: Tensor, right: Tensor, *, rows: int | Tensor | None = None) -> Products:
+def of_rows(
+    left: Tensor, right: Tensor, *, rows: int | Tensor | None = None, shift: float | Tensor = 0.0
+) -> Products:
     """Terms `(g·a)(x·b)`, given by their two factors; a single row on the right counts for all rows."""
     left, right = _table(left), _table(right)
-    return Products(totals=summed(left, right), rows=left.shape[0] if rows is None else rows)
+    return Products(totals=summed(left, right), rows=left.shape[0] if rows is None else rows, shift=shift)
 
 
 def _table(factors: Tensor) -> Tensor:
