@@ -84,8 +84,8 @@ def summed(left: Tensor, right: Tensor) -> Tensor:
         right: The same shape, or a single row that counts for all.
 
     Returns:
-        float64, shape (TOTALS,): the sums of the columns of products, then the sum of all their squares, then the sum of
-        the squares of the differences from the products of the row before; from 0 for the first row.
+        float64, shape (TOTALS,): the sums of the columns of products, then the sum of all their squares, then the sum
+        of the squares of the differences from the products of the row before; from 0 for the first row.
     """
     for device_types, kernel in installed(PROJECTIONS):
         if left.device.type in device_types:

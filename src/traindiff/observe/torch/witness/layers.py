@@ -232,7 +232,8 @@ class Layers:
             else:
                 found = of.convolution(x, module, columns, padding=of.padded(module))
                 found = partial(_given_second, found, rows)
-            yield self.use(weight, found, x, output, width=sum(weight.extent.shape), is_convolution=True)
+            use = self.use(weight, found, x, output, width=sum(weight.extent.shape), is_convolution=True)
+            yield replace(use, sums=use.result) if of.adds_samples(output) else use
         if bias is not None:
             yield self.use(
                 bias,
