@@ -105,7 +105,7 @@ class Use:
         independent of each other, the error of a sum S has the root mean square `sqrt(n) u S`. They are not where terms
         repeat: then each is rounded in the same direction, until S has doubled. n equal terms lose up to `n u S / 4`.
         If terms come in runs of L equal ones, n / L such errors are independent of each other: `sqrt(n L) u S / 4`.
-        Terms of unlike rows have `sum((t[i] - t[i - 1])²) = 2 sum(t²)`, and runs of L of them 1 / L of it, which tells L.
+        Terms of unlike rows have `sum((t[i] - t[i - 1])²) = 2 sum(t²)`, and runs of L have 1 / L of it, which tells L.
 
         A normalization multiplies g by `(x - mean) * scale`. The rounding of the mean, and of `mean * scale` where a
         kernel computes `x * scale - mean * scale`, shifts the product by up to `u |mean| scale` for each rounding. This
