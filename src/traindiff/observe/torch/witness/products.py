@@ -35,9 +35,7 @@ class Products:
     shift: float | Tensor = 0.0
 
 
-def of_rows(
-    left: Tensor, right: Tensor, *, rows: int | Tensor | None = None, shift: float | Tensor = 0.0
-) -> Products:
+def of_rows(left: Tensor, right: Tensor, *, rows: int | Tensor | None = None, shift: float | Tensor = 0.0) -> Products:
     """Terms `(g·a)(x·b)`, given by their two factors; a single row on the right counts for all rows."""
     left, right = _table(left), _table(right)
     return Products(totals=summed(left, right), rows=left.shape[0] if rows is None else rows, shift=shift)
