@@ -72,7 +72,7 @@ FormatOption = Annotated[
 ]  # fmt: skip
 """Option of every command that gives a verdict."""
 
-JsonOption = Annotated[bool, typer.Option("--json", help="The same as --format json (docs/json.md).")]
+JsonOption = Annotated[bool, typer.Option("--json", help="The same as --format json (traindiff explain json).")]
 
 
 def print_result(result: Any, form: str, *, text: Callable[[], None]) -> None:

@@ -118,10 +118,10 @@ def check(
 ) -> Verdict:
     """Check one run by itself: no baseline is needed.
 
-    A run is held against rules, which docs/rules.md describes one by one: where it first is not finite, gradients that
-    vanish or explode, parameters that nothing moves, dead units, spikes of the loss, skipped steps, learning rates
-    that stay 0, optimizers that do something else than their settings say, ranks that disagree, and more. Some of them
-    only warn: what they find is worth knowing, and leaves a run healthy.
+    A run is held against rules, which `traindiff explain rules` describes one by one: where it first is not finite,
+    gradients that vanish or explode, parameters that nothing moves, dead units, spikes of the loss, skipped steps,
+    learning rates that stay 0, optimizers that do something else than their settings say, ranks that disagree, and
+    more. Some of them only warn: what they find is worth knowing, and leaves a run healthy.
 
     Args:
         recording: A local path or any fsspec URL.
