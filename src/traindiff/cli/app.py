@@ -125,6 +125,7 @@ class ScriptReady(Exception):  # noqa: N818  not an error
 MODULES = {
     "check": "check", "compact": "compact", "compare": "compare", "demo": "demo", "doctor": "doctor",
     "explain": "explain", "export": "recordings", "import": "recordings", "investigate": "investigate",
+    "mcp": "mcp",
     "prune": "compact", "report": "report", "rerun": "rerun", "resume": "resume", "run": "run", "show": "recordings",
     "verify": "verify", "view": "report", "weights": "weights",
 }  # fmt: skip

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from traindiff.analyse import next_commands
 from traindiff.analyse.findings import more_line
 from traindiff.core.maps.entries import Layout
 from traindiff.state.stored import Role
@@ -132,6 +133,7 @@ class WeightsComparison:
             "relations": [_json(relation) for relation in self.relations],
             "notes": list(self.notes),
             "num_bytes": self.num_bytes,
+            "next": next_commands.explaining(one.kind for one in self.relations if one.word in ("differs", "only")),
         }
 
     def __str__(self) -> str:

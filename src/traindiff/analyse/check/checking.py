@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from traindiff.analyse import next_commands
 from traindiff.analyse.check.chosen_rules import CONSEQUENCE, chosen_rules
 from traindiff.analyse.findings import Finding, also_text, grouped, phase_text, ranks_text, steps_text, where_text
 from traindiff.analyse.merge.history import RunHistory
@@ -84,6 +85,7 @@ class Verdict:
             "ranks": list(self.ranks),
             "notes": list(self.notes),
             "products": None if self.products is None else self.products.to_json(),
+            "next": next_commands.of_check(self.recording, self.findings or self.warnings),
         }
 
     def sentence(self) -> str:
