@@ -39,8 +39,7 @@ class SingletonDims:
         if not self.sites:
             return ""
         name, (baseline, candidate) = next(iter(self.sites.items()))
-        more = more_text(len(self.sites) - 1, "site", before=", and so")
-        also = f"{more}{' does' if len(self.sites) == 2 else ' do'}" if len(self.sites) > 1 else ""
+        also = more_text(len(self.sites) - 1, "site", before=", likewise")
         return (
             f"{name} has the shape {list(baseline)} in the baseline and {list(candidate)} in the candidate{also}: the "
             "same elements, which were compared. Where such a tensor meets another one, it may be broadcast otherwise."
