@@ -281,14 +281,14 @@ class Matching:
             keys = [(dtype, int(one["multiset"]), candidate.tensor.size) for dtype, one in candidate.summaries.items()]
             for other in chain.from_iterable(places.get(key, ()) for key in keys):
                 baseline = self._left.get(other)
-                dtype = None if baseline is None else rearranged(baseline, candidate)
-                if baseline is None or dtype is None or not candidate.tensor.is_readable:
+                short = None if baseline is None else rearranged(baseline, candidate)
+                if baseline is None or short is None or not candidate.tensor.is_readable:
                     continue
-                message, layout = arranged(baseline, candidate, dtype, self._hashes)
+                message, layout = arranged(baseline, candidate, short, self._hashes)
                 if message:
                     word: Word = "equivalent"
                     kind = "rearranged"
-                    if overflows((baseline, candidate), dtype):
+                    if overflows((baseline, candidate), short):
                         word, kind, message = "differs", "overflow", f"{message}, {UNFIT}"
                     relation = self._relation(word, kind, [other], [name], message, layout=layout)
                     self._settle([other], [name], relation)

@@ -106,7 +106,8 @@ class Seal:
         """
         found = 0
         for first in range(0, self.content.count, SLAB_BYTES):
-            found = zlib.crc32(self.content.read(first, min(SLAB_BYTES, self.content.count - first)), found)
+            slab = self.content.read(first, min(SLAB_BYTES, self.content.count - first))
+            found = zlib.crc32(slab.data, found)
         return found == self.checksum
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from traindiff.analyse.findings import more_text
-from traindiff.analyse.merge.site import StepTable
+from traindiff.analyse.align.side import Tables
 from traindiff.core.site import label
 
 Shape = tuple[int, ...]
@@ -21,7 +21,7 @@ class SingletonDims:
     def __init__(self) -> None:
         self.sites: dict[str, tuple[Shape, Shape]] = {}
 
-    def without(self, tables: tuple[StepTable, StepTable]) -> tuple[StepTable, StepTable]:
+    def without(self, tables: Tables) -> Tables:
         """Both tables, the candidate's with the baseline's shapes. Elements are numbered in the same order in both."""
         baseline, candidate = tables
         found = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from traindiff.analyse.align.side import Tables
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 
 _PHASES = frozenset({"batch", "forward", "backward"})
@@ -15,7 +16,7 @@ _PHASES = frozenset({"batch", "forward", "backward"})
 _Group = tuple[SiteKey, tuple[int, ...], bool]
 
 
-def with_common_slots(tables: tuple[StepTable, StepTable]) -> tuple[StepTable, StepTable]:
+def with_common_slots(tables: Tables) -> Tables:
     """Both tables, the candidate's with the baseline's names of inputs and outputs that only differ in their names.
 
     A tensor is the other one if it is the only one of its shape that a call of this module has and the other run's
