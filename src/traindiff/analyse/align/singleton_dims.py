@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from traindiff.analyse.findings import more_text
 from traindiff.analyse.align.side import Tables
+from traindiff.analyse.findings import more_text
 from traindiff.core.site import label
 
 Shape = tuple[int, ...]
