@@ -8,7 +8,7 @@ import pytest
 
 from tests.storage.samples import write
 from traindiff.errors import ConfigError
-from traindiff.storage import location, open_recording
+from traindiff.storage import open_recording, stores
 
 
 def test_a_protocol_that_is_not_known_is_named() -> None:
@@ -20,7 +20,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     def missing(_path: str) -> None:
         raise ImportError("Install s3fs to access S3")
 
-    monkeypatch.setattr(location.fsspec.core, "url_to_fs", missing)
+    monkeypatch.setattr(stores, "opened", missing)
     with pytest.raises(ConfigError, match="Install s3fs to access S3"):
         open_recording("s3://bucket/run")
 

@@ -31,10 +31,11 @@ def follower(wanted: bool, patience: float, webhook: str | None, junit: Path | N
     Raises:
         ConfigError: The verdict cannot be sent to the address, or written to the file.
     """
-    from traindiff.present.webhook import check_webhook
     from traindiff.storage import Follower
 
     if webhook is not None:
+        from traindiff.present.webhook import check_webhook
+
         check_webhook(webhook)
     if junit is not None and not junit.parent.is_dir():
         fix = "Give the path of a file in a directory that is there."

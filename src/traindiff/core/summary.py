@@ -212,6 +212,19 @@ def norm(summaries: Any) -> NDArray[np.float64]:
         return np.asarray(np.sqrt(squares))
 
 
+def norms_of(summaries: Sequence[Any]) -> list[float]:
+    """The `norm` of each of many summaries, which need not lie in one array."""
+    squares = np.array([one["sum_of_squares"] for one in summaries], dtype=np.float64)
+    with np.errstate(invalid="ignore"):
+        found: list[float] = np.sqrt(squares).tolist()
+    return found
+
+
+def is_finite(summary: Any) -> bool:
+    """True if no element of a tensor is NaN or infinite."""
+    return not (summary["nan"] or summary["positive_infinity"] or summary["negative_infinity"])
+
+
 def largest(summaries: Any) -> NDArray[np.float64]:
     """Largest |x| of the finite elements; 0 if there are none."""
     found = np.maximum(0.0, np.maximum(summaries["maximum"], -summaries["minimum"]))

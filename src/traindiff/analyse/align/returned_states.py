@@ -45,6 +45,10 @@ class ReturnedStates:
                     self.sources[key.path, key.slot] = known[elements]
             self._before = outputs
 
+    def follow(self, other: ReturnedStates) -> None:
+        """Take over what is known of the other run, which had the same bits in all that this depends on."""
+        self.sources, self._before = dict(other.sources), other._before
+
 
 Sources = tuple[Mapping[tuple[str, str], str], Mapping[tuple[str, str], str]]
 """`ReturnedStates.sources` of both runs."""

@@ -129,7 +129,8 @@ class Side:
         """
         table = self._renamed(step.table)
         updates, before = self._updates.derive(table, step=step.step)
-        self._known |= {key.path for key in table if key.phase == "param"}
+        if not (shows := {key.path for key in table if key.phase == "param"}) <= self._known:
+            self._known |= shows
         shown = {
             key: entry for key, entry in table.items()
             if key.phase == "param" and key.slot == "buffer" and not entry.unobserved
@@ -152,6 +153,20 @@ class Side:
             earlier=tuple(earlier),
         )  # fmt: skip
         return self._in_common(one_step, first=first)
+
+    def like(self, other: SideStep) -> SideStep:
+        """The run's part of a step in which it has the bits of the other run, since the steps before."""
+        values, buffers = _parameters_in(other.table)
+        before = {path: entry for path, entry in self._updates.known.items() if path not in values}
+        before.update((path, other.before[path]) for path in values if path in other.before)
+        held = {key: other.buffers[key] for key in buffers if key in other.buffers}
+        return replace(other, before=before, known=self._known, buffers={**self._buffers, **held})
+
+    def follow(self, other: Side, sites: Iterable[SiteKey]) -> None:
+        """Take over what the other run knows, after steps with these sites in which both runs have the same bits."""
+        values, buffers = _parameters_in(sites)
+        self._updates.follow(other._updates, values)
+        self._buffers.update((key, other._buffers[key]) for key in buffers if key in other._buffers)
 
     def _in_common(self, one: SideStep, *, first: bool) -> SideStep:
         """A step under the names that both runs have in common: updates are derived, so parts may be merged."""
@@ -196,6 +211,13 @@ class Side:
         settings = self.recording.run["settings"]
         chosen = parse_steps(settings.get("steps"), where="run.json")
         return step % settings.get("every", 1) == 0 and (not isinstance(chosen, StepSelection) or step in chosen)
+
+
+def _parameters_in(sites: Iterable[SiteKey]) -> tuple[set[str], set[SiteKey]]:
+    """Paths of the parameters of a step, and sites of its buffers after it."""
+    found = [key for key in sites if key.phase == "param"]
+    values = {key.path for key in found if key.slot == "value"}
+    return values, {key._replace(stage="") for key in found if key.slot == "buffer"}
 
 
 def _renamed(paths: Iterable[str], rename: Rename) -> frozenset[str]:

@@ -194,7 +194,7 @@ def _compared(
 ) -> tuple[int | None, bool]:
     """Number of a step that was compared, and whether it has findings. Nothing else of it is kept."""
     compared = comparison.feed(baseline, candidate)
-    return (None, False) if compared is None else (compared.aligned.step, bool(compared.findings))
+    return (None, False) if compared is None else (compared.step, bool(compared.findings))
 
 
 def _refuse_candidate_as_noise(candidate: Recording, noise: Sequence[Recording]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -37,7 +37,7 @@ class Updates:
                 self._parameters[key.path] = entry.without_parts(np.array(entry.summary)[()])
                 self._ended.pop(key.path, None)
         # An update is unknown if ranks are missing before or after it.
-        before = {path: entry for path, entry in self._parameters.items() if not entry.unobserved}
+        before = self.known
         moved: list[tuple[MergedSite, MergedSite]] = []
         after = [entry for key, entry in table.items() if key[:2] == ("param", "") and key.slot == "value"]
         kept = np.array([entry.summary for entry in after], dtype=SUMMARY)  # a view would keep the step in memory
@@ -53,6 +53,20 @@ class Updates:
             self._parameters[path] = entry.without_parts(summary)
             self._ended[path] = step
         return _updates(moved), {**before, **{path: entry for path, entry in elsewhere.items() if not entry.unobserved}}
+
+    def follow(self, other: Updates, paths: Iterable[str]) -> None:
+        """Take over what another run knows of parameters, after steps in which both runs had the same of them."""
+        for path in paths:
+            if path in other._parameters:
+                self._parameters[path] = other._parameters[path]
+            self._ended.pop(path, None)
+            if path in other._ended:
+                self._ended[path] = other._ended[path]
+
+    @property
+    def known(self) -> dict[str, MergedSite]:
+        """By path: the parameters as they were seen last."""
+        return {path: entry for path, entry in self._parameters.items() if not entry.unobserved}
 
 
 def _of_same_copy(edited: MergedSite, after: MergedSite | None) -> bool:

@@ -36,12 +36,21 @@ def common_factor(fits: Sequence[float], limits: Sequence[float]) -> float | Non
     """
     if len(fits) < 3:
         return None
-    factor = float(np.median(fits))
+    factor = median(fits)
     # A common factor is visible if it exceeds the floor of the least noisy gradient.
     if factor == 0.0 or not math.isfinite(factor) or abs(factor - 1.0) <= min(limits):
         return None
     near = sum(abs(s / factor - 1.0) <= max(limit, 1e-6) for s, limit in zip(fits, limits, strict=True))
     return factor if near >= COMMON_SHARE * len(fits) else None
+
+
+def median(numbers: Iterable[float]) -> float:
+    """The median of at least one number; NaN if one is NaN. Not by NumPy, which loads its masked arrays for it."""
+    ordered = sorted(numbers)
+    if any(map(math.isnan, ordered)):
+        return math.nan
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2.0
 
 
 Kernel = Literal["accurate", "one by one", "lookup", "bag"]

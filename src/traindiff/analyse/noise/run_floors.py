@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from traindiff.analyse.merge.distance import Pair, equal_bits, size_of
-from traindiff.analyse.merge.site import SiteKey, StepTable
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.noise.gradients import Terms
 from traindiff.analyse.noise.uncalibrated import GAIN, Floors
 from traindiff.core.site import is_of_no_module
@@ -120,11 +120,11 @@ class RunFloors:
         self._least[site] = least = min(canceled, self._least.get(site, canceled))
         return max(1.0, canceled / least) if least else 1.0
 
-    def note_states(self, pairs: Iterable[Pair]) -> None:
-        """Note the norms of the states of optimizers after a step."""
-        for pair in pairs:
-            if pair.baseline.key.phase == "optimizer":
-                self.states[pair.baseline.key] = float(norm(pair.baseline.summary))
+    def note_states(self, entries: Iterable[MergedSite]) -> None:
+        """Note the norms of the states of optimizers after a step, from the baseline's sites."""
+        for entry in entries:
+            if entry.key.phase == "optimizer":
+                self.states[entry.key] = float(norm(entry.summary))
 
     def begin(self, pairs: Iterable[Pair], floors: tuple[Floors, ...]) -> None:
         """Note the floors of a step that begins.

@@ -240,7 +240,7 @@ class SiteFloors:
             shown = measured if key.phase == "grad" else self.measured(pair, summed=False)
             self._run.exceeded_noise |= size > (shown or 0.0)
         if key.phase == "optimizer":
-            self._run.note_states([pair])
+            self._run.note_states([pair.baseline])
         elif key.phase == "grad" and key.slot == "grad":
             self._seen[key.path] = pair
             self._together.saw(pair, norms_apart(pair) if key.path in self._run.permuted else size)

@@ -26,6 +26,7 @@ class MastersAreCopied(Rule):
     name = "master-weights"
     finds = "A parameter is not the rounded copy of its float32 master weights."
     tells_runs_apart = True
+    judges_sizes = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "roundings": Limit(
             default=4.0,

@@ -130,6 +130,7 @@ class UpdatesFollowSettings(Rule):
     finds = "The optimizer does something else than its settings say, or its updates are lost to rounding."
     kinds = ("update-rule", "never-updated", "lost-update")
     tells_runs_apart = True
+    judges_sizes = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "residual": Limit(
             default=LIMIT,

@@ -131,6 +131,7 @@ class ReportedNumbersFit(Rule):
     finds = "A logged gradient norm, clip coefficient or loss scale does not fit the recorded gradients."
     kinds = ("reported-norm", "clip-coefficient", "loss-scale")
     tells_runs_apart = True
+    judges_sizes = True
 
     def begin(self) -> None:
         """Nothing was seen so far."""

@@ -144,18 +144,27 @@ class Rule:
     tells_runs_apart: ClassVar[bool] = False
     """True if `traindiff compare` asks it too. Most faults it finds by itself, and better."""
 
+    judges_sizes: ClassVar[bool] = False
+    """True if its findings depend on `strictness`. `traindiff compare` asks other rules only once."""
+
     def __init_subclass__(cls) -> None:
         if not cls.kinds and hasattr(cls, "name"):
             cls.kinds = (cls.name,)
 
     def __init__(self, facts: RunFacts, *, strictness: float = 1.0, limits: Mapping[str, float] | None = None) -> None:
         self.facts = facts
-        self.strictness = strictness
+        self._strictness = strictness
         self._chosen = limits or {}
         self.begin()
 
     def begin(self) -> None:
         """Set up the state that the rule keeps from step to step: little, and not more with every step."""
+
+    @property
+    def strictness(self) -> float:
+        """What the rule divides its limits by."""
+        assert self.judges_sizes, "a rule says that it uses it"
+        return self._strictness
 
     def limit(self, name: str) -> float:
         """One of `limits`, as the user or the rule sets it."""
@@ -268,6 +277,7 @@ class RunJudge:
 
     Attributes:
         unknown: Sentences about what could not be judged so far, in order.
+        of_any_strictness: Kind and path of the latest step's findings that do not depend on how strict the rules are.
     """
 
     def __init__(
@@ -281,6 +291,7 @@ class RunJudge:
         chosen = limits or {}
         self._rules = [rule(facts, strictness=strictness, limits=chosen.get(rule.name)) for rule in rules]
         self._found: set[tuple[str, str]] = set()
+        self.of_any_strictness: set[tuple[str, str]] = set()
         self.unknown: dict[str, None] = {}
 
     def step(
@@ -288,8 +299,10 @@ class RunJudge:
     ) -> list[Finding]:
         """Findings of a step, in the order of execution; fewer rules judge one without a call of the optimizer."""
         rules = [rule for rule in self._rules if finished or rule.judges_unfinished]
-        found = [finding for rule in rules for finding in rule.step(table, step=step) or ()]
-        found += [finding for rule in rules for finding in rule.products(products, step=step)]
+        by_rule = [(rule, finding) for rule in rules for finding in rule.step(table, step=step) or ()]
+        by_rule += [(rule, finding) for rule in rules for finding in rule.products(products, step=step)]
+        self.of_any_strictness = {(one.kind, one.path) for rule, one in by_rule if not rule.judges_sizes}
+        found = [finding for _, finding in by_rule]
         self._found.update((finding.kind, finding.path) for finding in found)
         return sorted(found, key=lambda finding: finding.order)
 

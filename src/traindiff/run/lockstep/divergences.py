@@ -31,6 +31,8 @@ def divergence_lines(compared: ComparedStep, *, batch: int, indices: Mapping[str
         indices: Number of each trainable parameter in the model's order, by path.
         first: Description of the first finding.
     """
+    if compared.aligned is None:  # nothing differs
+        return
     pairs = {pair.baseline.key: pair for pair in compared.aligned.aligned.pairs}
     for what, group in groupby(_in_order(_without_derived(compared.findings)), key=_what):
         found = list(group)
