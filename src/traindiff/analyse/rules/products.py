@@ -81,6 +81,7 @@ class ProductsAreExact(Rule):
 
     name = "product-inaccurate"
     finds = "A matrix product or convolution is less exact than its format allows."
+    judges_sizes = True
     warns = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "error": Limit(
