@@ -52,8 +52,10 @@ SMALLEST_NORMAL = {"float64": 2.0**-1022, "float32": 2.0**-126, "float16": 2.0**
 
 def rounding(dtype: str) -> float:
     """Noise floor of one operation in `dtype`: `c * u`; 0 for dtypes without fractions."""
-    u = UNIT_ROUNDOFF.get(dtype, 0.0)
-    return (32.0 if u <= UNIT_ROUNDOFF["float32"] else 2.0) * u
+    return _ROUNDING.get(dtype, 0.0)
+
+
+_ROUNDING = {dtype: (32.0 if u <= UNIT_ROUNDOFF["float32"] else 2.0) * u for dtype, u in UNIT_ROUNDOFF.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,11 +207,14 @@ def differences(after: Summaries, before: Summaries, same: NDArray[np.bool_]) ->
 
 def norm(summaries: Any) -> NDArray[np.float64]:
     """Euclidean norm of the finite elements; NaN if the sum of squares is NaN."""
-    squares = summaries["sum_of_squares"]
-    if squares.ndim == 0 and squares >= 0.0:  # of one tensor, as a rule: nothing to be ignored
-        return np.asarray(np.sqrt(squares))
     with np.errstate(invalid="ignore"):
-        return np.asarray(np.sqrt(squares))
+        return np.asarray(np.sqrt(summaries["sum_of_squares"]))
+
+
+def norm_of(summary: Any) -> float:
+    """The `norm` of one summary. As a square root is rounded correctly, it is that of `norm` to the bit."""
+    squares = float(summary["sum_of_squares"])
+    return math.sqrt(squares) if squares >= 0.0 else math.nan
 
 
 def norms_of(summaries: Sequence[Any]) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Generic, Protocol, TypeVar
 
 from traindiff.analyse.align.site_map import SideNames
@@ -270,13 +271,15 @@ def sites_in_order(table: StepTable) -> dict[SiteKey, MergedSite]:
     loss scales, boundaries of pipelines, recomputed activations, edited parameters, modes of modules, and gradients
     that were not cleared, or cleared too early.
     """
-    sites = (
-        (key, entry)
-        for key, entry in table.items()
-        if not (key.group or key.stage in _NOT_PAIRED or is_clip(key) or is_loss_scale(key))
-        and not (key.phase == "update" and key.stage)
-    )
+    sites = ((key, entry) for key, entry in table.items() if _is_paired(key))
     return dict(sorted(sites, key=lambda item: item[1].order))
+
+
+@lru_cache(maxsize=1 << 16)
+def _is_paired(key: SiteKey) -> bool:
+    if key.group or key.stage in _NOT_PAIRED or is_clip(key) or is_loss_scale(key):
+        return False
+    return not (key.phase == "update" and key.stage)
 
 
 def with_gradient_stages(table: StepTable, other: StepTable, *, asked: bool) -> dict[SiteKey, MergedSite]:

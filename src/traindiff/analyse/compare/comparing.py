@@ -8,8 +8,10 @@ factor of 2 keeps it. The verdict rests on floors.
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
 
@@ -173,20 +175,37 @@ def compare(
     own = StepMerger(runs[0], comparison.runs.copies[0])
     mergers = own, StepMerger(runs[1], comparison.runs.copies[1], like=own)
     streams = (run_steps(run, span, merger) for run, merger in zip(runs, mergers, strict=True))
-    for both in step_pairs(*streams):
-        step, has_findings = _compared(comparison, *both)
-        for one in both:
-            if one is not None:
-                one.release()
-        if step is not None and progress:
-            progress(step)
-        if follower.is_enough(has_findings and bool(comparison.result().findings)):
-            break
+    with few_collections():
+        for both in step_pairs(*streams):
+            step, has_findings = _compared(comparison, *both)
+            for one in both:
+                if one is not None:
+                    one.release()
+            if step is not None and progress:
+                progress(step)
+            if follower.is_enough(has_findings and bool(comparison.result().findings)):
+                break
     directions = compare_directions(*runs, rename=named, selection=selection)
     found = with_directions(comparison.result(), directions)
     found = with_earlier_states(found, runs, named)
     notes = [*follower.notes(), *([] if continuation is None else [continuation.note])]
     return replace(found, notes=(*notes, *found.notes)) if notes else found
+
+
+_NEW_OBJECTS = 50_000
+"""Objects after whose making the garbage collector looks for cycles. A step has some ten for each site."""
+
+
+@contextmanager
+def few_collections() -> Iterator[None]:
+    """Inside this context, Python looks for cycles less often: a step makes many objects, and no cycles."""
+    before = gc.get_threshold()
+    if 0 < before[0] < _NEW_OBJECTS:
+        gc.set_threshold(_NEW_OBJECTS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _compared(

@@ -16,7 +16,7 @@ from traindiff.analyse.merge.span import Span
 from traindiff.core.observation import SAMPLE, Observation
 from traindiff.core.site import PHASES, ROOT, matches
 from traindiff.core.steps import ALL_STEPS, StepSelection, parse_steps
-from traindiff.core.summary import finite_count, largest, mean, norm, std
+from traindiff.core.summary import finite_count, largest, mean, norm_of, std
 from traindiff.errors import ConfigError, Problem
 from traindiff.present.data.as_csv import CsvRows
 from traindiff.storage import Recording
@@ -175,7 +175,7 @@ def _row(rank: int | None, seen: Observation, summary: Any) -> Row:
         numbers |= {
             "mean": float(mean(summary)) if some else None,
             "std": float(std(summary)) if some else None,
-            "norm": float(norm(summary)),
+            "norm": norm_of(summary),
         }
     return {name: _json_value((about | numbers).get(name)) for name in COLUMNS}
 
