@@ -183,7 +183,7 @@ def compare(
                     one.release()
             if step is not None and progress:
                 progress(step)
-            if follower.is_enough(has_findings and bool(comparison.result().findings)):
+            if follower.is_following and follower.is_enough(has_findings and bool(comparison.result().findings)):
                 break
     directions = compare_directions(*runs, rename=named, selection=selection)
     found = with_directions(comparison.result(), directions)
