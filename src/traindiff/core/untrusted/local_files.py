@@ -16,11 +16,11 @@ class LocalFiles:
 
     def exists(self, path: str) -> bool:
         """True if there is a file or a directory; a link counts as what it leads to."""
-        return Path(path).exists()
+        return os.path.exists(path)  # noqa: PTH110  Path raises an error for names that no file system has
 
     def isdir(self, path: str) -> bool:
         """True if there is a directory, or a link that leads to one."""
-        return Path(path).is_dir()
+        return os.path.isdir(path)  # noqa: PTH112
 
     def ls(self, path: str, *, detail: bool = False) -> list[Any]:
         """Paths of the entries of a directory; of a file, its own path.
@@ -29,7 +29,7 @@ class LocalFiles:
             OSError: There is nothing, or it may not be read.
         """
         assert not detail, "asked for stores only"
-        if not Path(path).is_dir():
+        if not self.isdir(path):
             Path(path).lstat()
             return [path]
         return [str(one) for one in Path(path).iterdir()]
@@ -48,7 +48,7 @@ class LocalFiles:
         Raises:
             OSError: It does not exist, may not be removed, or is a directory and not `recursive`.
         """
-        if recursive and Path(path).is_dir() and not Path(path).is_symlink():
+        if recursive and self.isdir(path) and not Path(path).is_symlink():
             shutil.rmtree(path)
         else:
             Path(path).unlink()
