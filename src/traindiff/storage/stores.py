@@ -274,7 +274,7 @@ def known() -> Collection[str]:
     """The protocols that fsspec knows, whether or not their packages are installed."""
     import fsspec
 
-    return fsspec.available_protocols()
+    return frozenset(fsspec.available_protocols())
 
 
 def is_known(protocol: str) -> bool:

@@ -50,7 +50,7 @@ def _branches(path: Path, fault: Callable[[nn.Module, int], None]) -> None:
     with traindiff.record(path, model, optimizer):
         for step in range(2 * STEPS):
             model(torch.randn(16, 8)).pow(2).mean().backward()
-            fault(model, step)
+            fault(model, step - STEPS)  # plans are made late, as the branch comes between
             optimizer.step()
             optimizer.zero_grad()
 
