@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 FollowOption = Annotated[
     bool,
-    typer.Option("--follow", help="Judge steps as they arrive, up to the first finding or the end (docs/scale.md)."),
+    typer.Option(
+        "--follow", help="Judge steps as they arrive, up to the first finding or the end (traindiff explain scale)."
+    ),
 ]
 PatienceOption = Annotated[
     float,
