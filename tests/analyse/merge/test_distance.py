@@ -145,5 +145,5 @@ def test_many_pairs_measured_at_once_differ_as_each_of_them_does(sketches: Array
             one.append(Pair(baseline=sides[0], candidate=sides[1]))
     measure(pairs[0])
 
-    assert [one._apart is not None for one in pairs[0]] == [True] * 5
+    assert [one.known_apart is not None for one in pairs[0]] == [True] * 5
     assert repr([difference(one) for one in pairs[0]]) == repr([difference(one) for one in pairs[1]])

@@ -97,6 +97,8 @@ class Side:
         model: Class name of the model.
         goes_on_elsewhere: What steps in place of the recorded optimizers; empty if unknown.
         paths: Canonical paths of modules and parameters, under the baseline's names.
+        derived: Makes its updates.
+        buffers: What each buffer held when the run last showed it.
 
     Raises:
         ConfigError: Two of the run's paths get one name.
@@ -106,9 +108,9 @@ class Side:
         self.recording = recording
         self._rename = rename
         self._names = names
-        self._updates = Updates()
+        self.derived = Updates()
         self._known: frozenset[str] = frozenset()
-        self._buffers: dict[SiteKey, MergedSite] = {}
+        self.buffers: dict[SiteKey, MergedSite] = {}
         contents = [recording.rank_content(rank) for rank in recording.ranks]
         paths = {path for one in contents for part in ("modules", "parameters") for path in one.get(part, {})}
         self.paths = frozenset(map(names.common, _renamed(paths, rename)))
@@ -129,7 +131,7 @@ class Side:
             first: False if the two runs have parameters of their own by now.
         """
         table = self._renamed(step.table)
-        updates, before = self._updates.derive(table, step=step.step)
+        updates, before = self.derived.derive(table, step=step.step)
         if not (shows := {key.path for key in table if key.phase == "param"}) <= self._known:
             self._known |= shows
         shown = {
@@ -138,7 +140,7 @@ class Side:
         }  # fmt: skip
         for key in sorted(shown, key=lambda key: key.stage != BEFORE):  # what the step wrote comes last
             after = key._replace(stage="")
-            self._buffers[after] = replace(shown[key], key=after, parts=())
+            self.buffers[after] = replace(shown[key], key=after, parts=())
         earlier = []
         for one in step.earlier:
             moved = {self._rename(path): entry for path, entry in one.moved.items() if not entry.unobserved}
@@ -150,7 +152,7 @@ class Side:
             for key in [key for key in table if key[:2] == ("param", BEFORE)]:
                 earlier[0].table[key] = table.pop(key)
         one_step = SideStep(
-            table=table, updates=tuple(updates), before=before, known=self._known, buffers=dict(self._buffers),
+            table=table, updates=tuple(updates), before=before, known=self._known, buffers=dict(self.buffers),
             earlier=tuple(earlier),
         )  # fmt: skip
         return self._in_common(one_step, first=first)
@@ -158,16 +160,16 @@ class Side:
     def like(self, other: SideStep) -> SideStep:
         """The run's part of a step in which it has the bits of the other run, since the steps before."""
         values, buffers = _parameters_in(other.table)
-        before = {path: entry for path, entry in self._updates.known.items() if path not in values}
+        before = {path: entry for path, entry in self.derived.known.items() if path not in values}
         before.update((path, other.before[path]) for path in values if path in other.before)
         held = {key: other.buffers[key] for key in buffers if key in other.buffers}
-        return replace(other, before=before, known=self._known, buffers={**self._buffers, **held})
+        return replace(other, before=before, known=self._known, buffers={**self.buffers, **held})
 
     def follow(self, other: Side, sites: Iterable[SiteKey]) -> None:
         """Take over what the other run knows, after steps with these sites in which both runs have the same bits."""
         values, buffers = _parameters_in(sites)
-        self._updates.follow(other._updates, values)
-        self._buffers.update((key, other._buffers[key]) for key in buffers if key in other._buffers)
+        self.derived.follow(other.derived, values)
+        self.buffers.update((key, other.buffers[key]) for key in buffers if key in other.buffers)
 
     def _in_common(self, one: SideStep, *, first: bool) -> SideStep:
         """A step under the names that both runs have in common: updates are derived, so parts may be merged."""

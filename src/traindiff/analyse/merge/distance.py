@@ -24,18 +24,21 @@ class Pair:
     Attributes:
         baseline: The baseline's side.
         candidate: The candidate's side.
+        known_bits: What `equal_bits` found; None before.
+        known_apart: Distance of the sketches; None before it was measured.
+        known_difference: What `difference` found, alone in a tuple; None before.
     """
 
     baseline: MergedSite
     candidate: MergedSite
-    _equal_bits: bool | None = field(default=None, init=False, repr=False, compare=False)
-    _apart: float | None = field(default=None, init=False, repr=False, compare=False)  # distance of the sketches
-    _difference: tuple[float | None] | None = field(default=None, init=False, repr=False, compare=False)
+    known_bits: bool | None = field(default=None, init=False, repr=False, compare=False)
+    known_apart: float | None = field(default=None, init=False, repr=False, compare=False)
+    known_difference: tuple[float | None] | None = field(default=None, init=False, repr=False, compare=False)
 
 
 def measure(pairs: Iterable[Pair]) -> None:
     """Measure the distances of the sketches of many pairs at once, for `difference`."""
-    apart = [pair for pair in pairs if pair._apart is None and not equal_bits(pair)]
+    apart = [pair for pair in pairs if pair.known_apart is None and not equal_bits(pair)]
     if apart:
         sides = (
             [pair.baseline.summary["sketch"] for pair in apart],
@@ -43,14 +46,14 @@ def measure(pairs: Iterable[Pair]) -> None:
         )
         found = distance(*({"sketch": np.array(sketches)} for sketches in sides))
         for pair, size in zip(apart, found.tolist(), strict=True):
-            pair._apart = size
+            pair.known_apart = size
 
 
 def equal_bits(pair: Pair) -> bool:
     """True if both sides are known to hold the same bits, or to follow from the same bits."""
-    if pair._equal_bits is None:
-        pair._equal_bits = _have_equal_bits(pair)
-    return pair._equal_bits
+    if pair.known_bits is None:
+        pair.known_bits = _have_equal_bits(pair)
+    return pair.known_bits
 
 
 def _have_equal_bits(pair: Pair) -> bool:
@@ -130,9 +133,9 @@ def difference(pair: Pair) -> float | None:
         0 for equal bits; inf if shapes or non-finite elements differ, or if only the baseline is all zero; None for
         whole numbers that differ, which have no distance.
     """
-    if pair._difference is None:
-        pair._difference = (_difference(pair),)
-    return pair._difference[0]
+    if pair.known_difference is None:
+        pair.known_difference = (_difference(pair),)
+    return pair.known_difference[0]
 
 
 def _difference(pair: Pair) -> float | None:
@@ -149,9 +152,9 @@ def _difference(pair: Pair) -> float | None:
         return math.inf
     if baseline.exact and candidate.exact and baseline.summary["nonfinite"] != candidate.summary["nonfinite"]:
         return math.inf
-    if pair._apart is None:
-        pair._apart = float(distance(baseline.summary, candidate.summary))
-    apart, size = pair._apart, norm_of(baseline.summary)
+    if pair.known_apart is None:
+        pair.known_apart = float(distance(baseline.summary, candidate.summary))
+    apart, size = pair.known_apart, norm_of(baseline.summary)
     if not math.isfinite(apart):  # moments that overflowed float64
         return math.inf
     return apart / size if size else math.inf if apart else 0.0
