@@ -12,17 +12,17 @@ import typer
 from rich.console import Console
 
 from traindiff._version import __version__
+from traindiff.cli.command import Application
 from traindiff.errors import TraindiffError
-from traindiff.present.data import FORMATS, writer
+from traindiff.present.data import writer
 
 UNUSABLE = 2
 """Exit code for input or settings that cannot be used."""
 
-app = typer.Typer(
+app = Application(
     name="traindiff",
     help="Find where, when and on which rank the numbers of a training first go wrong.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["--help", "-h"]},  # all commands below inherit it
@@ -55,24 +55,6 @@ def says_what_is_wrong(command: Callable[..., Any]) -> Callable[..., Any]:
         raise typer.Exit(UNUSABLE)
 
     return run
-
-
-def _format(name: str) -> str:
-    if name not in ("text", *FORMATS):
-        raise typer.BadParameter(f"{name!r} is not a format. Known: {', '.join(('text', *FORMATS))}.")
-    return name
-
-
-FormatOption = Annotated[
-    str,
-    typer.Option(
-        "--format", "-f", parser=_format, metavar="|".join(("text", *FORMATS)),
-        help="text for people, the others for programs.",
-    ),
-]  # fmt: skip
-"""Option of every command that gives a verdict."""
-
-JsonOption = Annotated[bool, typer.Option("--json", help="The same as --format json (docs/json.md).")]
 
 
 def print_result(result: Any, form: str, *, text: Callable[[], None]) -> None:

@@ -7,21 +7,29 @@ from typing import Annotated
 import typer
 
 from traindiff.cli.app import app, messages, results, says_what_is_wrong
+from traindiff.cli.options import SHOWN, RecordingArgument
 
 WholeEveryOption = Annotated[
-    int | None, typer.Option("--whole-every", metavar="N", help="Keep every N-th step rank by rank.")
+    int | None,
+    typer.Option("--whole-every", metavar="N", rich_help_panel=SHOWN, help="Keep every N-th step rank by rank."),
 ]
 
 
 @app.command(short_help="Merge the ranks of a recording once, into a smaller recording.")
 @says_what_is_wrong
 def compact(
-    recording: Annotated[str, typer.Argument(metavar="RECORDING", help="Recording to read.")],
+    recording: RecordingArgument,
+    whole_every: WholeEveryOption = None,
     output: Annotated[
         str,
-        typer.Option("--output", "-o", metavar="DIRECTORY", help="Recording to make. RECORDING-compact, if left out."),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIRECTORY",
+            rich_help_panel=SHOWN,
+            help="Recording to make. RECORDING-compact, if left out.",
+        ),
     ] = "",
-    whole_every: WholeEveryOption = None,
 ) -> None:
     """Merge the ranks of a recording once, into a smaller recording with the same verdicts (docs/scale.md).
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from traindiff.cli.app import app, messages, results, says_what_is_wrong
+from traindiff.cli.options import RUNS, SHOWN, SeedOption
 
 _MICRO_BATCHES = 4
 
@@ -17,12 +18,20 @@ _MICRO_BATCHES = 4
 @app.command(short_help="Find a fault in a small training.")
 @says_what_is_wrong
 def demo(
-    fault: Annotated[str, typer.Option(help="Fault to inject into the faulty run; --list shows all.")] = "",
-    output: Annotated[Path, typer.Option("--output", "-o", help="Directory of the recordings.")] = Path(
-        "traindiff-demo"
-    ),
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each run.")] = 8,
-    seed: Annotated[int, typer.Option(help="Seed of the initial parameters.")] = 0,
+    fault: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", rich_help_panel=RUNS, help="Fault to inject into the faulty run; --list shows all."
+        ),
+    ] = "",
+    steps: Annotated[
+        int, typer.Option(min=1, metavar="N", rich_help_panel=RUNS, help="Optimizer steps of each run.")
+    ] = 8,
+    seed: SeedOption = 0,
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="DIRECTORY", rich_help_panel=SHOWN, help="Directory of the recordings."),
+    ] = Path("traindiff-demo"),
     show_list: Annotated[bool, typer.Option("--list", help="List the faults and exit.")] = False,
 ) -> None:
     """Train a small GPT three times, record it, and find the fault in one of them.
