@@ -96,8 +96,8 @@ class ScriptReady(Exception):  # noqa: N818  not an error
 MODULES = {
     "check": "check", "compact": "compact", "compare": "compare", "demo": "demo", "doctor": "doctor",
     "explain": "explain", "export": "recordings", "import": "recordings", "investigate": "investigate",
-    "prune": "compact", "report": "report", "rerun": "rerun", "resume": "resume", "run": "run", "show": "recordings",
-    "verify": "verify", "view": "report", "weights": "weights",
+    "ls": "ls", "prune": "compact", "report": "report", "rerun": "rerun", "resume": "resume", "run": "run",
+    "show": "recordings", "verify": "verify", "view": "report", "weights": "weights",
 }  # fmt: skip
 """The module of each command, beside this one."""
 

@@ -152,15 +152,8 @@ def view(
     directory is read.
     """
     from traindiff.present.viewer import Viewer
-    from traindiff.storage.location import file_system, lacks_container
 
-    files, root = file_system(directory)
-    if not files.isdir(root):
-        if (missing := lacks_container(files, root)) is not None:
-            raise missing
-        what = "is not a directory." if files.exists(root) else "does not exist."
-        fix = "Give the directory that holds recordings."
-        raise ConfigError("view", [Problem(where=str(directory), what=what, fix=fix)])
+    check_directory(directory, asked_by="view")
     try:
         viewer = Viewer(directory, port=port)
     except OSError as error:
@@ -178,3 +171,16 @@ def view(
         messages.print("traindiff: stopped")
     finally:
         viewer.close()
+
+
+def check_directory(directory: str, *, asked_by: str) -> None:
+    """Raise `ConfigError` if there is no such directory, local or on a store."""
+    from traindiff.storage.location import file_system, lacks_container
+
+    files, root = file_system(directory)
+    if not files.isdir(root):
+        if (missing := lacks_container(files, root)) is not None:
+            raise missing
+        what = "is not a directory." if files.exists(root) else "does not exist."
+        fix = "Give the directory that holds recordings."
+        raise ConfigError(asked_by, [Problem(where=directory, what=what, fix=fix)])
