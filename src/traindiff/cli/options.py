@@ -69,6 +69,14 @@ AcceptOption = Annotated[
         help="Intended differences, each with a reason (docs/maps.md).",
     ),
 ]
+IgnoreOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="GLOB",
+        rich_help_panel=JUDGED,
+        help="Sites whose differences are counted but are no findings: a path, or a path and a slot. Repeatable.",
+    ),
+]
 RtolOption = Annotated[
     float | None,
     typer.Option(

@@ -16,6 +16,7 @@ from traindiff.cli.options import (
     BaselineArgument,
     ConfigOption,
     IdenticalOption,
+    IgnoreOption,
     MapOption,
     NoiseOption,
     OffsetOption,
@@ -45,6 +46,7 @@ def report(
     rename: RenameOption = None,
     layout: MapOption = None,
     accept: AcceptOption = None,
+    ignore: IgnoreOption = None,
     rtol: RtolOption = None,
     atol: AtolOption = None,
     identical: IdenticalOption = False,
@@ -75,8 +77,8 @@ def report(
         check_directory(png)
     result: Comparison | Verdict
     of_two = {
-        "noise": noise or (), "rename": rename, "map": layout, "accept": accept, "rtol": rtol, "atol": atol,
-        "identical": identical, "offset": offset,
+        "noise": noise or (), "rename": rename, "map": layout, "accept": accept, "ignore": ignore,
+        "rtol": rtol, "atol": atol, "identical": identical, "offset": offset,
     }  # fmt: skip
     of_one = {"rules": rules, "skip": skip, "config": config}
     if candidate is None:

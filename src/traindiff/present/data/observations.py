@@ -51,7 +51,8 @@ class Filter:
 
     def has(self, phase: str, path: str, slot: str) -> bool:
         """True if it includes a site, in the steps that it includes."""
-        named = matches(self.site, path) or matches(self.site, f"{path or ROOT} {slot}")
+        globs = (self.site, self.site.replace("[", "[[]"))  # a range of a glob, or the bracket of a slot
+        named = matches(self.site, path) or any(matches(glob, f"{path or ROOT} {slot}") for glob in globs)
         return named and (not self.phases or phase in self.phases)
 
 
