@@ -10,11 +10,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from traindiff._version import __version__
 from traindiff.cli.command import Application
 from traindiff.errors import TraindiffError
 from traindiff.present.data import writer
+from traindiff.present.text.layout import print_line
 
 UNUSABLE = 2
 """Exit code for input or settings that cannot be used."""
@@ -51,7 +53,8 @@ def says_what_is_wrong(command: Callable[..., Any]) -> Callable[..., Any]:
             message = (
                 "this command needs torch, which is not installed. Install it with: pip install 'traindiff[torch]'"
             )
-        messages.print(f"traindiff: {message}", markup=False, soft_wrap=True)
+        for line in f"traindiff: {message}".split("\n"):
+            print_line(messages, Text(line))
         raise typer.Exit(UNUSABLE)
 
     return run

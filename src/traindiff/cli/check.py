@@ -23,6 +23,7 @@ from traindiff.cli.options import (
     TopOption,
     WebhookOption,
 )
+from traindiff.cli.progress import step_progress
 from traindiff.cli.report import check_writable, write_page
 
 if TYPE_CHECKING:
@@ -76,10 +77,10 @@ def check(
     if html is not None:
         check_writable(html)
     waiting = follower(follow, patience, webhook, junit)
-    with messages.status("checking") as status:
+    with step_progress(messages, "checking", (recording,), steps=steps, endless=follow) as on_step:
         result = check_recording(
             recording, steps=steps, rules=rules, skip=skip, config=config, history=html is not None, follow=waiting,
-            progress=lambda step: status.update(f"checking step {step}"),
+            progress=on_step,
         )  # fmt: skip
     table = checked_products(result) if products else None
 

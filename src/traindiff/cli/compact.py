@@ -8,6 +8,7 @@ import typer
 
 from traindiff.cli.app import app, messages, results, says_what_is_wrong
 from traindiff.cli.options import SHOWN, RecordingArgument
+from traindiff.cli.progress import step_progress
 
 WholeEveryOption = Annotated[
     int | None,
@@ -38,10 +39,8 @@ def compact(
     from traindiff.analyse.compact.compacting import compact as compacted
 
     target = output or f"{recording.rstrip('/')}-compact"
-    with messages.status("compacting") as status:
-        made = compacted(
-            recording, target, whole_every=whole_every, progress=lambda step: status.update(f"compacting step {step}")
-        )
+    with step_progress(messages, "compacting", (recording,)) as on_step:
+        made = compacted(recording, target, whole_every=whole_every, progress=on_step)
     results.print(str(made), markup=False, soft_wrap=True)
 
 
@@ -57,8 +56,6 @@ def prune(
     """
     from traindiff.analyse.compact.pruning import prune as pruned
 
-    with messages.status("compacting") as status:
-        made = pruned(
-            recording, whole_every=whole_every, progress=lambda step: status.update(f"compacting step {step}")
-        )
+    with step_progress(messages, "compacting", (recording,)) as on_step:
+        made = pruned(recording, whole_every=whole_every, progress=on_step)
     results.print(str(made), markup=False, soft_wrap=True)

@@ -33,6 +33,7 @@ from traindiff.cli.options import (
     TopOption,
     WebhookOption,
 )
+from traindiff.cli.progress import step_progress
 from traindiff.cli.report import check_writable, write_page
 from traindiff.errors import ConfigError, Problem
 
@@ -135,7 +136,7 @@ def compare(
 
         check_matplotlib(f"--pictures {pictures}", asked_by="compare")
     waiting = follower(follow, patience, webhook, junit)
-    with messages.status("comparing") as status:
+    with step_progress(messages, "comparing", (baseline, candidate), steps=steps, endless=follow) as on_step:
         result = compare_recordings(
             baseline,
             candidate,
@@ -151,7 +152,7 @@ def compare(
             offset=offset,
             follow=waiting,
             history=html is not None or table is not None,
-            progress=lambda step: status.update(f"comparing step {step}"),
+            progress=on_step,
         )
     if html is not None:
         write_page(result, html)

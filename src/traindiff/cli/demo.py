@@ -61,7 +61,7 @@ def demo(
     )
     paths = [str(output / directory) for _, directory, _, _ in runs]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=messages) as progress:
+    with Progress(*columns, console=messages, disable=not messages.is_terminal) as progress:
         for (name, _, micro_batches, injected), path in zip(runs, paths, strict=True):
             task = progress.add_task(f"training the {name:<16}", total=steps)
 

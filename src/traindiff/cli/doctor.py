@@ -60,7 +60,7 @@ class SelfTest:
 
 def print_self_test(console: Console, found: SelfTest) -> None:
     """Print the checks as a table, and where they ran."""
-    from traindiff.present.text.results import columns
+    from traindiff.present.text.layout import columns
 
     table = columns(left=("", "check", "what was found"))
     for check in found.checks:

@@ -102,7 +102,7 @@ def listed_run(directory: str, one: Listed, path: str | None) -> ListedRun:
 
 def print_list(console: Console, found: RecordingList) -> None:
     """Print a line for each recording."""
-    from traindiff.present.text.results import columns
+    from traindiff.present.text.layout import columns
 
     if not found.recordings:
         console.print(Text(f"There is no recording under {found.directory}."), soft_wrap=True)

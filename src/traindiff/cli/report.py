@@ -26,6 +26,7 @@ from traindiff.cli.options import (
     SkipOption,
     StepsOption,
 )
+from traindiff.cli.progress import step_progress
 from traindiff.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -85,17 +86,17 @@ def report(
         _refuse(
             of_two, "is for two recordings, and one was given.", "Give a baseline and a candidate, or leave it out."
         )
-        with messages.status("checking") as status:
+        with step_progress(messages, "checking", (baseline,), steps=steps) as on_step:
             result = check(
                 baseline, steps=steps, **of_one, history=True,
-                progress=lambda step: status.update(f"checking step {step}"),
+                progress=on_step,
             )  # fmt: skip
     else:
         _refuse(of_one, "is for one recording, and two were given.", "Give one recording, or leave it out.")
-        with messages.status("comparing") as status:
+        with step_progress(messages, "comparing", (baseline, candidate), steps=steps) as on_step:
             result = compare(
                 baseline, candidate, steps=steps, **of_two, history=True,
-                progress=lambda step: status.update(f"comparing step {step}"),
+                progress=on_step,
             )  # fmt: skip
     write_page(result, html)
     if png is not None:

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from traindiff.cli.app import says_what_is_wrong
 from traindiff.cli.options import RUNS, SETUP
@@ -220,7 +228,13 @@ def run_progress(console: Console, *, steps: int) -> Iterator[RunBar]:
         console: Where to show it.
         steps: Number of steps that are known to come. Steps of further runs are added when these begin.
     """
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         yield RunBar(bar, bar.add_task("starting", total=steps), steps)
 
