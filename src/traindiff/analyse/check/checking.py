@@ -15,7 +15,7 @@ from traindiff.analyse.merge.run_steps import RunStep, run_steps
 from traindiff.analyse.merge.unobserved import FailedTaps, unrecorded_of, without_lost
 from traindiff.analyse.products import ProductTable, product_checks
 from traindiff.analyse.rules import run_facts
-from traindiff.analyse.rules.rule import RunJudge
+from traindiff.analyse.rules.rule import AskedRule, RunJudge
 from traindiff.core.observation import Observation
 from traindiff.core.site import label
 from traindiff.core.steps import ALL_STEPS, StepSelection, parse_steps
@@ -55,6 +55,7 @@ class Verdict:
         history: The size of every site in every step; None unless requested. Not part of the JSON.
         products: How exact matrix products and convolutions are, by operator and line; None if the run did not record
             that.
+        rules: The rules that were asked, with their answers.
     """
 
     recording: str
@@ -66,6 +67,7 @@ class Verdict:
     notes: tuple[str, ...]
     history: RunHistory | None = field(default=None, compare=False, repr=False)
     products: ProductTable | None = None
+    rules: tuple[AskedRule, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -84,6 +86,7 @@ class Verdict:
             "ranks": list(self.ranks),
             "notes": list(self.notes),
             "products": None if self.products is None else self.products.to_json(),
+            "rules": [rule.to_json() for rule in self.rules],
         }
 
     def sentence(self) -> str:
@@ -210,6 +213,7 @@ def check(
         ),
         history=kept,
         products=products,
+        rules=judge.asked(everything),
     )
 
 
