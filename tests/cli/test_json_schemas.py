@@ -298,6 +298,7 @@ DOCUMENTED = {
     "`traindiff show --json`": ("observations", ""),
     "An observation": ("observations", "observation"),
     "`traindiff doctor --json`": ("doctor", ""),
+    "A rule of `rules`": ("check", "rule"),
     "`traindiff ls --json`": ("recordings", ""),
     "A recording of `recordings`": ("recordings", "recording"),
 }

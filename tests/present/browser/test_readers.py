@@ -194,7 +194,7 @@ def test_a_page_of_a_run_that_goes_on_keeps_what_was_chosen(browser: Any, viewer
     tab = browser.new_page()
     said: list[str] = []
     tab.on("pageerror", lambda error: said.append(str(error)))
-    tab.goto(f"{viewer.address}check/growing")
+    tab.goto(f"{viewer.address}run/growing")
     tab.wait_for_selector("body[data-ready]", timeout=60_000)
     tab.evaluate("window.same = true")
     tab.click("text=backward >> nth=0")  # the chip
@@ -207,7 +207,7 @@ def test_a_page_of_a_run_that_goes_on_keeps_what_was_chosen(browser: Any, viewer
 
     shutil.rmtree(tmp_path / "runs" / "growing")
     record(tmp_path / "runs" / "growing", with_losses, steps=9, close=False)
-    tab.wait_for_function("document.querySelector('.facts').textContent.includes('9 steps')", timeout=60_000)
+    tab.locator(".facts li", has_text="9 steps checked").wait_for(timeout=60_000)
     tab.wait_for_selector("body[data-ready]")
 
     assert tab.evaluate("window.same")  # the same document, not one that was loaded again

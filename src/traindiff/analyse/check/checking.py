@@ -17,6 +17,7 @@ from traindiff.analyse.products import ProductTable, product_checks
 from traindiff.analyse.rules import run_facts
 from traindiff.analyse.rules.rule import AskedRule, RunJudge
 from traindiff.core.observation import Observation
+from traindiff.core.shown import Shown
 from traindiff.core.site import label
 from traindiff.core.steps import ALL_STEPS, StepSelection, parse_steps
 from traindiff.errors import ConfigError
@@ -39,8 +40,8 @@ MEANINGS: Mapping[Word, str] = {
 """Meaning of each word."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Verdict(Shown):
     """The result of checking one recording; `str()` of it is the report in the terminal.
 
     Attributes:

@@ -12,6 +12,7 @@ from traindiff.analyse.findings import SITE_WORDS, Finding, SiteWord, finite, ra
 from traindiff.analyse.merge.history import DifferenceHistory
 from traindiff.analyse.signs import Similarities
 from traindiff.analyse.story import of_comparison
+from traindiff.core.shown import Shown
 from traindiff.core.site import ROOT
 
 Word = Literal["identical", "equivalent", "diverged", "misaligned", "incomplete"]
@@ -111,8 +112,8 @@ def joined_rows(rows: Iterable[SiteDifference]) -> tuple[SiteDifference, ...]:
     return tuple(found.values())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Comparison(Shown):
     """The result of comparing two recordings; `str()` of it is the report in the terminal.
 
     Attributes:

@@ -212,5 +212,9 @@ def write_json(found: Iterator[Row], file: IO[str], *, recording: Recording) -> 
 
 def write_parquet(found: Iterator[Row], file: IO[bytes]) -> None:
     """A Parquet file with the types of `COLUMNS`."""
-    schema = pa.schema(list(COLUMNS.items()))
-    pq.write_table(pa.Table.from_pylist(list(found), schema=schema), file)
+    pq.write_table(table(found), file)
+
+
+def table(found: Iterator[Row]) -> pa.Table:
+    """An Arrow table with the types of `COLUMNS`."""
+    return pa.Table.from_pylist(list(found), schema=pa.schema(list(COLUMNS.items())))
