@@ -275,6 +275,14 @@ def test_what_cannot_be_used_leaves_standard_output_empty(
     assert result.stderr.startswith("traindiff: ")
 
 
+@pytest.mark.parametrize("words", [(), ("noise", "floor"), ("vanishing-gradients",), ("cast", "scheduler"), ("json",)])
+def test_an_explanation_fits_its_schema(words: tuple[str, ...]) -> None:
+    found = printed("explain", *words)
+
+    assert_fits(found, "explanation")
+    assert bool(found["explanations"]) == bool(words)
+
+
 # What the documentation says.
 
 DOCUMENTED = {
@@ -301,6 +309,8 @@ DOCUMENTED = {
     "A rule of `rules`": ("check", "rule"),
     "`traindiff ls --json`": ("recordings", ""),
     "A recording of `recordings`": ("recordings", "recording"),
+    "`traindiff explain --json`": ("explanation", ""),
+    "An explanation": ("explanation", "explanation"),
 }
 """By heading: a schema, and a part of it."""
 

@@ -11,6 +11,7 @@ from traindiff.cli import (  # noqa: F401
     explain,
     investigate,
     ls,
+    mcp,
     recordings,
     report,
     rerun,

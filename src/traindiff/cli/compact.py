@@ -32,7 +32,7 @@ def compact(
         ),
     ] = "",
 ) -> None:
-    """Merge the ranks of a recording once, into a smaller recording with the same verdicts (docs/scale.md).
+    """Merge the ranks of a recording once, into a smaller recording with the same verdicts (traindiff explain scale).
 
     The recording that is read stays as it is.
     """
@@ -50,7 +50,7 @@ def prune(
     recording: Annotated[str, typer.Argument(metavar="RECORDING", help="Recording to replace: a local directory.")],
     whole_every: WholeEveryOption = None,
 ) -> None:
-    """Replace a recording by its compact form, after both have passed the same check (docs/scale.md).
+    """Replace a recording by its compact form, after both have passed the same check (traindiff explain scale).
 
     What single ranks had recorded is removed, except for the steps that --whole-every keeps.
     """

@@ -57,7 +57,7 @@ MapOption = Annotated[
         "--map",
         metavar="FILE.toml",
         rich_help_panel=JUDGED,
-        help="Which tensors and modules are which, or the name of a map (docs/maps.md).",
+        help="Which tensors and modules are which, or the name of a map (traindiff explain maps).",
     ),
 ]
 AcceptOption = Annotated[
@@ -66,7 +66,7 @@ AcceptOption = Annotated[
         "--accept",
         metavar="FILE.toml",
         rich_help_panel=JUDGED,
-        help="Intended differences, each with a reason (docs/maps.md).",
+        help="Intended differences, each with a reason (traindiff explain maps).",
     ),
 ]
 IgnoreOption = Annotated[
@@ -140,7 +140,9 @@ DeviceOption = Annotated[
 TopOption = Annotated[int, typer.Option(min=0, metavar="N", rich_help_panel=SHOWN, help="Rows of each table.")]
 HtmlOption = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", rich_help_panel=SHOWN, help="Also write a report for a browser (docs/report.md)."),
+    typer.Option(
+        metavar="FILE", rich_help_panel=SHOWN, help="Also write a report for a browser (traindiff explain report)."
+    ),
 ]
 JunitOption = Annotated[
     Path | None, typer.Option(metavar="FILE", rich_help_panel=SHOWN, help="Also write the verdict as JUnit XML.")
@@ -153,7 +155,7 @@ OverwriteOption = Annotated[
     bool, typer.Option("--overwrite", rich_help_panel=SHOWN, help="Replace a recording that is already there.")
 ]
 JsonOption = Annotated[
-    bool, typer.Option("--json", rich_help_panel=SHOWN, help="Print the result as JSON (docs/json.md).")
+    bool, typer.Option("--json", rich_help_panel=SHOWN, help="Print the result as JSON (traindiff explain json).")
 ]
 
 
@@ -177,7 +179,7 @@ FollowOption = Annotated[
     typer.Option(
         "--follow",
         rich_help_panel=FOLLOWED,
-        help="Judge steps as they arrive, up to the first finding or the end (docs/scale.md).",
+        help="Judge steps as they arrive, up to the first finding or the end (traindiff explain scale).",
     ),
 ]
 PatienceOption = Annotated[

@@ -28,7 +28,7 @@ MOST_BYTES = 1 << 18
 
 NEVER = frozenset({
     "output", "html", "png", "pictures", "propose", "junit", "webhook", "overwrite", "open", "fresh",
-    "candidate", "matrix", "list", "show-settings", "help",
+    "candidate", "matrix", "run", "list", "show-settings", "help",
 })  # fmt: skip
 """Options that are given on the command line only: what is written, sent or run."""
 

@@ -82,7 +82,7 @@ def verify(
         typer.Option(
             "--zoom",
             rich_help_panel=RUNS,
-            help="Where a module is wrong alone, name the first operator inside it (docs/operators.md).",
+            help="Where a module is wrong alone, name the first operator inside it (traindiff explain operators).",
         ),
     ] = False,
     resume_at: Annotated[
@@ -101,7 +101,7 @@ def verify(
         typer.Option(
             metavar="FILE",
             rich_help_panel=RUNS,
-            help="Verify every combination of the grid in this file, TOML or JSON (docs/verify.md).",
+            help="Verify every combination of the grid in this file, TOML or JSON (traindiff explain verify).",
         ),
     ] = None,
     fresh: Annotated[

@@ -13,7 +13,7 @@ from traindiff.analyse.check import Rule, Verdict
 from traindiff.analyse.compare import Comparison, SiteDifference, Verification
 from traindiff.analyse.compare.investigation import Investigation, Matrix
 from traindiff.analyse.compare.operator_localization import OperatorLocalization, OperatorRow, place_text
-from traindiff.analyse.findings import SiteWord, more_text, phase_text
+from traindiff.analyse.findings import SiteWord, more_line, more_text, phase_text
 from traindiff.analyse.products import PRODUCT_COLUMNS, ProductTable
 from traindiff.analyse.story import (
     Chapter,
@@ -124,6 +124,8 @@ def _print_further(console: Console, chapter: Chapter, *, top: int) -> None:
     firsts = [(group, group.first) for group in groups[:top]]
     rows = [(str(one.step), phase_text(one.phase, one.stage), group.site, one.message) for group, one in firsts]
     print_table(console, rows, left=("step", "phase", "site", "what"))
+    if others := [one.kind for _, one in firsts if one.kind != chapter.first.first.kind]:
+        print_line(console, Text(f"  {more_line(others)}", style="dim"))
 
 
 _REST: Mapping[SiteWord, str] = {

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from traindiff.analyse.compare.resumption import Resumption
+from traindiff.analyse.findings import more_line
 from traindiff.present.text.layout import print_line
 from traindiff.present.text.results import WORD_STYLES, print_report
 
@@ -23,6 +24,7 @@ def print_resumption(console: Console, result: Resumption, *, top: int) -> None:
         print_line(console, Text(f"\nBefore step {result.at}, its first one after loading", style="bold"))
         for one in result.differences:
             print_line(console, Text(f"  {one.message}"))
+        print_line(console, Text(f"  {more_line(one.what for one in result.differences)}", style="dim"))
     else:
         but = ", except for what is noted here" if result.notes else ""
         print_line(console, Text(f"\nBefore step {result.at}, everything was as it had been saved{but}."))
