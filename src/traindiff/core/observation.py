@@ -108,7 +108,7 @@ WITNESSED_PRODUCT = "witness product"
 
 PRODUCT_STAGES = frozenset({PRODUCT, RECOMPUTED_PRODUCT, WITNESSED_PRODUCT})
 
-RESIDUAL, ERROR, ALLOWED, WORST_ROW, MEDIAN = "residual", "error", "allowed", "row", "median"
+RESIDUAL, ERROR, ALLOWED, WORST_ROW, MEDIAN, FORMAT = "residual", "error", "allowed", "row", "median", "format"
 """Ends of the slots of a product's check: see FORMAT.md."""
 
 BOUNDARY = "boundary"
