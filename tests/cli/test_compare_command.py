@@ -30,13 +30,14 @@ def test_a_divergence_is_printed_and_exits_with_one(traindiff: Traindiff) -> Non
         "  The candidate's is 2 x the baseline's.",
         "  relative L2 difference 1 = 3.42e+05 x its floor of 2.92e-06",
         "  First difference in bits: the same place.",
+        "  more: traindiff explain scale",
         "",
         "27 sites: 5 identical, 1 above, 21 that follow from the first divergence.",
         "",
-        "Largest differences, in execution order",
-        "phase    site            at step  difference    floor  x floor",
-        "forward  fc output[0]          2       0.033      0.4    0.082  follows",
-        "grad     fc.weight grad        1           1  2.9e-06  3.4e+05  above",
+        "Above their floors, in execution order",
+        "phase  site            at step  difference    floor  x floor",
+        "grad   fc.weight grad        1           1  2.9e-06  3.4e+05",
+        "and 21 that follow, 5 identical",
         "",
         "Not judged after the first divergence: grad of (all parameters) norm, from step 1 on, and 2 more sites. What "
         "precedes them differs by so much that even a lost tensor would not stand out. Mend the first divergence, and "

@@ -12,6 +12,7 @@ from traindiff.analyse.findings import (
     SiteWord,
     also_text,
     grouped,
+    more_line,
     more_text,
     sizes_of,
     steps_text,
@@ -177,7 +178,16 @@ def verdict_sentence(comparison: Comparison) -> str:
         return f"{word}: nothing could be compared"
     calibration = "" if comparison.calibrated or word == "identical" else " (uncalibrated)"
     meaning = REPRESENTED if word == "equivalent" and comparison.representation else MEANINGS[word]
+    if word in ("identical", "equivalent"):
+        meaning += _except_for(comparison)
     return f"{word}{calibration}: {meaning}, over {steps_text(comparison.steps)}"
+
+
+def _except_for(comparison: Comparison) -> str:
+    """Which sites differ although the runs are called the same; empty if there are none."""
+    counts = ((comparison.accepted_sites, "accepted"), (comparison.ignored_sites, "ignored"))
+    said = [f"{count} {word} site{'' if count == 1 else 's'}" for count, word in counts if count]
+    return f", except at {' and '.join(said)}" if said else ""
 
 
 def bits_sentence(comparison: Comparison) -> str:
@@ -393,6 +403,7 @@ def _of_chapter(chapter: Chapter, bits: str) -> Section:
         lines.append(((f"  {also}", "plain"),))
     if bits:
         lines.append(((f"  {bits}", "plain"),))
+    lines.append(((f"  {more_line([first.first.kind])}", "faint"),))
     if count:
         lines.append(((f"  ({count} further {chapter.noun}{'s' if count > 1 else ''}.)", "brief"),))
     return Section(lines=tuple(lines), about=chapter)
@@ -401,4 +412,6 @@ def _of_chapter(chapter: Chapter, bits: str) -> Section:
 def _of_pinned(pinned: PinnedStep) -> Section:
     lines: list[Line] = [((pinned.heading, "title"),)]
     lines += [((f"  {where_text(found)}: {found.message}", "brief"),) for found in pinned.findings]
+    if pinned.findings:
+        lines.append(((f"  {more_line(found.kind for found in pinned.findings)}", "faint"),))
     return Section(lines=(*lines, *(((limit, "plain"),) for limit in pinned.limits)), about=pinned)

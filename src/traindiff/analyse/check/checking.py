@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from traindiff.analyse import next_commands
 from traindiff.analyse.check.chosen_rules import CONSEQUENCE, chosen_rules
 from traindiff.analyse.findings import Finding, also_text, grouped, phase_text, ranks_text, steps_text, where_text
 from traindiff.analyse.merge.history import RunHistory
@@ -15,8 +16,9 @@ from traindiff.analyse.merge.run_steps import RunStep, run_steps
 from traindiff.analyse.merge.unobserved import FailedTaps, unrecorded_of, without_lost
 from traindiff.analyse.products import ProductTable, product_checks
 from traindiff.analyse.rules import run_facts
-from traindiff.analyse.rules.rule import RunJudge
+from traindiff.analyse.rules.rule import AskedRule, RunJudge
 from traindiff.core.observation import Observation
+from traindiff.core.shown import Shown
 from traindiff.core.site import label
 from traindiff.core.steps import ALL_STEPS, StepSelection, parse_steps
 from traindiff.errors import ConfigError
@@ -39,8 +41,8 @@ MEANINGS: Mapping[Word, str] = {
 """Meaning of each word."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Verdict(Shown):
     """The result of checking one recording; `str()` of it is the report in the terminal.
 
     Attributes:
@@ -55,6 +57,7 @@ class Verdict:
         history: The size of every site in every step; None unless requested. Not part of the JSON.
         products: How exact matrix products and convolutions are, by operator and line; None if the run did not record
             that.
+        rules: The rules that were asked, with their answers.
     """
 
     recording: str
@@ -66,6 +69,7 @@ class Verdict:
     notes: tuple[str, ...]
     history: RunHistory | None = field(default=None, compare=False, repr=False)
     products: ProductTable | None = None
+    rules: tuple[AskedRule, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -84,6 +88,8 @@ class Verdict:
             "ranks": list(self.ranks),
             "notes": list(self.notes),
             "products": None if self.products is None else self.products.to_json(),
+            "next": next_commands.of_check(self.recording, self.findings or self.warnings),
+            "rules": [rule.to_json() for rule in self.rules],
         }
 
     def sentence(self) -> str:
@@ -118,10 +124,10 @@ def check(
 ) -> Verdict:
     """Check one run by itself: no baseline is needed.
 
-    A run is held against rules, which docs/rules.md describes one by one: where it first is not finite, gradients that
-    vanish or explode, parameters that nothing moves, dead units, spikes of the loss, skipped steps, learning rates
-    that stay 0, optimizers that do something else than their settings say, ranks that disagree, and more. Some of them
-    only warn: what they find is worth knowing, and leaves a run healthy.
+    A run is held against rules, which `traindiff explain rules` describes one by one: where it first is not finite,
+    gradients that vanish or explode, parameters that nothing moves, dead units, spikes of the loss, skipped steps,
+    learning rates that stay 0, optimizers that do something else than their settings say, ranks that disagree, and
+    more. Some of them only warn: what they find is worth knowing, and leaves a run healthy.
 
     Args:
         recording: A local path or any fsspec URL.
@@ -210,6 +216,7 @@ def check(
         ),
         history=kept,
         products=products,
+        rules=judge.asked(everything),
     )
 
 

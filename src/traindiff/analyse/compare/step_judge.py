@@ -11,11 +11,12 @@ from traindiff.analyse.compare.case import Case, Diagnosis
 from traindiff.analyse.compare.diagnosis import diagnose
 from traindiff.analyse.compare.factors import clipping_left_out, factor_meaning, factor_text
 from traindiff.analyse.compare.gradient_sums import with_causes
-from traindiff.analyse.compare.judge import OTHER_FORM, Judge, comes_last, is_uncalled
+from traindiff.analyse.compare.judge import OTHER_FORM, Judge, comes_last
 from traindiff.analyse.compare.mixtures import Mixture, common_mixture
 from traindiff.analyse.compare.moved_moments import systematic
 from traindiff.analyse.compare.other_loss import BehindOtherLoss, loss_behind
 from traindiff.analyse.compare.step_input import StepInput
+from traindiff.analyse.compare.uncalled import COUNTED_CALLS, count_of_uncalled, is_uncalled
 from traindiff.analyse.compare.unlike import unlike
 from traindiff.analyse.findings import Finding, ranks_text
 from traindiff.analyse.merge.distance import (
@@ -23,6 +24,7 @@ from traindiff.analyse.merge.distance import (
     best_fit,
     difference,
     differing_ranks,
+    measure,
     num_losses,
     rescaled,
 )
@@ -31,7 +33,7 @@ from traindiff.analyse.noise.gradients import common_factor
 from traindiff.analyse.noise.moments import Moved
 from traindiff.analyse.noise.site_floors import SiteFloors
 from traindiff.core.observation import ALL_GRADIENTS, is_of_evaluation
-from traindiff.core.summary import norm, rounding
+from traindiff.core.summary import norm_of, rounding
 
 LOGGED = "logged"
 """Slot of the numbers that a training reports."""
@@ -39,6 +41,7 @@ LOGGED = "logged"
 
 def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
     """Judge a step, add it to `judge`, and return its own findings in order. Steps must be given in order."""
+    measure(given.pairs)
     judge.run.settings_differ |= any(finding.kind == "hyper-parameter" for finding in given.found)
     judge.every_bit = bool(given.every_bit)
     if given.first:
@@ -48,10 +51,12 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
     judge.run.disturbed.update(path for one in edited for path in one.evidence["paths"])
     lacking = (one for one in given.found if one.kind in ("missing", "extra") and not is_uncalled(one))
     judge.absent.update(finding.path for finding in lacking)
+    judge.uncalled.update(finding.path for finding in given.found if is_uncalled(finding))
     floors = SiteFloors(
         judge.run, parameters=given.parameters, pairs=given.pairs, samples=given.samples,
         micro_steps=given.most_micro_steps, noise=given.noise, calibration=given.calibration, forced=judge.forced,
         leaky=given.leaky, classes=given.classes, unplaced=given.unplaced, unpaired=given.unpaired,
+        calls=given.calls,
     )  # fmt: skip
     judged = with_causes((*given.found, *StepJudge(judge, given, floors).judge()))
     found = sorted(judged, key=lambda finding: finding.order)
@@ -195,6 +200,10 @@ class StepJudge:
 
     def _whole_numbers(self, pair: Pair) -> Finding | None:
         """Indices and masks have no distance; they may flip only if an input differs."""
+        module, _, name = pair.baseline.key.path.rpartition(".")
+        if name == COUNTED_CALLS and module in self._judge.uncalled:
+            counted = self._finding(pair, math.inf, 0.0)
+            return None if counted is None else count_of_uncalled(counted)
         if not self._floors.inputs_differ:
             return self._finding(pair, math.inf, 0.0)
         undisturbed = math.inf if self._floors.noise_at_inputs else 0.0
@@ -279,7 +288,7 @@ class StepJudge:
         if factor is not None:
             return factor, floors
         limits = {
-            pair.baseline.key: (limit, float(norm(pair.candidate.summary)) / float(norm(pair.baseline.summary)))
+            pair.baseline.key: (limit, norm_of(pair.candidate.summary) / norm_of(pair.baseline.summary))
             for pair in pairs
             if (limit := self._floors.norm_limit(pair, floors[pair.baseline.key])) is not None
         }
@@ -372,8 +381,8 @@ class StepJudge:
                 **shape.evidence,
                 **({"losses": losses} if losses[0] != losses[1] else {}),
                 "dtype": pair.baseline.dtype,
-                "baseline_norm": float(norm(pair.baseline.summary)),
-                "candidate_norm": float(norm(pair.candidate.summary)),
+                "baseline_norm": norm_of(pair.baseline.summary),
+                "candidate_norm": norm_of(pair.candidate.summary),
             },
         )  # fmt: skip
 

@@ -15,7 +15,7 @@ from traindiff.analyse.rules.optimizers import learning_rates
 from traindiff.analyse.rules.orthogonal import divided_updates
 from traindiff.analyse.rules.replayed_mistakes import is_a_method, meaning
 from traindiff.analyse.rules.rule import Limit, Rule
-from traindiff.core.summary import UNIT_ROUNDOFF, finite_count, largest, norm
+from traindiff.core.summary import finite_count, largest, norm_of
 
 LIMIT = 2.0
 """Largest residual that is not a finding, in units of what rounding allows.
@@ -27,18 +27,11 @@ float32 and bfloat16: 0.98.
 LOST_SHARE = 0.5
 """Share of the elements that should move and do not, above which updates are called lost."""
 
-SHORT = UNIT_ROUNDOFF["float16"]
-"""Unit roundoff from which a dtype loses updates that matter. Longer dtypes only lose gradients that are
-mathematically zero: those of a bias before batch normalization."""
-
 MOST_OTHERS = 3
 """Further mistakes that a message mentions, if they would do the same in this step."""
 
 COMPILED = "compiled"
 """What stands behind an optimizer whose step ran in compiled code."""
-
-PATIENCE = 2.0**-10
-"""Lost updates matter if a thousand of them would move a parameter by one rounding."""
 
 FEW = 16
 """Elements below which a share says little."""
@@ -127,17 +120,14 @@ class UpdatesFollowSettings(Rule):
     """An optimizer did not move parameters as its formula and its settings say."""
 
     name = "update-rule"
-    finds = "The optimizer does something else than its settings say, or its updates are lost to rounding."
-    kinds = ("update-rule", "never-updated", "lost-update")
+    finds = "The optimizer does something else than its settings say."
+    kinds = ("update-rule", "never-updated")
     tells_runs_apart = True
+    judges_sizes = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "residual": Limit(
             default=LIMIT,
             message="how many roundings an update may be away from its replay; right optimizers stay below 1",
-        ),
-        "lost_share": Limit(
-            default=LOST_SHARE,
-            message="share of the elements of a parameter that should move and do not, above which updates are lost",
         ),
     }
 
@@ -150,7 +140,6 @@ class UpdatesFollowSettings(Rule):
     def step(self, table: StepTable, *, step: int) -> list[Finding]:
         """Findings of a step."""
         limit = self.limit("residual") / self.strictness
-        share = self.limit("lost_share") / self.strictness
         replays = list(replayed(table))
         wrong = [one for one in replays if one.worst > limit]
         votes = Counter(name for one in wrong for name in one.fitting(limit))
@@ -164,7 +153,6 @@ class UpdatesFollowSettings(Rule):
                 del rates[next(iter(rates))]
         told = {one.key.path for one in wrong}
         found += [one for one in _wrong_states(table, step=step, limit=limit) if one.path not in told]
-        found += [_lost(one, step=step) for one in replays if one.worst <= limit and _is_lost(one, share)]
         found += divided_updates(table, self.facts.held_in, step=step)
         return sorted((one for one in found if one is not None), key=lambda finding: finding.order)
 
@@ -253,7 +241,7 @@ def _wrong(
         step: The step.
         limit: The largest residual that is right.
     """
-    path, size, apart = one.key.path, float(norm(one.value.summary)), _apart(one)
+    path, size, apart = one.key.path, norm_of(one.value.summary), _apart(one)
     evidence: dict[str, Any] = {"residual": one.worst, "replayed_norm": size}
     kind = "update-rule"
     off = f"What its settings ask for is up to {one.worst:.3g} roundings away"
@@ -276,9 +264,7 @@ def _wrong(
             message += f" This step does not tell it from: {'; '.join(map(meaning, others[:MOST_OTHERS]))}."
             evidence["or_variants"] = others
     elif (factor := _factor(one, limit)) is not None:
-        stale = _step_with(
-            factor, earlier, within=limit * float(norm(one.rounding.summary)) / float(norm(one.taken.summary))
-        )
+        stale = _step_with(factor, earlier, within=limit * norm_of(one.rounding.summary) / norm_of(one.taken.summary))
         where = "" if stale is None else f", which is that of step {stale}"
         message = f"{one.optimizer} moves {path} as if the learning rate were {factor:.4g} x what it is{where}. {off}."
         evidence |= {"variant": "lr", "factor": factor} | ({} if stale is None else {"step_of_rate": stale})
@@ -307,7 +293,7 @@ def _closest(one: Replayed, fitting: list[str], votes: Counter[str]) -> list[str
     A value of a setting that is that of elsewhere, e.g. of another group, is one mistake.
     """
     shared = [name for name in fitting if votes[name] == max(votes[name] for name in fitting)]
-    left = {name: float(norm(one.variants[name].summary)) for name in shared}
+    left = {name: norm_of(one.variants[name].summary) for name in shared}
     found: dict[str, str] = {}
     for name in shared:
         if left[name] <= 2.0 * min(left.values()):
@@ -315,32 +301,11 @@ def _closest(one: Replayed, fitting: list[str], votes: Counter[str]) -> list[str
     return list(found.values())
 
 
-def _is_lost(one: Replayed, share: float) -> bool:
-    """True if rounding loses most of a right update that would have mattered."""
-    u, size = UNIT_ROUNDOFF.get(one.dtype, 0.0), float(norm(one.value.summary))
-    stored = float(norm(one.rounding.summary))  # at least u times the parameter
-    return u >= SHORT and one.lost_share > share and size > PATIENCE * stored
-
-
-def _lost(one: Replayed, *, step: int) -> Finding:
-    """The finding for right updates that rounding loses."""
-    share = one.lost_share
-    message = (
-        f"{share:.0%} of the elements of {one.key.path} do not move, although {one.optimizer} computes an update for "
-        f"them: it is smaller than half the spacing of {one.dtype or 'its dtype'} at their size, and is rounded away."
-    )
-    return Finding(
-        step=step, phase="update", stage="replayed", path=one.key.path, slot="update", order=one.order,
-        kind="lost-update", difference=share, floor=LOST_SHARE, message=message,
-        evidence={"share": share, "dtype": one.dtype},
-    )  # fmt: skip
-
-
 def _factor(one: Replayed, limit: float) -> float | None:
     """The factor between the update that was made and the right one, if that explains it."""
     factor, left_over = best_fit(one.value, one.taken)
     left = left_over * math.sqrt(float((one.taken.summary["sketch"] ** 2).sum()))
-    allowed = limit * float(norm(one.rounding.summary)) * max(1.0, abs(factor))
+    allowed = limit * norm_of(one.rounding.summary) * max(1.0, abs(factor))
     return factor if factor and left <= allowed and int(one.value.summary["count"]) >= FEW else None
 
 
@@ -351,6 +316,6 @@ def _step_with(factor: float, earlier: Mapping[float, int], *, within: float) ->
 
 
 def _apart(one: Replayed) -> float:
-    size = float(norm(one.value.summary))
+    size = norm_of(one.value.summary)
     difference = one.taken.summary["sketch"] - one.value.summary["sketch"]
     return math.sqrt(float((difference**2).sum())) / size if size else math.inf
