@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import NotARecordingError
 from traindiff.storage import segments
+from traindiff.storage.decoder import SharedColumns
 from traindiff.storage.location import SEALS, rank_directory
 from traindiff.storage.reader import Recording, open_recording
 from traindiff.storage.seals import FIRST, MOST_TO_SEARCH, SealLines, Start
@@ -77,10 +78,11 @@ class FollowedStream(RankStream):
         folder: Directory of the rank.
         rank: Its number.
         follower: Waits.
+        shared: What columns say, for all ranks of the recording.
     """
 
-    def __init__(self, folder: Folder, rank: int, follower: Follower) -> None:
-        super().__init__(folder, rank)
+    def __init__(self, folder: Folder, rank: int, follower: Follower, shared: SharedColumns) -> None:
+        super().__init__(folder, rank, shared)
         self._follower = follower
 
     def _messages(self, start: Start) -> Iterator[PackedStep]:
@@ -144,7 +146,7 @@ class FollowedRecording(Recording):
 
     def _followed(self, rank: int) -> FollowedStream:
         folder = segments.of_rank(self._folder.within(rank_directory(rank)))
-        return FollowedStream(folder, rank, self._follower)
+        return FollowedStream(folder, rank, self._follower, self._columns)
 
 
 def open_followed(path: str, follower: Follower) -> Recording:

@@ -17,6 +17,7 @@ from traindiff.core.untrusted.demands import MOST_JSON_BYTES
 from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import MixedRecordingError, NotARecordingError
 from traindiff.storage import manifest, segments, tensor_files
+from traindiff.storage.decoder import SharedColumns
 from traindiff.storage.location import MERGED, PLACES, file_system, lacks_container, rank_directory
 from traindiff.storage.manifest import ended
 from traindiff.storage.part import Part
@@ -78,6 +79,7 @@ class Recording:
         self._folder = Folder(self._fs, self._root)
         self._contents: dict[int, dict[str, Any]] = {}
         self._streams: dict[int, RankStream] = {}
+        self._columns = SharedColumns()
         self._num_verified: dict[int, int] = {}  # steps whose files have been checked
         self._merged: RankStream | None = None
         self.run = self._read_run()
@@ -321,7 +323,8 @@ class Recording:
 
     def _stream(self, rank: int) -> RankStream:
         if rank not in self._streams:
-            self._streams[rank] = RankStream(segments.of_rank(self._folder.within(rank_directory(rank))), rank)
+            folder = segments.of_rank(self._folder.within(rank_directory(rank)))
+            self._streams[rank] = RankStream(folder, rank, self._columns)
         return self._streams[rank]
 
 

@@ -22,7 +22,7 @@ from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import CorruptRecordingError
 from traindiff.storage import gap, manifest
 from traindiff.storage.batch_metadata import MOST_MESSAGE_BYTES, checked_size, too_much
-from traindiff.storage.decoder import Decoder, read_columns
+from traindiff.storage.decoder import Decoder, SharedColumns, read_columns
 from traindiff.storage.location import DATA, SEALS
 from traindiff.storage.part import WHOLE, Part, first_message
 from traindiff.storage.schema import (
@@ -121,12 +121,19 @@ class PackedStep:
 
 
 class RankStream:
-    """Reads the data of one rank from its directory, step by step."""
+    """Reads the data of one rank from its directory, step by step.
 
-    def __init__(self, folder: Folder, rank: int) -> None:
+    Args:
+        folder: The directory.
+        rank: Number of the rank.
+        shared: What columns say, for all ranks of the recording.
+    """
+
+    def __init__(self, folder: Folder, rank: int, shared: SharedColumns | None = None) -> None:
         self._folder = folder
         self._rank = rank
         self._starts: dict[Part, Start] = {}
+        self._decoder = Decoder(shared)
 
     def status(self) -> RankStatus:
         """The end of the stream, from its seals, the length of its data and its note of a gap.
@@ -179,8 +186,7 @@ class RankStream:
                 looked at.
         """
         packed = self._packed_steps(self._start(part) if part.begin else FIRST)
-        unpack = partial(self._unpacked, decoder=Decoder())
-        yield from map(unpack, packed if part == WHOLE else part.of(packed))
+        yield from map(self._unpacked, packed if part == WHOLE else part.of(packed))
 
     def _start(self, part: Part) -> Start:
         """A message before which nothing belongs to the part. It stays the same in a stream that grows."""
@@ -214,9 +220,9 @@ class RankStream:
             found = _packed(message)
         return found.optimizer, found.step
 
-    def _unpacked(self, packed: PackedStep, *, decoder: Decoder) -> StepObservations:
+    def _unpacked(self, packed: PackedStep) -> StepObservations:
         with self._checking(f"step {packed.step}"):
-            return unpacked(packed, self._rank, decoder)
+            return unpacked(packed, self._rank, self._decoder)
 
     @contextmanager
     def _checking(self, what: str) -> Iterator[None]:
