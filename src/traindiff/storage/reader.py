@@ -90,6 +90,10 @@ class Recording:
         }
         self.ranks: tuple[int, ...] = tuple(sorted(rank for rank in found if rank < self.world_size))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process opens the recording by itself."""
+        return type(self), (self.path,)
+
     @property
     def world_size(self) -> int:
         """Number of ranks that the run had."""
@@ -192,7 +196,7 @@ class Recording:
         if begin == 0 and end is None:
             yield from map(self._verified, count(), self._stream(rank).steps())  # which keeps no step that it has given
             return
-        part = Part(begin=begin, end=end, before=before, only=self._only_optimizer(rank))
+        part = Part(begin=begin, end=end, before=before, only=self.only_optimizer(rank))
         yield from map(self._intact, self._stream(rank).steps(part))
 
     @property
@@ -213,7 +217,7 @@ class Recording:
         Raises:
             CorruptRecordingError: The bytes are not those that were written.
         """
-        part = Part(begin=begin, end=end, before=before, only=self._only_optimizer(self.ranks[0]) if self.ranks else "")
+        part = Part(begin=begin, end=end, before=before, only=self.only_optimizer(self.ranks[0]) if self.ranks else "")
         folder = self._folder.within(PLACES)
         places = PlaceLists(RankStream(segments.of_rank(folder), 0), self.world_size, folder.root)
         for step in self._merged_stream().steps(part):
@@ -238,6 +242,14 @@ class Recording:
         known: dict[str, Literal["aborted", "unclosed"]] = {"aborted": "aborted", "unclosed": "unclosed"}
         return RankStatus(rank=rank, ending=known.get(found["ending"], "truncated"), message=found["message"])
 
+    def step_bytes(self, rank: int) -> float:
+        """Size of a step of a rank on disk, on average; 0 without steps.
+
+        Args:
+            rank: One of `ranks`.
+        """
+        return self._stream(rank).message_bytes()
+
     def last_step(self, rank: int) -> int | None:
         """Number of the last step of a rank that was written whole, found by its seals; None if it is not known.
 
@@ -249,7 +261,7 @@ class Recording:
         """
         return (self._merged_stream() if self.is_compact else self._stream(rank)).last_step()
 
-    def _only_optimizer(self, rank: int) -> str:
+    def only_optimizer(self, rank: int) -> str:
         """Name of the only optimizer of a rank; empty if it has several, or if its `rank.json` names none."""
         content = self.rank_content(rank)
         names = {one["name"] for one in content.get("optimizers", ())}.union(ended(content).steps)

@@ -38,6 +38,9 @@ from traindiff.storage.seals import FIRST, MOST_TO_SEARCH, Seal, SealLines, Star
 if TYPE_CHECKING:
     from traindiff.storage.places import PlaceSource
 
+_SEAL_BYTES = 24
+"""Length of the line of a seal, about."""
+
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
@@ -196,6 +199,11 @@ class RankStream:
                 step_of = partial(self._step_of, file, seals, size)
                 self._starts[part] = seals.start(first_message(step_of, len(seals), part))
         return self._starts.get(part, FIRST)
+
+    def message_bytes(self) -> float:
+        """Size of a message on average; 0 without any."""
+        seals = self._size(SEALS)
+        return self._size() * _SEAL_BYTES / seals if seals else 0.0
 
     def last_step(self) -> int | None:
         """Number of the step of the last whole message; None if there is none, or if there are too many seals.
