@@ -10,6 +10,7 @@ import typer
 from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_result, results, says_what_is_wrong
 from traindiff.cli.following import FollowOption, JunitOption, PatienceOption, WebhookOption, follower, hand_on
 from traindiff.cli.report import HtmlOption, check_writable, write_page
+from traindiff.cli.workers import WorkersOption
 
 if TYPE_CHECKING:
     from traindiff.analyse.check import Verdict
@@ -40,6 +41,7 @@ def check(
         bool, typer.Option("--products", help="Also list how exact matrix products are (docs/products.md).")
     ] = False,
     html: HtmlOption = None,
+    workers: WorkersOption = None,
     follow: FollowOption = False,
     patience: PatienceOption = 600.0,
     webhook: WebhookOption = None,
@@ -64,6 +66,7 @@ def check(
     with messages.status("checking") as status:
         result = check_recording(
             recording, steps=steps, rules=rules, skip=skip, config=config, history=html is not None, follow=waiting,
+            workers=workers,
             progress=lambda step: status.update(f"checking step {step}"),
         )  # fmt: skip
     table = checked_products(result) if products else None

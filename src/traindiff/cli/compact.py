@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 
 from traindiff.cli.app import app, messages, results, says_what_is_wrong
+from traindiff.cli.workers import WorkersOption
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from traindiff.analyse.compact import Compacted
 
 WholeEveryOption = Annotated[
     int | None, typer.Option("--whole-every", metavar="N", help="Keep every N-th step rank by rank.")
@@ -22,6 +29,7 @@ def compact(
         typer.Option("--output", "-o", metavar="DIRECTORY", help="Recording to make. RECORDING-compact, if left out."),
     ] = "",
     whole_every: WholeEveryOption = None,
+    workers: WorkersOption = None,
 ) -> None:
     """Merge the ranks of a recording once, into a smaller recording with the same verdicts (docs/scale.md).
 
@@ -29,12 +37,7 @@ def compact(
     """
     from traindiff.analyse.compact.compacting import compact as compacted
 
-    target = output or f"{recording.rstrip('/')}-compact"
-    with messages.status("compacting") as status:
-        made = compacted(
-            recording, target, whole_every=whole_every, progress=lambda step: status.update(f"compacting step {step}")
-        )
-    results.print(str(made), markup=False, soft_wrap=True)
+    _print_made(partial(compacted, recording, output or f"{recording.rstrip('/')}-compact"), whole_every, workers)
 
 
 @app.command(short_help="Replace a recording by its compact form.")
@@ -42,6 +45,7 @@ def compact(
 def prune(
     recording: Annotated[str, typer.Argument(metavar="RECORDING", help="Recording to replace: a local directory.")],
     whole_every: WholeEveryOption = None,
+    workers: WorkersOption = None,
 ) -> None:
     """Replace a recording by its compact form, after both have passed the same check (docs/scale.md).
 
@@ -49,8 +53,21 @@ def prune(
     """
     from traindiff.analyse.compact.pruning import prune as pruned
 
+    _print_made(partial(pruned, recording), whole_every, workers)
+
+
+class _Makes(Protocol):
+    """Makes a compact recording."""
+
+    def __call__(
+        self, *, whole_every: int | None, workers: str | None, progress: Callable[[int], None]
+    ) -> Compacted: ...
+
+
+def _print_made(make: _Makes, whole_every: int | None, workers: str | None) -> None:
+    """Make a compact recording, and say what it is."""
     with messages.status("compacting") as status:
-        made = pruned(
-            recording, whole_every=whole_every, progress=lambda step: status.update(f"compacting step {step}")
+        made = make(
+            whole_every=whole_every, workers=workers, progress=lambda step: status.update(f"compacting step {step}")
         )
     results.print(str(made), markup=False, soft_wrap=True)

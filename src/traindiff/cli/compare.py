@@ -20,6 +20,7 @@ from traindiff.cli.report import (
     check_writable,
     write_page,
 )
+from traindiff.cli.workers import WorkersOption
 from traindiff.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ def compare(
     top: Annotated[int, typer.Option(min=0, help="Rows of each table.")] = 12,
     table: TableOption = None,
     html: HtmlOption = None,
+    workers: WorkersOption = None,
     follow: FollowOption = False,
     patience: PatienceOption = 600.0,
     webhook: WebhookOption = None,
@@ -142,6 +144,7 @@ def compare(
             identical=identical,
             offset=offset,
             follow=waiting,
+            workers=workers,
             history=html is not None or table is not None,
             progress=lambda step: status.update(f"comparing step {step}"),
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from traindiff.cli.app import app, messages, says_what_is_wrong
+from traindiff.cli.workers import WorkersOption
 
 if TYPE_CHECKING:
     from traindiff.analyse.check import Verdict
@@ -72,6 +73,7 @@ def report(
     layout: MapOption = None,
     accept: AcceptOption = None,
     steps: Annotated[str | None, typer.Option(help='Steps to show, e.g. "0-9,20,30-".')] = None,
+    workers: WorkersOption = None,
 ) -> None:
     """Write a report for a browser, in one file that needs no network.
 
@@ -99,13 +101,14 @@ def report(
             raise ConfigError("report", problems, consequence="nothing was written")
         with messages.status("checking") as status:
             result = check(
-                baseline, steps=steps, history=True, progress=lambda step: status.update(f"checking step {step}")
-            )
+                baseline, steps=steps, history=True, workers=workers,
+                progress=lambda step: status.update(f"checking step {step}"),
+            )  # fmt: skip
     else:
         with messages.status("comparing") as status:
             result = compare(
                 baseline, candidate, noise=noise or (), rename=rename, map=layout, accept=accept, steps=steps,
-                history=True,
+                history=True, workers=workers,
                 progress=lambda step: status.update(f"comparing step {step}"),
             )  # fmt: skip
     write_page(result, output)
