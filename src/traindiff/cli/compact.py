@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import typer
 
 from traindiff.cli.app import app, messages, results, says_what_is_wrong
+from traindiff.cli.following import FollowOption, PatienceOption, follower
 from traindiff.cli.workers import WorkersOption
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from traindiff.analyse.compact import Compacted
+    from traindiff.storage import Follower
 
 WholeEveryOption = Annotated[
     int | None, typer.Option("--whole-every", metavar="N", help="Keep every N-th step rank by rank.")
@@ -30,6 +32,8 @@ def compact(
     ] = "",
     whole_every: WholeEveryOption = None,
     workers: WorkersOption = None,
+    follow: FollowOption = False,
+    patience: PatienceOption = 600.0,
 ) -> None:
     """Merge the ranks of a recording once, into a smaller recording with the same verdicts (docs/scale.md).
 
@@ -37,7 +41,8 @@ def compact(
     """
     from traindiff.analyse.compact.compacting import compact as compacted
 
-    _print_made(partial(compacted, recording, output or f"{recording.rstrip('/')}-compact"), whole_every, workers)
+    make = partial(compacted, recording, output or f"{recording.rstrip('/')}-compact")
+    _print_made(make, whole_every, workers, follower(follow, patience))
 
 
 @app.command(short_help="Replace a recording by its compact form.")
@@ -46,6 +51,8 @@ def prune(
     recording: Annotated[str, typer.Argument(metavar="RECORDING", help="Recording to replace: a local directory.")],
     whole_every: WholeEveryOption = None,
     workers: WorkersOption = None,
+    follow: FollowOption = False,
+    patience: PatienceOption = 600.0,
 ) -> None:
     """Replace a recording by its compact form, after both have passed the same check (docs/scale.md).
 
@@ -53,21 +60,28 @@ def prune(
     """
     from traindiff.analyse.compact.pruning import prune as pruned
 
-    _print_made(partial(pruned, recording), whole_every, workers)
+    _print_made(partial(pruned, recording), whole_every, workers, follower(follow, patience))
 
 
 class _Makes(Protocol):
     """Makes a compact recording."""
 
     def __call__(
-        self, *, whole_every: int | None, workers: str | None, progress: Callable[[int], None]
-    ) -> Compacted: ...
+        self,
+        *,
+        whole_every: int | None,
+        workers: str | None,
+        follow: Follower | None,
+        progress: Callable[[int], None],
+    ) -> Compacted:
+        """As `compact` does."""
 
 
-def _print_made(make: _Makes, whole_every: int | None, workers: str | None) -> None:
+def _print_made(make: _Makes, whole_every: int | None, workers: str | None, follow: Follower | None) -> None:
     """Make a compact recording, and say what it is."""
     with messages.status("compacting") as status:
         made = make(
-            whole_every=whole_every, workers=workers, progress=lambda step: status.update(f"compacting step {step}")
-        )
+            whole_every=whole_every, workers=workers, follow=follow,
+            progress=lambda step: status.update(f"compacting step {step}"),
+        )  # fmt: skip
     results.print(str(made), markup=False, soft_wrap=True)

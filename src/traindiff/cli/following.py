@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 FollowOption = Annotated[
     bool,
-    typer.Option("--follow", help="Judge steps as they arrive, up to the first finding or the end (docs/scale.md)."),
+    typer.Option("--follow", help="Wait for the steps of a run that goes on (docs/scale.md)."),
 ]
 PatienceOption = Annotated[
     float,
@@ -25,7 +25,9 @@ WebhookOption = Annotated[str | None, typer.Option(metavar="URL", help="Send the
 JunitOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the verdict as JUnit XML.")]
 
 
-def follower(wanted: bool, patience: float, webhook: str | None, junit: Path | None) -> Follower | None:  # noqa: FBT001
+def follower(  # noqa: FBT001
+    wanted: bool, patience: float, webhook: str | None = None, junit: Path | None = None
+) -> Follower | None:
     """What waits for steps, if that is wanted.
 
     Raises:

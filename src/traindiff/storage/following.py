@@ -79,11 +79,15 @@ class FollowedStream(RankStream):
         rank: Its number.
         follower: Waits.
         shared: What columns say, for all ranks of the recording.
+
+    Attributes:
+        is_read: Whether all that there is has been read, and no more is waited for.
     """
 
     def __init__(self, folder: Folder, rank: int, follower: Follower, shared: SharedColumns) -> None:
         super().__init__(folder, rank, shared)
         self._follower = follower
+        self.is_read = False
 
     def _messages(self, start: Start) -> Iterator[PackedStep]:
         number, known = max(1, start.number), -1
@@ -98,9 +102,11 @@ class FollowedStream(RankStream):
                     del part
                 known, grown = size, self._follower.clock()  # other ranks may have been waited for meanwhile
             elif has_ended or not self._follower.is_following:
+                self.is_read = True
                 return
             elif self._follower.clock() - grown >= self._follower.patience_seconds:
                 self._follower.give_up(f"rank {self._rank}")
+                self.is_read = True
                 return
             else:
                 self._follower.wait()
@@ -134,6 +140,11 @@ class FollowedRecording(Recording):
         """As for every recording, now."""
         self._contents.pop(rank, None)  # it may say since how the training ended
         return super().status(rank)
+
+    def is_read(self, rank: int) -> bool:
+        """True if a rank is not followed any more: its stream was read to its end."""
+        stream = self._stream(rank)
+        return isinstance(stream, FollowedStream) and stream.is_read
 
     def has_begun(self, rank: int) -> bool:
         """True if a rank has a step, or ended without one."""

@@ -250,6 +250,10 @@ class Recording:
         """
         return self._stream(rank).message_bytes()
 
+    def is_read(self, rank: int) -> bool:  # noqa: ARG002  what is followed knows
+        """True unless more of a rank's stream is waited for: then it is not known how it ends."""
+        return True
+
     def last_step(self, rank: int) -> int | None:
         """Number of the last step of a rank that was written whole, found by its seals; None if it is not known.
 

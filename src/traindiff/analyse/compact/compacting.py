@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from traindiff.analyse.blocks.steps import block_results, is_divided
-from traindiff.analyse.blocks.tasks import Tasks, Workers, tasks_of
+from traindiff.analyse.blocks.tasks import Tasks, Workers, refuse_following, tasks_of
 from traindiff.analyse.compact.step_rows import RowsOfSteps, StepRows, rows_of_block
 from traindiff.analyse.merge.rank_steps import rank_steps
 from traindiff.analyse.merge.run_steps import StepMerger
 from traindiff.analyse.merge.span import Span
 from traindiff.core.summary import empty
 from traindiff.errors import ConfigError, Problem
-from traindiff.storage import Recording, RecordingWriter, StepObservations, open_recording
+from traindiff.storage import Follower, Recording, RecordingWriter, StepObservations, not_following, open_followed
 from traindiff.storage.location import MERGED, PLACES
 from traindiff.storage.merged_rows import whole_mark
 from traindiff.storage.places import PlaceWriter
@@ -38,6 +38,7 @@ class Compacted:
         whole: Number of steps that are still stored rank by rank, by the reason.
         bytes_before: Size of the recording; None if it is not on this machine.
         bytes_after: Size of the compact one.
+        notes: Ranks of a run that was followed to which nothing was added for too long, one sentence each.
     """
 
     recording: str
@@ -47,6 +48,7 @@ class Compacted:
     whole: Mapping[str, int]
     bytes_before: int | None
     bytes_after: int
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         before = f"{_size_text(self.bytes_before)} are now " if self.bytes_before is not None else ""
@@ -55,7 +57,7 @@ class Compacted:
         lines = [f"{self.output}: {_count(self.steps, 'step')} of {_count(self.ranks, 'rank')}; {size}, {per:.2g} kB "
                  "per rank and step."]  # fmt: skip
         lines += [f"{_count(number, 'step')} stored rank by rank: {reason}." for reason, number in self.whole.items()]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.notes])
 
 
 ASKED = "asked for with --whole-every"
@@ -69,6 +71,7 @@ def compact(
     whole_every: int | None = None,
     progress: Callable[[int], None] | None = None,
     workers: Workers = None,
+    follow: Follower | None = None,
 ) -> Compacted:
     """Merge the ranks of a recording once, into a smaller one of which everything else can be asked as before.
 
@@ -79,6 +82,7 @@ def compact(
         progress: Called with the number of each step.
         workers: Number of worker processes on this machine that read the recording, or `"ray"` for those of a Ray
             cluster. The result is the same.
+        follow: Waits for steps of a run that goes on; each is merged when all ranks have it.
 
     Returns:
         What was made; `print` it.
@@ -88,7 +92,9 @@ def compact(
         RecordingError: The recording cannot be used.
         WorkerError: Worker processes died again and again.
     """
-    run = open_recording(os.fspath(recording))
+    refuse_following(workers, follow)
+    follower = follow or not_following()
+    run = open_followed(os.fspath(recording), follower)
     target = Path(output)
     if problems := _problems(run, os.fspath(output), whole_every):
         raise ConfigError("traindiff compact", problems, consequence="nothing was written")
@@ -104,7 +110,7 @@ def compact(
     return Compacted(
         recording=run.path, output=str(target), ranks=len(run.ranks), steps=compacting.num_steps,
         whole=dict(compacting.whole), bytes_before=_size_bytes(Path(recording)) or None,
-        bytes_after=_size_bytes(target),
+        bytes_after=_size_bytes(target), notes=tuple(follower.notes()),
     )  # fmt: skip
 
 
@@ -142,11 +148,9 @@ class _Compacting:
         self._writers: dict[int, RecordingWriter] = {}
         self._lead = min(run.ranks)
         self._merger = StepMerger(run)
-        statuses = [run.status(rank) for rank in run.ranks]
-        self._endings = {str(one.rank): {"ending": one.ending, "message": one.message} for one in statuses
-                         if one.ending != "closed"}  # fmt: skip
-        lasts = [run.last_step(one.rank) for one in statuses if one.ending != "closed"]
-        self._tail = min((-1 if last is None else last for last in lasts), default=None)
+        self._endings: dict[str, Any] = {}  # of ranks that were not closed, once that is known
+        self._tail: int | None = None  # the first step in which one of them ends
+        self._not_ended = list(run.ranks)
 
     def __enter__(self) -> _Compacting:
         self._of_rank(self._lead)
@@ -163,13 +167,25 @@ class _Compacting:
             self._write(found, of_ranks)
             self.num_steps += 1
             yield found.step
+        self._see_endings()
         for rank in self._run.ranks:
-            self._of_rank(rank)
+            self._of_rank(rank).write_rank(self._run.rank_content(rank))  # which says since how the training ended
             if rank != self._lead:
                 self._writers.pop(rank).close()
         self._writers[self._lead].write_run(self._content(self._endings))
         self._writers[self._lead].close()
         self._merged.close()
+
+    def _see_endings(self) -> None:
+        """Note how ranks have ended; of a run that goes on, those to which nothing is added any more."""
+        for rank in [rank for rank in self._not_ended if self._run.is_read(rank)]:
+            self._not_ended.remove(rank)
+            status = self._run.status(rank)
+            if status.ending != "closed":
+                self._endings[str(rank)] = {"ending": status.ending, "message": status.message}
+                last = self._run.last_step(rank)
+                ends = -1 if last is None else last
+                self._tail = ends if self._tail is None else min(self._tail, ends)
 
     def _steps(self) -> Iterator[tuple[StepRows, Sequence[StepObservations] | None]]:
         """The rows of each step, and what its ranks have recorded, if this process has read it."""
@@ -206,6 +222,7 @@ class _Compacting:
         """Why a step is stored rank by rank; empty if its ranks are merged."""
         if self._whole_every is not None and found.step % self._whole_every == 0:
             return ASKED
+        self._see_endings()
         ends = self._tail is not None and found.step >= self._tail
         return INCOMPLETE if ends or not finished or found.ranks < len(self._run.ranks) else found.reason
 

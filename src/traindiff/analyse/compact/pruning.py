@@ -13,6 +13,7 @@ from traindiff.analyse.blocks.tasks import Workers
 from traindiff.analyse.check import check
 from traindiff.analyse.compact.compacting import Compacted, compact
 from traindiff.errors import ConfigError, Problem, RecordingError
+from traindiff.storage import Follower
 from traindiff.storage.stores import protocol_of
 
 
@@ -22,6 +23,7 @@ def prune(
     whole_every: int | None = None,
     progress: Callable[[int], None] | None = None,
     workers: Workers = None,
+    follow: Follower | None = None,
 ) -> Compacted:
     """Replace a recording by its compact form.
 
@@ -32,6 +34,7 @@ def prune(
         whole_every: Keep every n-th step rank by rank.
         progress: Called with the number of each step.
         workers: As for `compact`.
+        follow: As for `compact`. The recording is replaced when the run has ended.
 
     Returns:
         What was made; its `output` is the path of the recording.
@@ -49,7 +52,9 @@ def prune(
     path = Path(recording)
     pruned, old = (path.with_name(f"{path.name}.{word}-{os.getpid()}") for word in ("pruned", "replaced"))
     try:
-        made = compact(path, pruned, whole_every=whole_every, progress=progress, workers=workers)
+        made = compact(path, pruned, whole_every=whole_every, progress=progress, workers=workers, follow=follow)
+        if made.notes:
+            raise RecordingError(f"{path} stays as it is, since it may go on. {' '.join(made.notes)}")
         if _said(check(path, workers=workers)) != _said(check(pruned)):
             raise RecordingError(
                 f"{path} stays as it is: its compact form has other findings than it. Please report this. "
