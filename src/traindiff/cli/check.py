@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_result, results, says_what_is_wrong
-from traindiff.cli.following import FollowOption, JunitOption, PatienceOption, WebhookOption, follower, hand_on
+from traindiff.cli.following import (
+    AlertOption,
+    FollowOption,
+    JunitOption,
+    PatienceOption,
+    WebhookOption,
+    follower,
+    hand_on,
+)
 from traindiff.cli.report import HtmlOption, check_writable, write_page
 from traindiff.cli.workers import WorkersOption
 
@@ -46,6 +54,7 @@ def check(
     patience: PatienceOption = 600.0,
     webhook: WebhookOption = None,
     junit: JunitOption = None,
+    alert: AlertOption = None,
     form: FormatOption = "text",
     as_json: JsonOption = False,
     _: Annotated[
@@ -62,7 +71,7 @@ def check(
 
     if html is not None:
         check_writable(html)
-    waiting = follower(follow, patience, webhook, junit)
+    waiting = follower(follow, patience, webhook, junit, alert or ())
     with messages.status("checking") as status:
         result = check_recording(
             recording, steps=steps, rules=rules, skip=skip, config=config, history=html is not None, follow=waiting,
@@ -80,7 +89,7 @@ def check(
         write_page(result, html)
     form = "json" if as_json else form
     print_result(table if form == "csv" and table is not None else result, form, text=text)
-    hand_on(result, webhook, junit)
+    hand_on(result, webhook, junit, alert or ())
     raise typer.Exit(result.exit_code)
 
 

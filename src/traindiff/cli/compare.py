@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_result, results, says_what_is_wrong
-from traindiff.cli.following import FollowOption, JunitOption, PatienceOption, WebhookOption, follower, hand_on
+from traindiff.cli.following import (
+    AlertOption,
+    FollowOption,
+    JunitOption,
+    PatienceOption,
+    WebhookOption,
+    follower,
+    hand_on,
+)
 from traindiff.cli.report import (
     AcceptOption,
     HtmlOption,
@@ -111,6 +119,7 @@ def compare(
     patience: PatienceOption = 600.0,
     webhook: WebhookOption = None,
     junit: JunitOption = None,
+    alert: AlertOption = None,
     form: FormatOption = "text",
     as_json: JsonOption = False,
 ) -> None:
@@ -129,7 +138,7 @@ def compare(
         from traindiff.present.pictures import check_matplotlib
 
         check_matplotlib(f"--pictures {pictures}", asked_by="compare")
-    waiting = follower(follow, patience, webhook, junit)
+    waiting = follower(follow, patience, webhook, junit, alert or ())
     with messages.status("comparing") as status:
         result = compare_recordings(
             baseline,
@@ -157,7 +166,7 @@ def compare(
         print_result(result, form, text=lambda: print_report(results, result, top=top))
     else:
         print_table(result, shown, form=form)
-    hand_on(result, webhook, junit)
+    hand_on(result, webhook, junit, alert or ())
     raise typer.Exit(result.exit_code)
 
 
