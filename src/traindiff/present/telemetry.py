@@ -51,6 +51,7 @@ def send(result: Any) -> None:
     logs.add_log_record_processor(BatchLogRecordProcessor(Logs()))
     try:
         emit(result, meters=meters, logs=logs)
+        meters.force_flush()  # which its shutdown does not do for such an interval
     finally:
         meters.shutdown()
         logs.shutdown()
