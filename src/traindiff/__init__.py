@@ -227,7 +227,8 @@ def _check_torch(name: str) -> None:
             where=f"traindiff.{name}",
             what=f"needs torch {oldest} or later to observe with; this is torch {found}.",
             fix=f"Install torch {oldest} or later, or record activations and their gradients with "
-            "traindiff.compat.onnxruntime.StatisticsSubscriber (docs/activations.md), which works from torch 1.13 on.",
+            "traindiff.compat.onnxruntime.StatisticsSubscriber, which works from torch 1.13 on "
+            "(traindiff explain activations).",
         )
         raise ConfigError("traindiff", [problem], consequence="nothing was attached to the model")
 

@@ -6,7 +6,7 @@
     record          Observe a training, step by step; gives the `Recorder`, with `log`, `step` and `close`.
     Recorder        A recording in progress.
 
-Needs mindspore, and no torch. docs/mindspore.md lists what is observed in each mode.
+Needs mindspore, and no torch. `traindiff explain mindspore` lists what is observed in each mode.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Use traindiff in tests: `assert_equivalent`, and golden recordings for pytest (docs/testing.md).
+"""Use traindiff in tests: `assert_equivalent`, and golden recordings for pytest (traindiff explain testing).
 
 Also `formula`, which declares how an optimizer of your own changes parameters, and `newton_schulz`, a function for the
-formulas of optimizers such as Muon (docs/replay.md); it needs torch.
+formulas of optimizers such as Muon (traindiff explain replay); it needs torch.
 """
 
 from __future__ import annotations

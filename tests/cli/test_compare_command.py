@@ -30,6 +30,7 @@ def test_a_divergence_is_printed_and_exits_with_one(traindiff: Traindiff) -> Non
         "  The candidate's is 2 x the baseline's.",
         "  relative L2 difference 1 = 3.42e+05 x its floor of 2.92e-06",
         "  First difference in bits: the same place.",
+        "  more: traindiff explain scale",
         "",
         "27 sites: 5 identical, 1 above, 21 that follow from the first divergence.",
         "",

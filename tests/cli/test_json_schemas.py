@@ -275,6 +275,14 @@ def test_what_cannot_be_used_leaves_standard_output_empty(
     assert result.stderr.startswith("traindiff: ")
 
 
+@pytest.mark.parametrize("words", [(), ("noise", "floor"), ("vanishing-gradients",), ("cast", "scheduler"), ("json",)])
+def test_an_explanation_fits_its_schema(words: tuple[str, ...]) -> None:
+    found = printed("explain", *words)
+
+    assert_fits(found, "explanation")
+    assert bool(found["explanations"]) == bool(words)
+
+
 # What the documentation says.
 
 DOCUMENTED = {
@@ -298,6 +306,8 @@ DOCUMENTED = {
     "`traindiff show --json`": ("observations", ""),
     "An observation": ("observations", "observation"),
     "`traindiff doctor --json`": ("doctor", ""),
+    "`traindiff explain --json`": ("explanation", ""),
+    "An explanation": ("explanation", "explanation"),
 }
 """By heading: a schema, and a part of it."""
 

@@ -47,6 +47,7 @@ for title, arguments in {
     "a recipe to investigate that does not exist": ("investigate", "trian.py:recipe"),
     "a moment to pin that there is not": ("verify", "--pin", "sometimes"),
     "a fault that there is not": ("demo", "--fault", "lost_gradient"),
+    "a tour where other files are": ("demo", "--tour", "-o", "baseline"),
     "a directory without a saved module": ("rerun", "baseline"),
     "a script that does not exist": ("run", "trian.py", "--lr", "3"),
     "a script that is a directory": ("run", "baseline"),

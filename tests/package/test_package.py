@@ -39,11 +39,21 @@ def installed_files() -> set[str]:
     }
 
 
+def installed_pages() -> set[str]:
+    """The pages of the documentation, and the schemas, which `traindiff explain` prints."""
+    docs = ROOT / "docs"
+    return {
+        f"traindiff/docs/{path.relative_to(docs).as_posix()}"
+        for path in docs.rglob("*")
+        if path.suffix in (".md", ".json")
+    }
+
+
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
 
-    assert names == installed_files()
+    assert names == installed_files() | installed_pages()
     assert "traindiff/storage/FORMAT.md" in names
     assert "traindiff/py.typed" in names
 
@@ -86,4 +96,10 @@ def test_the_package_in_the_wheel_compares_recordings_and_writes_a_report(wheel:
     )
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=120, check=True, capture_output=True)
 
+    explain = code.replace(code[code.index("'report'") : code.index("]", code.index("'report'"))], "'explain', 'maps'")
+    said = subprocess.run(
+        [sys.executable, "-c", explain], cwd=tmp_path, timeout=120, check=True, capture_output=True, text=True
+    )
+
+    assert said.stdout == (ROOT / "docs" / "maps.md").read_text()
     assert "uPlot" in (tmp_path / "report.html").read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ HEAD = """\
 # Glossary
 
 `traindiff explain TERM` prints the same, and explains kinds of finding ([findings.md](findings.md)) and rules
-([rules.md](rules.md)) too.
+([rules.md](rules.md)) too. `traindiff explain PAGE` prints a page of this documentation.
 """
 
 

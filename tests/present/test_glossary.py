@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import traindiff
 from tests.present.glossary_document import PAGE, document
 from traindiff.analyse.check import RULES
 from traindiff.analyse.check.checking import MEANINGS as OF_CHECKS
 from traindiff.analyse.story import MEANINGS
 from traindiff.cli.commands import app
 from traindiff.errors import ConfigError
+from traindiff.present.documentation import pages
 from traindiff.present.glossary import explain, glossary, known_names
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -41,6 +43,19 @@ def test_pages_that_say_more_are_there() -> None:
     assert [entry.page for entry in glossary()[0] if entry.page and not (DOCS / entry.page).exists()] == []
 
 
+def test_the_relations_of_weights_and_what_a_resume_loses_are_those_of_their_pages() -> None:
+    for page, head, title in (
+        ("weights.md", "| kind | what it means |", "Relations that traindiff weights finds"),
+        ("resume.md", "| what | sentence |", "Things that traindiff resume finds not restored"),
+    ):
+        table = (DOCS / page).read_text().partition(head)[2].partition("\n\n")[0]
+        rows = dict(re.findall(r"^\| `([a-z-]+)` \| (.*) \|$", table, re.MULTILINE))
+
+        assert known_names()[title] == tuple(rows)
+        for name, text in rows.items():
+            assert any(text[1:] in one.text for one in explain(name)), name
+
+
 def test_every_name_is_explained_however_it_is_spelled() -> None:
     for names in known_names().values():
         for name in names:
@@ -48,11 +63,28 @@ def test_every_name_is_explained_however_it_is_spelled() -> None:
 
 
 def test_a_name_of_a_kind_and_a_rule_is_explained_as_both() -> None:
-    kind, rule, *more = explain("vanishing-gradients")
+    kind, rule = explain("vanishing-gradients")
 
-    assert kind.startswith("vanishing-gradients, a kind of finding (One run is not well): a layer gets next to no")
-    assert rule.startswith("vanishing-gradients, a rule of traindiff check: The gradient of a layer")
-    assert "  ratio = 1e-09: smallest part of the largest layer's gradient" in more[-1]
+    assert str(kind).startswith("vanishing-gradients, a kind of finding. One run is not well: a layer gets next to no")
+    assert str(kind).endswith("More: traindiff explain findings.md")
+    assert str(rule).startswith("vanishing-gradients, a rule of traindiff check. The gradient of a layer")
+    assert "  ratio = 1e-09: smallest part of the largest layer's gradient" in str(rule)
+
+
+def test_a_page_is_printed_with_commands_in_place_of_links() -> None:
+    (page,) = explain("resume.md")
+    (term,) = explain("resume")
+
+    assert page.text.startswith("# Resuming")
+    assert "`traindiff explain verify.md`" in page.text
+    assert (term.what, term.more) == ("term", "resume.md")
+    assert [name for name, path in pages().items() if re.search(r"\]\([\w-]+\.md", explain(f"{name}.md")[0].text)] == []
+
+
+def test_pages_have_names_of_their_own() -> None:
+    files = list(DOCS.rglob("*.md"))
+
+    assert len({path.stem for path in files}) == len(files) == len(pages())
 
 
 def test_near_misses_are_suggested() -> None:
@@ -60,13 +92,49 @@ def test_near_misses_are_suggested() -> None:
         explain("noise flor")
     with pytest.raises(ConfigError, match='Did you mean "never-updated"'):
         explain("never-update")
+    with pytest.raises(ConfigError, match='Did you mean "batch-axis"'):
+        explain("batch-axes.md")
 
 
 def test_the_command_explains_words_one_by_one_and_lists_them() -> None:
     run = CliRunner().invoke
 
     assert run(app, ["explain", "noise", "floor"]).stdout.startswith("noise floor: The largest relative L2 difference")
+    both = run(app, ["explain", "scale", "never-updated"]).stdout
+    assert "scale, a kind of finding" in both
+    assert "never-updated, a rule of traindiff check" in both
     assert all(title in run(app, ["explain"]).stdout for title in known_names())
     missed = run(app, ["explain", "recordng"])
     assert missed.exit_code == 2
     assert 'Did you mean "recording"' in missed.stderr
+
+
+SOURCES = {
+    path: path.read_text(encoding="utf-8")
+    for path in sorted(Path(traindiff.__file__).parent.rglob("*"))
+    if path.suffix in (".py", ".toml", ".html", ".js") and "vendor" not in path.parts
+}
+
+
+def test_nothing_points_to_files_that_are_not_installed() -> None:
+    found = {
+        (path.name, named)
+        for path, text in SOURCES.items()
+        for named in re.findall(
+            r"docs/[\w-]+\.md|\b(?:README|RELIABILITY|SECURITY|CONTRIBUTING|ARCHITECTURE)\.md", text
+        )
+    }
+
+    assert found == {("glossary.toml", "docs/glossary.md")}  # a comment for those who change that file
+
+
+def test_every_name_that_a_message_tells_to_ask_for_is_explained() -> None:
+    asked = {
+        name
+        for text in SOURCES.values()
+        for name in re.findall(r"[(`]traindiff explain ([a-z][\w-]*(?:\.md)?)[`,;)]", re.sub(r"\s+", " ", text))
+    }
+
+    assert len(asked) > 20
+    for name in asked:
+        assert explain(name)

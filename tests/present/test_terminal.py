@@ -35,7 +35,7 @@ def test_further_findings_are_listed(tmp_path: Path) -> None:
 
     lines = printed(compare(record(tmp_path / "b"), record(tmp_path / "c", wrong)))
 
-    assert lines[:11] == [
+    assert lines[:12] == [
         "diverged (uncalibrated): the numbers part, over 3 steps (0 to 2)",
         "",
         "First divergence: step 1, micro-step 0, forward, fc output[0]",
@@ -43,12 +43,14 @@ def test_further_findings_are_listed(tmp_path: Path) -> None:
         "  relative L2 difference 1 = 5.24e+05 x its floor of 1.91e-06",
         "  Everything before it agrees, up to (root) input[0].",
         "  First difference in bits: the same place.",
+        "  more: traindiff explain scale",
         "",
         "Further findings: 2",
         "step  phase    site            what",
         "1     forward  head output[0]  The candidate holds 20 NaN where the baseline has 0, of 20 elements.",
     ]
-    assert any(line.startswith("2     grad     fc.bias grad") for line in lines)
+    (second,) = (number for number, line in enumerate(lines) if line.startswith("2     grad     fc.bias grad"))
+    assert lines[second + 1 :].index("  more: traindiff explain non-finite") < 3
 
 
 def test_as_many_rows_as_wanted_are_shown(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Recordings on Google Cloud Storage and Azure Blob Storage, each by an emulator on this machine: `make test-stores`."""
+"""Recordings in Google's and Azure's object stores, each by an emulator on this machine: `make test-stores`."""
 
 from __future__ import annotations
 

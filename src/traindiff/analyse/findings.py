@@ -94,6 +94,11 @@ def times_text(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
+def more_line(kinds: Iterable[str]) -> str:
+    """The command that explains these kinds, each once."""
+    return f"more: traindiff explain {' '.join(dict.fromkeys(kinds))}"
+
+
 _PER_PARAMETER = frozenset({"grad", "optimizer", "update", "param"})
 """Phases that every parameter has: their sites do not show where in the model a difference comes from."""
 
@@ -150,7 +155,7 @@ class Finding:
         slot: Which tensor there.
         call: Which call of the module in the micro-step.
         order: Position in the baseline's execution order.
-        kind: One word for how the difference looks (docs/findings.md lists them).
+        kind: One word for how the difference looks (`traindiff explain findings` lists them).
         difference: Relative L2 difference; inf if it has no size (exact comparisons, NaN).
         floor: Noise floor: the largest relative difference that is not a finding.
         message: One or two sentences about the difference.

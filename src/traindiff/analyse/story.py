@@ -12,6 +12,7 @@ from traindiff.analyse.findings import (
     SiteWord,
     also_text,
     grouped,
+    more_line,
     more_text,
     sizes_of,
     steps_text,
@@ -393,6 +394,7 @@ def _of_chapter(chapter: Chapter, bits: str) -> Section:
         lines.append(((f"  {also}", "plain"),))
     if bits:
         lines.append(((f"  {bits}", "plain"),))
+    lines.append(((f"  {more_line([first.first.kind])}", "faint"),))
     if count:
         lines.append(((f"  ({count} further {chapter.noun}{'s' if count > 1 else ''}.)", "brief"),))
     return Section(lines=tuple(lines), about=chapter)
@@ -401,4 +403,6 @@ def _of_chapter(chapter: Chapter, bits: str) -> Section:
 def _of_pinned(pinned: PinnedStep) -> Section:
     lines: list[Line] = [((pinned.heading, "title"),)]
     lines += [((f"  {where_text(found)}: {found.message}", "brief"),) for found in pinned.findings]
+    if pinned.findings:
+        lines.append(((f"  {more_line(found.kind for found in pinned.findings)}", "faint"),))
     return Section(lines=(*lines, *(((limit, "plain"),) for limit in pinned.limits)), about=pinned)

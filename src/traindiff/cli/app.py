@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -21,7 +22,7 @@ UNUSABLE = 2
 app = typer.Typer(
     name="traindiff",
     help="Find where, when and on which rank the numbers of a training first go wrong.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -72,7 +73,7 @@ FormatOption = Annotated[
 ]  # fmt: skip
 """Option of every command that gives a verdict."""
 
-JsonOption = Annotated[bool, typer.Option("--json", help="The same as --format json (docs/json.md).")]
+JsonOption = Annotated[bool, typer.Option("--json", help="The same as --format json (traindiff explain json).")]
 
 
 def print_result(result: Any, form: str, *, text: Callable[[], None]) -> None:
@@ -91,12 +92,22 @@ def _version(wanted: bool) -> None:  # noqa: FBT001  the shape of typer's callba
 
 @app.callback()
 def _options(
-    version: Annotated[
+    context: typer.Context,
+    version: Annotated[  # noqa: ARG001  its callback prints it
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
-    local_rank: Annotated[int | None, typer.Option("--local_rank", "--local-rank", hidden=True)] = None,
+    local_rank: Annotated[  # noqa: ARG001  a launcher of ranks may give it
+        int | None, typer.Option("--local_rank", "--local-rank", hidden=True)
+    ] = None,
 ) -> None:
-    """Find where, when and on which rank the numbers of a training first go wrong."""
+    """Find where, when and on which rank the numbers of a training first go wrong.
+
+    Without a command, list the recordings in this directory, and what to ask of them.
+    """
+    if context.invoked_subcommand is None:
+        from traindiff.present.text.overview import print_overview
+
+        print_overview(results, Path.cwd())
 
 
 class ScriptReady(Exception):  # noqa: N818  not an error
@@ -114,6 +125,7 @@ class ScriptReady(Exception):  # noqa: N818  not an error
 MODULES = {
     "check": "check", "compact": "compact", "compare": "compare", "demo": "demo", "doctor": "doctor",
     "explain": "explain", "export": "recordings", "import": "recordings", "investigate": "investigate",
+    "mcp": "mcp",
     "prune": "compact", "report": "report", "rerun": "rerun", "resume": "resume", "run": "run", "show": "recordings",
     "verify": "verify", "view": "report", "weights": "weights",
 }  # fmt: skip

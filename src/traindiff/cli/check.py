@@ -46,7 +46,7 @@ def check(
     ] = None,
     top: Annotated[int, typer.Option(min=0, help="Rows of the table of further findings.")] = 12,
     products: Annotated[
-        bool, typer.Option("--products", help="Also list how exact matrix products are (docs/products.md).")
+        bool, typer.Option("--products", help="Also list how exact matrix products are (traindiff explain products).")
     ] = False,
     html: HtmlOption = None,
     workers: WorkersOption = None,
@@ -61,7 +61,7 @@ def check(
         bool, typer.Option("--list", callback=_list_rules, is_eager=True, help="List all rules with their limits.")
     ] = False,
 ) -> None:
-    """Check one run by itself: hold it against rules that a healthy run keeps (docs/rules.md).
+    """Check one run by itself: hold it against rules that a healthy run keeps (traindiff explain rules).
 
     Exits with 0 if the run is healthy, warnings or not, 1 if it is not, 2 if the input cannot be used, and 3 if a
     part of the run was not recorded: it was killed or aborted, no optimizer has stepped, or a rank is missing.

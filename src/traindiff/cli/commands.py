@@ -10,6 +10,7 @@ from traindiff.cli import (  # noqa: F401
     doctor,
     explain,
     investigate,
+    mcp,
     recordings,
     report,
     rerun,

@@ -35,7 +35,7 @@ def compact(
     follow: FollowOption = False,
     patience: PatienceOption = 600.0,
 ) -> None:
-    """Merge the ranks of a recording once, into a smaller recording with the same verdicts (docs/scale.md).
+    """Merge the ranks of a recording once, into a smaller recording with the same verdicts (traindiff explain scale).
 
     The recording that is read stays as it is.
     """
@@ -54,7 +54,7 @@ def prune(
     follow: FollowOption = False,
     patience: PatienceOption = 600.0,
 ) -> None:
-    """Replace a recording by its compact form, after both have passed the same check (docs/scale.md).
+    """Replace a recording by its compact form, after both have passed the same check (traindiff explain scale).
 
     What single ranks had recorded is removed, except for the steps that --whole-every keeps.
     """

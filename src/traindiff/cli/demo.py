@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -18,17 +19,23 @@ _MICRO_BATCHES = 4
 @says_what_is_wrong
 def demo(
     fault: Annotated[str, typer.Option(help="Fault to inject into the faulty run; --list shows all.")] = "",
-    output: Annotated[Path, typer.Option("--output", "-o", help="Directory of the recordings.")] = Path(
-        "traindiff-demo"
-    ),
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Directory of the recordings: traindiff-demo, or traindiff-tour, if left out."
+        ),
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each run.")] = 8,
     seed: Annotated[int, typer.Option(help="Seed of the initial parameters.")] = 0,
+    tour: Annotated[
+        bool, typer.Option("--tour", help="Record, compare, report, check and watch, each step with its command.")
+    ] = False,
     show_list: Annotated[bool, typer.Option("--list", help="List the faults and exit.")] = False,
 ) -> None:
     """Train a small GPT three times, record it, and find the fault in one of them.
 
     A baseline; a legal variation (the same batches in four micro-batches, correctly scaled); and the same
-    with a fault. Recordings of an earlier demo in the same directory are replaced.
+    with a fault. Recordings of an earlier demo in the same directory are replaced. `--tour` shows more commands.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
     from rich.table import Table
@@ -44,6 +51,12 @@ def demo(
             table.add_row(known.name, known.message)
         results.print(table)
         return
+    if tour:
+        if fault:
+            raise typer.BadParameter("--fault is of the demo without --tour.")
+        _tour(output or Path("traindiff-tour"))
+        return
+    output = output or Path("traindiff-demo")
     chosen = find_fault(fault or DEFAULT)
     runs = (
         ("baseline", "baseline", 1, None),
@@ -77,11 +90,43 @@ def demo(
     results.print(f"\nThe fault was: {chosen.message}", soft_wrap=True)
     results.print("\n[bold]What to run next[/bold]")
     for command in (
+        "demo --tour",
         f"compare {paths[0]} {paths[2]}",
         f"show {paths[2]} --phase grad --steps 2",
         "demo --list",
     ):
         results.print(f"  {_this_command()} {command}", soft_wrap=True)
+
+
+def _tour(directory: Path) -> None:
+    from rich.text import Text
+
+    from traindiff.run.demo.tour import REPORT, STOPS, prepare, take
+
+    prepare(directory)
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    if results.is_terminal:
+        environment |= {"FORCE_COLOR": "1", "COLUMNS": str(results.width)}
+    results.print(
+        f"All files of the tour are in {directory}. It takes one or two minutes.", markup=False, soft_wrap=True
+    )
+    with messages.status("") as status:
+        status.update(STOPS[0].title)
+        for number, (stop, lines) in enumerate(take(directory, environment), start=1):
+            results.print(Text(f"\n{number} of {len(STOPS)}. {stop.title}", style="bold"), soft_wrap=True)
+            results.print(Text(f"$ {' '.join(stop.command)}", style="cyan"), soft_wrap=True)
+            for line in lines:
+                results.print(Text.from_ansi(line), soft_wrap=True)
+            results.print(Text(stop.after, style="dim"), soft_wrap=True)
+            if number < len(STOPS):
+                status.update(STOPS[number].title)
+    results.print(Text("\nWhat to do next", style="bold"))
+    for line in (
+        f"Open the report in a browser: {(directory / REPORT).resolve()}",
+        f"Or all reports, as they are asked for: {_this_command()} view {directory}",
+        "Record your own training: traindiff run -o runs/base train.py, or traindiff.record in its code.",
+    ):
+        results.print(f"  {line}", markup=False, soft_wrap=True)
 
 
 def _this_command() -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from typing import Annotated
 
 import typer
@@ -9,22 +11,41 @@ import typer
 from traindiff.cli.app import app, results, says_what_is_wrong
 
 
-@app.command(short_help="Explain a term, a kind of finding, or a rule.")
+def _format(name: str) -> str:
+    if name not in ("text", "json"):
+        raise typer.BadParameter(f"{name!r} is not a format. Known: text, json.")
+    return name
+
+
+@app.command(short_help="Explain a term, a kind of finding, a rule, or print a page of the documentation.")
 @says_what_is_wrong
 def explain(
     term: Annotated[
-        list[str] | None, typer.Argument(metavar="TERM", help='Term, e.g. "noise floor" or never-updated.')
+        list[str] | None,
+        typer.Argument(metavar="TERM", help='Term, e.g. "noise floor", never-updated, or a page, e.g. agents.'),
     ] = None,
+    form: Annotated[
+        str,
+        typer.Option("--format", "-f", parser=_format, metavar="text|json", help="text for people, json for programs."),
+    ] = "text",
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
-    """Explain a term of traindiff, a kind of finding, or a rule of `traindiff check`.
+    """Explain a term of traindiff, a kind of finding, or a rule of `traindiff check`; or print a page.
 
-    Without TERM, list all of them.
+    Several words are one term, or several. Without TERM, list all terms, kinds, rules and pages.
     """
-    from traindiff.present.glossary import explain as explanations
-    from traindiff.present.glossary import known_names
+    from rich.markdown import Markdown
 
-    if term:
-        paragraphs = explanations(" ".join(term))
+    from traindiff.present.glossary import PAGE, explain_all, explained, known_names
+
+    found = explain_all(term) if term else []
+    if as_json or form == "json":
+        json.dump(explained(" ".join(term) if term else None, found), sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    elif not term:
+        listed = [f"{title}: {', '.join(names)}." for title, names in known_names().items()]
+        results.print("\n\n".join([*listed, "Each of them: traindiff explain NAME"]), markup=False)
+    elif found[0].what == PAGE and results.is_terminal:
+        results.print(Markdown(found[0].text))
     else:
-        paragraphs = [f"{title}: {', '.join(names)}." for title, names in known_names().items()]
-    results.print("\n\n".join(paragraphs), markup=False)
+        results.print("\n\n".join(map(str, found)), markup=False, soft_wrap=found[0].what == PAGE)

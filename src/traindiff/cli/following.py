@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 FollowOption = Annotated[
     bool,
-    typer.Option("--follow", help="Wait for the steps of a run that goes on (docs/scale.md)."),
+    typer.Option("--follow", help="Wait for the steps of a run that goes on (traindiff explain scale)."),
 ]
 PatienceOption = Annotated[
     float,
@@ -31,7 +31,7 @@ AlertOption = Annotated[
     typer.Option(
         "--alert",
         metavar="TOOL[=WHERE]",
-        help="Tell the verdict to otel, tensorboard=DIRECTORY or wandb=PROJECT[/RUN]. Repeatable (docs/scale.md).",
+        help="Tell the verdict to otel, tensorboard=DIRECTORY or wandb=PROJECT[/RUN]. Repeatable (traindiff explain scale).",
     ),
 ]
 

@@ -26,7 +26,9 @@ NoiseOption = Annotated[
 MapOption = Annotated[
     str | None,
     typer.Option(
-        "--map", metavar="FILE.toml", help="Which tensors and modules are which, or the name of a map (docs/maps.md)."
+        "--map",
+        metavar="FILE.toml",
+        help="Which tensors and modules are which, or the name of a map (traindiff explain maps).",
     ),
 ]
 AcceptOption = Annotated[
@@ -51,7 +53,7 @@ IdenticalOption = Annotated[
 
 
 HtmlOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Also write the report as an HTML file (docs/report.md).")
+    Path | None, typer.Option(metavar="FILE", help="Also write the report as an HTML file (traindiff explain report).")
 ]
 """Option of commands whose result can be shown in a browser."""
 

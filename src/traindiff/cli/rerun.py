@@ -17,7 +17,7 @@ from traindiff.observe.torch.nonfinite.contained import GIB, SECONDS, find_cause
 def rerun(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="What traindiff.watch has saved.")],
     device: Annotated[str, typer.Option(help='Where to run it, e.g. "cuda".')] = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="For programs (docs/watch.md).")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs (traindiff explain watch).")] = False,
     seconds: Annotated[float, typer.Option(min=1, help="How long it may take.")] = SECONDS,
     memory: Annotated[
         float,

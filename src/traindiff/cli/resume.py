@@ -79,7 +79,7 @@ def resume(
     *,
     options: SetupOptions,
     top: Annotated[int, typer.Option(min=0, help="Rows of each table.")] = 12,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON (docs/json.md).")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON (traindiff explain json).")] = False,
 ) -> None:
     """Train, save, load in fresh processes and train on; compare with a training that never stopped.
 

@@ -46,7 +46,7 @@ def run(
     """Run a training script without changing it, and record its training as traindiff.record does.
 
     Everything after SCRIPT belongs to the script. Models and optimizers are found when the training calls them
-    (docs/run.md). Exits as the script does, and with 2 if the settings cannot be used.
+    (traindiff explain run). Exits as the script does, and with 2 if the settings cannot be used.
     """
     from traindiff.run.script.run import check_room, of_this_start
     from traindiff.run.script.script import Script

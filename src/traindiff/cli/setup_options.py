@@ -77,7 +77,7 @@ class SetupOptions:
     like: Annotated[
         str | None,
         _option(
-            "Take the defaults of DeepSpeed's compare_loss.py: ZeRO stage 1 against DDP (docs/verify.md).",
+            "Take the defaults of DeepSpeed's compare_loss.py: ZeRO stage 1 against DDP (traindiff explain verify).",
             LIKE,
             kind="a program that is known",
         ),

@@ -60,7 +60,8 @@ def verify(
     zoom: Annotated[
         bool,
         typer.Option(
-            "--zoom", help="Where a module is wrong alone, name the first operator inside it (docs/operators.md)."
+            "--zoom",
+            help="Where a module is wrong alone, name the first operator inside it (traindiff explain operators).",
         ),
     ] = False,
     rename: AsInCompareOption = None,
@@ -89,7 +90,8 @@ def verify(
     matrix: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Verify every combination of the grid in this file, TOML or JSON (docs/verify.md)."
+            metavar="FILE",
+            help="Verify every combination of the grid in this file, TOML or JSON (traindiff explain verify).",
         ),
     ] = None,
     resume_at: Annotated[

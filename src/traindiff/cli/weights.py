@@ -30,7 +30,7 @@ def weights(
     ] = None,
     accept: AcceptOption = None,
     top: Annotated[int, typer.Option(min=0, help="Groups of tensors with each word.")] = 12,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs (docs/json.md).")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs (traindiff explain json).")] = False,
 ) -> None:
     """Compare saved weights: is what was saved, converted or loaded the same model?
 

@@ -7,7 +7,7 @@ stepper = ModelStepper(base_engine, test_engine, trainloader, num_batches=50, te
 success = stepper.go()
 ```
 
-`traindiff.Lockstep` does the work; see docs/lockstep.md for what differs on purpose.
+`traindiff.Lockstep` does the work; see `traindiff explain lockstep` for what differs on purpose.
 """
 
 from __future__ import annotations

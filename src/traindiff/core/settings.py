@@ -104,7 +104,7 @@ class RecordSettings:
 
     observe: frozenset[str] = _setting(
         None, checks.checked_observe, listed(TEXT), to_json=lambda names: [one for one in OBSERVABLE if one in names],
-        metavar="A,B", help="What to observe (docs/observe.md). All phases, if left out.",
+        metavar="A,B", help="What to observe (traindiff explain observe). All phases, if left out.",
     )  # fmt: skip
     select: tuple[str, ...] = _setting(
         "*", checks.checked_select, listed(TEXT), to_json=list,

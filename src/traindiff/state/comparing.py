@@ -50,8 +50,8 @@ def weights(
         candidate: What is compared with it, likewise.
         base: A third set, e.g. the model before fine-tuning: tensors of the candidate that are still its are named.
         map: File that says which tensors of the two are which, and in which layout, or the name of a map that
-            traindiff has (docs/maps.md).
-        accept: File of intended differences, which are listed and not judged (docs/maps.md).
+            traindiff has (traindiff explain maps).
+        accept: File of intended differences, which are listed and not judged (traindiff explain maps).
         progress: Is called with the number of bytes that have been read, and of all.
 
     Returns:
@@ -185,7 +185,7 @@ def _nothing_in_common(baseline: Checkpoint, candidate: Checkpoint) -> str:
     ]
     return (
         f"the two have no tensor in common, neither by name nor by contents: {shown[0]}; {shown[1]}. Give two "
-        "checkpoints of one model, or say with a map which tensor is which (docs/weights.md)."
+        "checkpoints of one model, or say with a map which tensor is which (traindiff explain weights)."
     )
 
 

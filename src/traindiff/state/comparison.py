@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from traindiff.analyse import next_commands
+from traindiff.analyse.findings import more_line
 from traindiff.core.maps.entries import Layout
 from traindiff.state.stored import Role
 
@@ -28,7 +30,7 @@ class Relation:
     Attributes:
         word: `identical` (the same bits), `equivalent` (the same numbers, rounded or laid out otherwise), `differs`,
             `only` (in one of the two), `accepted` (a difference that is intended).
-        kind: What the relation looks like, e.g. `cast`, `fused`, `scaled` (docs/weights.md).
+        kind: What the relation looks like, e.g. `cast`, `fused`, `scaled` (traindiff explain weights).
         role: Of what the tensors are.
         baseline: Names in the baseline.
         candidate: Names in the candidate.
@@ -119,7 +121,7 @@ class WeightsComparison:
         return sorted((tuple(group) for group in found.values()), key=lambda group: WORDS.index(group[0].word))
 
     def to_json(self) -> dict[str, Any]:
-        """The result in the schema of `--json` (docs/json.md), as JSON values."""
+        """The result in the schema of `--json` (traindiff explain json), as JSON values."""
         return {
             "schema": {"name": SCHEMA_NAME, "version": SCHEMA_VERSION},
             "baseline": self.baseline,
@@ -131,6 +133,7 @@ class WeightsComparison:
             "relations": [_json(relation) for relation in self.relations],
             "notes": list(self.notes),
             "num_bytes": self.num_bytes,
+            "next": next_commands.explaining(one.kind for one in self.relations if one.word in ("differs", "only")),
         }
 
     def __str__(self) -> str:
@@ -191,6 +194,8 @@ def text_lines(result: WeightsComparison, *, top: int = 12) -> list[str]:
         if len(of_word) > top:
             more = sum(len(group) for group in of_word[top:])
             lines.append(f"  ... and {more} more tensors (--top, --json)")
+        if word in ("differs", "only") and top:
+            lines.append(f"  {more_line(group[0].kind for group in of_word[:top])}")
     if result.notes:
         lines += ["", *result.notes]
     return lines

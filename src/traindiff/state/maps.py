@@ -131,7 +131,10 @@ def write_map(result: WeightsComparison, path: Path) -> int:
         ConfigError: The file cannot be written.
     """
     entries = list(dict.fromkeys(map(as_toml, _proposed(result.relations))))
-    head = "# Which tensors of the baseline are which of the candidate, as their contents suggest (docs/weights.md).\n"
+    head = (
+        "# Which tensors of the baseline are which of the candidate, as their contents suggest "
+        "(traindiff explain weights).\n"
+    )
     try:
         path.write_text("\n".join([head, *entries]), encoding="utf-8")
     except OSError as error:

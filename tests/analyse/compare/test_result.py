@@ -88,6 +88,7 @@ def test_the_text_of_a_divergence(compared: Compared) -> None:
         "  relative L2 difference 1 = 5.24e+05 x its floor of 1.91e-06\n"
         "  Everything before it agrees, up to (root) input[0].\n"
         "  First difference in bits: the same place.\n"
+        "  more: traindiff explain scale\n"
         "\n"
         "18 sites: 17 identical, 1 above."
     )

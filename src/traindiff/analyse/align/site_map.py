@@ -1,4 +1,4 @@
-"""Which sites of two runs are one, as a map says: renamed, fused, rearranged and padded tensors (docs/maps.md).
+"""Which sites of two runs are one, as a map says: renamed, fused, rearranged and padded tensors.
 
 A fused tensor and its parts have elements in other places, so their sketches and fingerprints have nothing in common.
 What does not depend on places adds up: counts, sums, norms, extremes, and the multiset of the bits. So the parts are

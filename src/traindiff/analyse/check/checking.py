@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from traindiff.analyse import next_commands
 from traindiff.analyse.blocks.steps import steps_of
 from traindiff.analyse.blocks.tasks import Workers, refuse_following
 from traindiff.analyse.check.chosen_rules import CONSEQUENCE, chosen_rules
@@ -86,6 +87,7 @@ class Verdict:
             "ranks": list(self.ranks),
             "notes": list(self.notes),
             "products": None if self.products is None else self.products.to_json(),
+            "next": next_commands.of_check(self.recording, self.findings or self.warnings),
         }
 
     def sentence(self) -> str:
@@ -121,10 +123,10 @@ def check(
 ) -> Verdict:
     """Check one run by itself: no baseline is needed.
 
-    A run is held against rules, which docs/rules.md describes one by one: where it first is not finite, gradients that
-    vanish or explode, parameters that nothing moves, dead units, spikes of the loss, skipped steps, learning rates
-    that stay 0, optimizers that do something else than their settings say, ranks that disagree, and more. Some of them
-    only warn: what they find is worth knowing, and leaves a run healthy.
+    A run is held against rules, which `traindiff explain rules` describes one by one: where it first is not finite,
+    gradients that vanish or explode, parameters that nothing moves, dead units, spikes of the loss, skipped steps,
+    learning rates that stay 0, optimizers that do something else than their settings say, ranks that disagree, and
+    more. Some of them only warn: what they find is worth knowing, and leaves a run healthy.
 
     Args:
         recording: A local path or any fsspec URL.

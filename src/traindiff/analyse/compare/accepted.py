@@ -1,4 +1,4 @@
-"""Differences that the user accepts: taken out of the findings, and listed with their reasons (docs/maps.md)."""
+"""Differences that the user accepts: taken out of the findings, and listed with their reasons."""
 
 from __future__ import annotations
 

@@ -133,8 +133,8 @@ def compare(
             from a checkpoint and counts its steps from 0. Left out, it is found: a candidate whose first parameters
             are those of the baseline's step N begins there, and a note says so. 0 compares steps by their numbers.
         map: File that says which tensors and modules of the two runs are which, or the name of a map that traindiff
-            has (docs/maps.md).
-        accept: File of intended differences, which are listed and not judged (docs/maps.md).
+            has (traindiff explain maps).
+        accept: File of intended differences, which are listed and not judged (traindiff explain maps).
         progress: Called after each step.
         follow: Waits for steps of a candidate that goes on. The verdict is given at its first divergence, or when it
             ends. Steps are then compared by their numbers.

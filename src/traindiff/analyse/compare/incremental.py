@@ -340,6 +340,7 @@ class RunningComparison:
                 unplaced=given.unplaced,
                 unpaired=(*given.aligned.only_baseline, *given.aligned.only_candidate),
                 other_form=given.other_form,
+                calls=self.runs.uneven.calls,
                 sources=given.sources,
             ),
         )

@@ -157,6 +157,7 @@ class Investigation:
             "steady": self.steady.to_json() if self.steady else None,
             "costs": [asdict(one) for one in self.costs],
             "peak_bytes": self.peak_bytes,
+            "next": self.deciding.commands() if self.deciding else [],
         }
 
     def __str__(self) -> str:

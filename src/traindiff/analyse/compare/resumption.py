@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from traindiff.analyse import next_commands
 from traindiff.analyse.compare.verdict import EXIT_CODES, Comparison, Word
 from traindiff.analyse.compare.verification import RunCost
 
@@ -92,6 +93,7 @@ class Resumption:
             "notes": list(self.notes),
             "comparison": self.comparison.to_json(),
             "runs": [asdict(one) for one in self.runs],
+            "next": next_commands.explaining(one.what for one in self.differences),
         }
 
     def __str__(self) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from traindiff.analyse import next_commands
 from traindiff.analyse.align.pairs import Unaligned
 from traindiff.analyse.compare.operator_localization import OperatorLocalization
 from traindiff.analyse.findings import SITE_WORDS, Finding, SiteWord, finite, ratio_of
@@ -186,6 +187,9 @@ class Comparison:
             "notes": list(self.notes),
             "directions": None if self.directions is None else self.directions.to_json(),
             "operators": [zoom.to_json() for zoom in self.zooms],
+            "next": next_commands.of_comparison(
+                self.baseline, self.candidate, findings=self.findings, word=self.verdict, calibrated=self.calibrated
+            ),
         }
 
     def __str__(self) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from traindiff.analyse import next_commands
 from traindiff.analyse.compare.verdict import EXIT_CODES, Comparison, Word
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.story import of_verification
@@ -248,6 +249,16 @@ class Verification:
         """Exit code of `traindiff verify`: 0 identical or equivalent, 1 diverged, 3 otherwise."""
         return EXIT_CODES[self.verdict]
 
+    def commands(self) -> next_commands.Commands:
+        """The commands that would tell more: those of the free runs, and of what is wrong by itself."""
+        compared = self.comparison
+        pinned = [finding.kind for one in self.pinned for finding in one.comparison.findings]
+        free = next_commands.of_comparison(
+            compared.baseline, compared.candidate, findings=compared.findings, word=compared.verdict,
+            calibrated=compared.calibrated,
+        )  # fmt: skip
+        return [*free, *(one for one in next_commands.explaining(pinned) if one not in free)]
+
     def to_json(self) -> dict[str, Any]:
         """The result in the schema of `--json`, as JSON values."""
         first = self.first_divergence
@@ -256,6 +267,7 @@ class Verification:
             "schema": {"name": SCHEMA_NAME, "version": SCHEMA_VERSION},
             "verdict": self.verdict,
             "first_divergence": first.to_json() if first else None,
+            "next": self.commands(),
             "sides": [side.to_json() for side in self.sides],
             "output": self.output,
             "failed": self.failed.to_json() if self.failed else None,

@@ -16,7 +16,8 @@ ROW = 4.0
 """Largest error of a row that is not a finding, in units of what its format allows.
 
 Right products of float64, float32, float16, bfloat16 and FP8 on the CPU, of random, skewed, positive, constant and
-alternating numbers, stay below 1.6 (docs/products.md), and those of linear layers, with one vector of signs, below 2.4.
+alternating numbers, stay below 1.6 (traindiff explain products), and those of linear layers, with one vector of signs,
+below 2.4.
 """
 
 WHOLE = 3.0
@@ -35,7 +36,7 @@ _SHORTEST = 2.0**-8
 class ProductsAreRight(Rule):
     """A matrix product or a convolution returned something else than the product of its inputs.
 
-    It is judged if the run has recorded products (`record(observe="products")`): see docs/products.md. With
+    It is judged if the run has recorded products (`record(observe="products")`): see `traindiff explain products`. With
     `observe="witness"`, what linear layers return is judged in every step, and the gradients of their inputs. A product
     is wrong if a few rows stand out from the others, or if its error is larger than even bfloat16 throughout would
     explain.

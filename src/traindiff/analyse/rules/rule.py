@@ -130,7 +130,7 @@ class Rule:
     """A sentence about what it finds."""
 
     kinds: ClassVar[tuple[str, ...]] = ()
-    """Kinds of its findings (docs/findings.md); its name, unless it says otherwise."""
+    """Kinds of its findings (traindiff explain findings); its name, unless it says otherwise."""
 
     limits: ClassVar[Mapping[str, Limit]] = {}
     """Limits that users can set, by name."""

@@ -32,7 +32,7 @@ class GradientsFollow(Rule):
     `(g·a)(x·b)`: x is what the layer was given, g the gradient of what it returned (Freivalds 1977). The root mean
     square of the differences is the size of the error of the gradient, whatever made it. It is held against the
     rounding of this gradient. If nothing tells what the operations on a parameter should contribute, the gradient is
-    compared with the sum of what backward passes contributed to it. See docs/witness.md.
+    compared with the sum of what backward passes contributed to it. See `traindiff explain witness`.
 
     Not findings: a factor that is common to all gradients, or any change of all gradients, if the training itself wrote
     to them after the backward pass (clipping by hand, noise). A note says so.

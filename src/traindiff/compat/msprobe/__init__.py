@@ -1,4 +1,4 @@
-"""The gradient monitor of msprobe: its configuration, its calls and its files (docs/gradient-monitor.md).
+"""The gradient monitor of msprobe: its configuration, its calls and its files (traindiff explain gradient-monitor).
 
 from traindiff.compat.msprobe import GradComparator, PrecisionDebugger
 

@@ -6,8 +6,8 @@ from traindiff.compat.onnxruntime import GlobalSubscriberManager, StatisticsSubs
 GlobalSubscriberManager.subscribe(model, [StatisticsSubscriber(output_dir="pt_out", override_output_dir=True)])
 ```
 
-The model is one of PyTorch's, or the one in an ORTModule; see docs/activations.md. Needs torch 1.13 or later, and
-nothing of ONNX Runtime unless there is an ORTModule.
+The model is one of PyTorch's, or the one in an ORTModule; see `traindiff explain activations`. Needs torch 1.13 or
+later, and nothing of ONNX Runtime unless there is an ORTModule.
 """
 
 from __future__ import annotations

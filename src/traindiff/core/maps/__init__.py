@@ -1,1 +1,1 @@
-"""Files about two models: which tensors are which, and which differences are intended (docs/maps.md)."""
+"""Files about two models: which tensors are which, and which differences are intended (traindiff explain maps)."""

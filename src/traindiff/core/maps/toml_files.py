@@ -37,5 +37,5 @@ def toml_of(path: str | os.PathLike[str], option: str) -> Mapping[str, Any]:
 
 def unusable(path: str, option: str, what: str) -> ConfigError:
     """The error for such a file; `what` is a sentence that the file begins."""
-    fix = "Give a file as docs/maps.md describes it."
+    fix = "Give a file as `traindiff explain maps` describes it."
     return ConfigError(option, [Problem(where=f"{option} {printable(path)}", what=what, fix=fix)])

@@ -40,10 +40,10 @@ def formula(kind: type, *, whole: bool = False) -> Callable[[Function], Function
     ```
 
     In some steps, `traindiff.record` computes the function in float64 with what the optimizer finds, and compares the
-    result with what the optimizer did (docs/replay.md). It computes the largest difference that rounding allows along
-    with it. So the arguments are not tensors, but numbers that pass on their rounding error. They support `+ - * / **`,
-    `abs`, `sqrt`, `rsqrt`, `square`, `sign`, `maximum`, `minimum`, `clamp`, `mean`, `norm` and `mT`, as methods and as
-    functions of torch.
+    result with what the optimizer did (traindiff explain replay). It computes the largest difference that rounding
+    allows along with it. So the arguments are not tensors, but numbers that pass on their rounding error. They support
+    `+ - * / **`, `abs`, `sqrt`, `rsqrt`, `square`, `sign`, `maximum`, `minimum`, `clamp`, `mean`, `norm` and `mT`, as
+    methods and as functions of torch.
 
     Args:
         kind: The class of the optimizers. A later declaration for the class replaces an earlier one.

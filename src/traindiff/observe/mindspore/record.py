@@ -66,12 +66,12 @@ def record(
         detail: What is kept of a tensor, one or several of `summary` (always), `exponents`, `signs`, `md5` and
             `tensors`, as `traindiff.record` has them.
         bounds: Ascending numbers: count how many elements of each gradient of a parameter lie in the intervals
-            between them. See docs/gradient-monitor.md.
+            between them. See `traindiff explain gradient-monitor`.
         steps: Steps to record, e.g. `"0-9,20,30-"` or `range(10)`. Default: all.
         ranks: Ranks to record. Default: all.
         every: Record only every n-th step, counted from 0.
         batch_axis: Where the batch axis is, if it is not axis 0: one axis for all, or by glob over
-            paths, None for tensors without one. See docs/batch-axis.md.
+            paths, None for tensors without one. See `traindiff explain batch-axis`.
         strict: Raise errors of traindiff's own instead of going on without the part that failed.
 
     Returns:

@@ -23,6 +23,6 @@ def writer(name: str) -> Writer:
 
 
 def write_json(result: Any, file: IO[str]) -> None:
-    """The JSON object of a result that has a schema (docs/json.md), indented, with a line feed at its end."""
+    """The JSON object of a result that has a schema (traindiff explain json), indented, with a line feed at its end."""
     json.dump(result.to_json(), file, indent=2, allow_nan=False)
     file.write("\n")

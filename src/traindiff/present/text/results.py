@@ -14,7 +14,7 @@ from traindiff.analyse.check import Rule, Verdict
 from traindiff.analyse.compare import Comparison, SiteDifference, Verification
 from traindiff.analyse.compare.investigation import Investigation, Matrix
 from traindiff.analyse.compare.operator_localization import OperatorLocalization, OperatorRow, place_text
-from traindiff.analyse.findings import SiteWord, more_text, phase_text
+from traindiff.analyse.findings import SiteWord, more_line, more_text, phase_text
 from traindiff.analyse.products import PRODUCT_COLUMNS, ProductTable
 from traindiff.analyse.story import (
     Chapter,
@@ -136,6 +136,8 @@ def _print_further(console: Console, chapter: Chapter, *, top: int) -> None:
         one = group.first
         table.add_row(*map(Text, (str(one.step), phase_text(one.phase, one.stage), group.site, one.message)))
     console.print(table)
+    if others := [group.first.kind for group in groups[:top] if group.first.kind != chapter.first.first.kind]:
+        console.print(Text(f"  {more_line(others)}", style="dim"), soft_wrap=True)
 
 
 def _print_differences(console: Console, differences: Sequence[SiteDifference], *, top: int) -> None:

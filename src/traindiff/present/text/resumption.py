@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from traindiff.analyse.compare.resumption import Resumption
+from traindiff.analyse.findings import more_line
 from traindiff.present.text.results import WORD_STYLES, print_report
 
 
@@ -22,6 +23,7 @@ def print_resumption(console: Console, result: Resumption, *, top: int) -> None:
         console.print(Text(f"\nBefore step {result.at}, its first one after loading", style="bold"), soft_wrap=True)
         for one in result.differences:
             console.print(Text(f"  {one.message}"), soft_wrap=True)
+        console.print(Text(f"  {more_line(one.what for one in result.differences)}", style="dim"), soft_wrap=True)
     else:
         but = ", except for what is noted here" if result.notes else ""
         console.print(f"\nBefore step {result.at}, everything was as it had been saved{but}.", soft_wrap=True)

@@ -76,10 +76,16 @@ class KeptDescriptions:
 
 
 class Catalog:
-    """The recordings under a directory. Nothing outside the directory is ever read."""
+    """The recordings under a directory. Nothing outside the directory is ever read.
 
-    def __init__(self, root: Path) -> None:
+    Args:
+        root: The directory.
+        depth: Levels of directories in which recordings are looked for.
+    """
+
+    def __init__(self, root: Path, *, depth: int = DEPTH) -> None:
         self.root = root.resolve()
+        self._depth = depth
         self._kept = KeptDescriptions()
 
     def recordings(self) -> list[Listed]:
@@ -120,7 +126,7 @@ class Catalog:
                 below.clear()
                 count += 1
                 yield str(name), here
-            elif len(name.parts) >= DEPTH:
+            elif len(name.parts) >= self._depth:
                 below.clear()
             below[:] = sorted(one for one in below if not one.startswith("."))
             if count == MOST:

@@ -87,7 +87,7 @@ _NOT_COMPILED = (
 
 _ONLY_ACTIVATIONS = (
     ": the compiler arranges operators in another way if activations are observed. With "
-    f"record(observe={list(_WITHOUT_ACTIVATIONS)}) all bits are the same; see docs/compile.md"
+    f"record(observe={list(_WITHOUT_ACTIVATIONS)}) all bits are the same; see `traindiff explain compile`"
 )
 
 _ALWAYS = ", and also if no activations are observed"

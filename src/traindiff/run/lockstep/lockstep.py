@@ -42,7 +42,7 @@ class Lockstep:
     - a `traindiff.Training`.
 
     Models may be wrapped or divided among ranks, differently on each side. Both train as they would alone, to the bit.
-    Nothing is gathered: each rank summarizes its own part. See docs/lockstep.md.
+    Nothing is gathered: each rank summarizes its own part. See `traindiff explain lockstep`.
 
     Args:
         baseline: The trusted side.

@@ -52,7 +52,7 @@ class CauseReport:
         return EXIT_CODES[self.cause]
 
     def to_json(self) -> dict[str, Any]:
-        """As `--json` prints it; see docs/watch.md."""
+        """As `--json` prints it; see `traindiff explain watch`."""
         first = self.native.first_non_finite
         return {
             "schema": {"name": SCHEMA, "version": SCHEMA_VERSION},

@@ -16,7 +16,7 @@ from traindiff.observe.torch.nonfinite.origin import Origin
 ON_DETECT = ("raise", "warn")
 
 WARNINGS = ("limit", "zeros", "subnormals", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-"""What `watch(warn=...)` may list; see docs/watch.md."""
+"""What `watch(warn=...)` may list; see `traindiff explain watch`."""
 
 DEFAULT_WARNINGS = WARNINGS[:3]
 

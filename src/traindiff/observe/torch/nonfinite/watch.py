@@ -58,7 +58,7 @@ def watch(
         output: Directory for what is saved, one below it for each origin; None saves nothing.
         masks: Globs over sites of inputs and outputs that may hold -inf, e.g. `"* input.attention_mask"`. What holds
             nothing but 0 and -inf, and -inf that a module turns into finite numbers, needs no declaration.
-        warn: Early warnings to give; see docs/watch.md.
+        warn: Early warnings to give; see `traindiff explain watch`.
         keep_inputs: Keep what each module is given until its backward pass is over, so that this can be captured in any
             case. Left out, it is captured where autograd keeps the same tensors, and costs no memory.
         file: Where frames are printed; standard error where left out.

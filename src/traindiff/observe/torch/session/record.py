@@ -58,36 +58,37 @@ def record(
             `first_step=N`. Each optimizer counts on from it. Left out, `traindiff.compare` finds the step of the
             baseline by the parameters with which the recording begins.
         observe: Some of `batch`, `forward`, `loss`, `backward`, `grad`, `optimizer`, `update`,
-            `param`, `samples`, `replay`, `grad.micro`, `grad.stages`, and what else docs/observe.md lists. Default:
-            all up to `replay`. `update` is
-            the difference of two `param` observations and makes sure that these are recorded. `grad` is what
-            the optimizer sees; `grad.micro` adds each micro-batch's share of it, and `grad.stages` what it was
-            before a loss scaler unscaled it and before it was clipped, in trainings that do so.
-            `replay` computes in float64 what the optimizer should do with up to 16,384 elements of
+            `param`, `samples`, `replay`, `grad.micro`, `grad.stages`, and what else `traindiff explain observe` lists.
+            Default: all up to `replay`. `update` is the difference of two `param` observations and makes sure that
+            these are recorded. `grad` is what the optimizer sees; `grad.micro` adds each micro-batch's share of it, and
+            `grad.stages` what it was before a loss scaler unscaled it and before it was clipped, in trainings that do
+            so. `replay` computes in float64 what the optimizer should do with up to 16,384 elements of
             each parameter, in the first three recorded steps and then in one of a hundred. In such a step it holds
-            at most 64 MiB more, and takes as long as summarizing four tensors of these elements. See docs/replay.md.
+            at most 64 MiB more, and takes as long as summarizing four tensors of these elements. See
+            `traindiff explain replay`.
         select: Globs over canonical paths of modules and parameters, e.g. `"transformer.h.3.*"`.
         detail: What is kept of a tensor, one or several of `summary` (always; 1.2 kilobytes),
             `exponents` (a histogram of binary exponents; 2.5 kilobytes), `signs` (one bit per element, and
             one more where there are zeros or NaN), `md5` (of the elements' bytes) and `tensors` (everything). Choose
             steps with the last three: they write a file per tensor.
         bounds: Ascending numbers, e.g. `[-1, 0, 1]`: count how many elements of each gradient of a parameter lie in the
-            intervals between them, each with its upper bound. NaN is counted apart. See docs/gradient-monitor.md.
+            intervals between them, each with its upper bound. NaN is counted apart. See
+            `traindiff explain gradient-monitor`.
         steps: Steps to record, e.g. `"0-9,20,30-"` or `range(10)` (of which the end is left out). Default: all.
         ranks: Ranks to record. Default: all.
         every: Record only every n-th step, counted from 0.
         batch_axis: Where the batch axis is, if it is not axis 0: one axis for all, or by glob over
-            paths, None for tensors without one. See docs/batch-axis.md.
+            paths, None for tensors without one. See `traindiff explain batch-axis`.
         sample_order: Which samples of the global batch data-parallel ranks have, so that a recording of one process
             has them in the same places: `"blocks"` (the first ones on rank 0, the next on rank 1, ...) or
             `"interleaved"` (one each in turn, as `torch.utils.data.DistributedSampler` gives them).
         shards: Which part of a larger tensor plain ones hold on each rank, as `traindiff.shard` says it, where the
             engine does not tell: tensor parallelism by hand, attention on local heads, context parallelism. See
-            docs/parallel.md.
+            `traindiff explain parallel`.
         operators: Globs over canonical paths of modules, e.g. `"transformer.h.3"`: every operator that runs inside
             these, and inside what they hold, is recorded in the steps that are, forward and backward: what it is given,
             what it returns, and the line of the source that called it. That slows these modules down many times over:
-            choose `steps`, too. See docs/operators.md.
+            choose `steps`, too. See `traindiff explain operators`.
         evaluation: Record forward passes without gradients too.
         strict: Raise errors of traindiff's own instead of going on without the part that failed.
         run_on_cpu: Copy tensors of other devices to the CPU, in parts of 4 MiB to 8 MiB, and summarize them there: for
@@ -99,7 +100,7 @@ def record(
             place), `"reorder:SEED"` (sums added up in another order),
             `"channel:SEED"` (statistics of batches off by what one sum after the other is off) or
             `"float64"` (everything computed in it). The same seed makes the same replica.
-            See docs/noise.md.
+            See `traindiff explain noise`.
 
     Returns:
         The running recording: a context manager with `log`, `close` and `step`.
