@@ -31,7 +31,8 @@ AlertOption = Annotated[
     typer.Option(
         "--alert",
         metavar="TOOL[=WHERE]",
-        help="Tell the verdict to otel, tensorboard=DIRECTORY or wandb=PROJECT[/RUN]. Repeatable (traindiff explain scale).",
+        help="Tell the verdict to otel, tensorboard=DIRECTORY or wandb=PROJECT[/RUN]. Repeatable "
+        "(traindiff explain scale).",
     ),
 ]
 

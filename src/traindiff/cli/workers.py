@@ -11,6 +11,6 @@ WorkersOption = Annotated[
     typer.Option(
         "--workers",
         metavar="N|ray",
-        help="Read by N processes of this machine, or by a Ray cluster; the result is the same (traindiff explain scale).",
+        help="Read by N processes of this machine, or by a Ray cluster: the same result (traindiff explain scale).",
     ),
 ]

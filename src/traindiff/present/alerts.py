@@ -43,12 +43,12 @@ def check_alert(alert: str) -> None:
     tool = TOOLS[name]
     if bool(where) != bool(tool.where):
         example = f"{name}={tool.where}" if tool.where else name
-        problem = Problem(where=f"--alert {alert}", what="does not say where.", fix=f"Write --alert {example}")
+        problem = Problem(where=f"--alert {alert}", what="does not say where.", fix=f"Write --alert {example}.")
         if where:
-            problem = Problem(where=f"--alert {alert}", what="takes nothing behind =.", fix=f"Write --alert {example}")
+            problem = Problem(where=f"--alert {alert}", what="takes nothing behind =.", fix=f"Write --alert {example}.")
         raise ConfigError("--alert", [problem], consequence="nothing was read")
     if not _is_there(tool.package):
-        fix = f"Install it with: pip install 'traindiff[{name}]'"
+        fix = f"Run pip install 'traindiff[{name}]' where traindiff is installed."
         problem = Problem(where=f"--alert {alert}", what=f"needs {tool.package}, which is not installed.", fix=fix)
         raise ConfigError("--alert", [problem], consequence="nothing was read")
 

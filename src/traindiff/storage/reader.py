@@ -251,7 +251,11 @@ class Recording:
         return self._stream(rank).message_bytes()
 
     def is_read(self, rank: int) -> bool:  # noqa: ARG002  what is followed knows
-        """True unless more of a rank's stream is waited for: then it is not known how it ends."""
+        """True unless more of a rank's stream is waited for: then it is not known how it ends.
+
+        Args:
+            rank: One of `ranks`.
+        """
         return True
 
     def last_step(self, rank: int) -> int | None:
@@ -266,7 +270,11 @@ class Recording:
         return (self._merged_stream() if self.is_compact else self._stream(rank)).last_step()
 
     def only_optimizer(self, rank: int) -> str:
-        """Name of the only optimizer of a rank; empty if it has several, or if its `rank.json` names none."""
+        """Name of the only optimizer of a rank; empty if it has several, or if its `rank.json` names none.
+
+        Args:
+            rank: One of `ranks`.
+        """
         content = self.rank_content(rank)
         names = {one["name"] for one in content.get("optimizers", ())}.union(ended(content).steps)
         return str(names.pop()) if len(names) == 1 else ""

@@ -26,7 +26,7 @@ class RayTasks:
         try:
             import ray
         except ImportError:
-            fix = "Install it with: pip install 'traindiff[ray]'"
+            fix = "Run pip install 'traindiff[ray]' where traindiff is installed."
             problem = Problem(where='workers="ray"', what="needs Ray, which is not installed.", fix=fix)
             raise ConfigError("workers", [problem], consequence="nothing was read") from None
         self._ray: Any = ray
@@ -43,7 +43,7 @@ class RayTasks:
                 self._ray.init(log_to_driver=False, logging_level=logging.WARNING)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 fix = "See that RAY_ADDRESS names a cluster that runs, or unset it to use this machine."
-                what = f"reaches no cluster: {' '.join(str(error).split())[:300]}"
+                what = f"reaches no cluster ({' '.join(str(error).split())[:300]})."
                 problem = Problem(where='workers="ray"', what=what, fix=fix)
                 raise ConfigError("workers", [problem], consequence="nothing was read") from None
         return self
