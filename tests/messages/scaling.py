@@ -278,16 +278,3 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> str:
     patched.setattr("traindiff.present.alerts.find_spec", lambda package: None)
     asked = ("slack=here", "tensorboard", "otel=here", "otel")
     return "\n".join(command("check", "run", "--alert", alert) for alert in asked)
-
-
-@situation("an alert that is not taken")
-def _(here: Path, patched: pytest.MonkeyPatch) -> str:
-    from traindiff.present.alerts import TOOLS
-
-    def unreachable(*_: Any) -> None:
-        raise ConnectionError("OpenTelemetry's exporter could not send it")
-
-    record(here / "run")
-    patched.setattr("traindiff.present.alerts.find_spec", lambda package: True)
-    patched.setitem(TOOLS, "otel", TOOLS["otel"]._replace(tell=unreachable))
-    return command("check", "run", "--alert", "otel")

@@ -7,12 +7,32 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from typing import Any
 
 from traindiff.errors import WorkerError
 
 MOST_DEATHS = 3
 """Workers that die before another result has come."""
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call that was asked for, and what will hold its result; None if no process has it."""
+
+    given: tuple[Any, ...]
+    future: Future[Any] | None = None
+
+    def result(self) -> Any:
+        assert self.future is not None
+        return self.future.result()
+
+    def forget_unless_done(self) -> None:
+        """Forget the process that had the call, unless it gave a result or an error of its own."""
+        future = self.future
+        done = future is not None and future.done() and not future.cancelled()
+        if future is None or not done or isinstance(future.exception(), BrokenProcessPool):
+            self.future = None
 
 
 class Pool:
@@ -45,16 +65,17 @@ class Pool:
         task_bytes: int,  # noqa: ARG002  processes of one machine share its memory
     ) -> Iterator[Any]:
         """See `traindiff.analyse.blocks.tasks.Tasks`."""
-        waiting: deque[tuple[tuple[Any, ...], Future[Any]]] = deque()
+        waiting: deque[_Call] = deque()
         remaining, deaths = iter(calls), 0
         while True:
+            while len(waiting) <= self._size and (given := next(remaining, None)) is not None:
+                waiting.append(_Call(given))
+            if not waiting:
+                return
             try:
-                while len(waiting) <= self._size and (call := next(remaining, None)) is not None:
-                    waiting.append((call, Future()))
-                    waiting[-1] = call, self._executor.submit(function, *call)
-                if not waiting:
-                    return
-                result = waiting[0][1].result()
+                for call in waiting:
+                    call.future = call.future or self._executor.submit(function, *call.given)
+                result = waiting[0].result()
             except BrokenProcessPool:
                 deaths += 1
                 if deaths == MOST_DEATHS:
@@ -62,20 +83,15 @@ class Pool:
                         f"A worker process died {deaths} times before the next steps were read. It may have run out of "
                         "memory: use fewer workers, or none."
                     ) from None
-                self._start_again(function, waiting)
+                self._executor.shutdown(wait=True, cancel_futures=True)
+                self._executor = self._new()
+                for call in waiting:
+                    call.forget_unless_done()
                 continue
             waiting.popleft()
             deaths = 0
             yield result
             del result
-
-    def _start_again(self, function: Callable[..., Any], waiting: deque[tuple[tuple[Any, ...], Future[Any]]]) -> None:
-        """Start other processes, for the calls that have no result."""
-        self._executor.shutdown(wait=True, cancel_futures=True)
-        self._executor = self._new()
-        for at, (call, future) in enumerate(waiting):
-            if not future.done() or future.cancelled() or isinstance(future.exception(), BrokenProcessPool):
-                waiting[at] = call, self._executor.submit(function, *call)
 
     def _new(self) -> ProcessPoolExecutor:
         # Not forked: a fork of a process with threads, as Arrow and torch have, may wait for ever.
