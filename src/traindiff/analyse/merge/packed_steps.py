@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from traindiff.analyse.merge.placed_parts import PlacedParts
+from traindiff.analyse.merge.placed_parts import PlacedParts, RankPart
 from traindiff.analyse.merge.run_steps import Evaluation, MergedAlone, StepContent
 from traindiff.analyse.merge.site import NAMES, MergedSite, Part, filled
 from traindiff.core.observation import Observation
+from traindiff.core.shards import Shard
 from traindiff.core.summary import SUMMARY, Summaries
 from traindiff.storage.places import Place, Places
 
@@ -43,7 +44,7 @@ class Packer:
     """Packs steps. Parts at the same places share one list of them."""
 
     def __init__(self) -> None:
-        self._places: dict[tuple[Place, ...], Places] = {}
+        self._places = _PlaceLists()
 
     def packed(self, steps: Sequence[MergedAlone | None]) -> PackedSteps:
         """Steps of several runs, which may share entries."""
@@ -56,6 +57,32 @@ class Packer:
         )
 
 
+class _PlaceLists:
+    """Lists of places, the same object for parts at the same places.
+
+    Steps of a training mostly have the same objects as shards, so that lists are found by these. They are kept, so
+    that no other object has the place of one in memory.
+    """
+
+    def __init__(self) -> None:
+        self._by_content: dict[tuple[Place, ...], Places] = {}
+        self._by_objects: dict[tuple[tuple[int, int, int, int], ...], tuple[Places, list[Shard]]] = {}
+
+    def of(self, parts: Sequence[RankPart]) -> Places:
+        """Where parts are."""
+        key = tuple([(part.micro_step, part.rank, id(part.shard), part.term) for part in parts])
+        if key not in self._by_objects:
+            if len(self._by_objects) >= _MOST_LISTS:
+                self._by_objects.clear()
+                self._by_content.clear()
+            places = Places(Place(part.micro_step, part.rank, part.shard, part.term) for part in parts)
+            self._by_objects[key] = self._by_content.setdefault(places, places), [part.shard for part in parts]
+        return self._by_objects[key][0]
+
+
+_MOST_LISTS = 1 << 12
+"""As many as sites have, in a few kinds of steps."""
+
 _Row = int
 """A row of the numbers; the complement of one if the summary is an array without axes."""
 
@@ -63,7 +90,7 @@ _Row = int
 class _Packing:
     """Replaces summaries by their rows, and entries by their numbers. All steps that are packed must be kept."""
 
-    def __init__(self, places: dict[tuple[Place, ...], Places]) -> None:
+    def __init__(self, places: _PlaceLists) -> None:
         self.entries: list[list[Any]] = []  # fields, with rows in place of summaries
         self._places = places
         self._summaries: list[Any] = []
@@ -106,11 +133,7 @@ class _Packing:
             values[_SUMMARY] = self._row(entry.summary)
             rows = [self._row(part.summary) for part in entry.parts]
             together = range(rows[0], rows[0] + len(rows)) if rows else ()
-            places = tuple(Place(part.micro_step, part.rank, part.shard, part.term) for part in entry.parts)
-            kept = self._places.get(places)
-            if kept is None:
-                kept = self._places[places] = Places(places)
-            values[_PARTS] = kept, together if rows == list(together) else rows
+            values[_PARTS] = self._places.of(entry.parts), together if rows == list(together) else rows
             self.entries.append(values)
         return number
 
