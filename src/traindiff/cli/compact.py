@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import typer
 
 from traindiff.cli.app import app, messages, results, says_what_is_wrong
-from traindiff.cli.following import FollowOption, PatienceOption, follower
-from traindiff.cli.workers import WorkersOption
+from traindiff.cli.following import follower
+from traindiff.cli.options import SHOWN, FollowOption, PatienceOption, RecordingArgument, WorkersOption
+from traindiff.cli.progress import step_progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,17 +19,24 @@ if TYPE_CHECKING:
     from traindiff.storage import Follower
 
 WholeEveryOption = Annotated[
-    int | None, typer.Option("--whole-every", metavar="N", help="Keep every N-th step rank by rank.")
+    int | None,
+    typer.Option("--whole-every", metavar="N", rich_help_panel=SHOWN, help="Keep every N-th step rank by rank."),
 ]
 
 
 @app.command(short_help="Merge the ranks of a recording once, into a smaller recording.")
 @says_what_is_wrong
 def compact(
-    recording: Annotated[str, typer.Argument(metavar="RECORDING", help="Recording to read.")],
+    recording: RecordingArgument,
     output: Annotated[
         str,
-        typer.Option("--output", "-o", metavar="DIRECTORY", help="Recording to make. RECORDING-compact, if left out."),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIRECTORY",
+            rich_help_panel=SHOWN,
+            help="Recording to make. RECORDING-compact, if left out.",
+        ),
     ] = "",
     whole_every: WholeEveryOption = None,
     workers: WorkersOption = None,
@@ -42,7 +50,7 @@ def compact(
     from traindiff.analyse.compact.compacting import compact as compacted
 
     make = partial(compacted, recording, output or f"{recording.rstrip('/')}-compact")
-    _print_made(make, whole_every, workers, follower(follow, patience))
+    _print_made(make, recording, whole_every, workers, follower(follow, patience))
 
 
 @app.command(short_help="Replace a recording by its compact form.")
@@ -60,7 +68,7 @@ def prune(
     """
     from traindiff.analyse.compact.pruning import prune as pruned
 
-    _print_made(partial(pruned, recording), whole_every, workers, follower(follow, patience))
+    _print_made(partial(pruned, recording), recording, whole_every, workers, follower(follow, patience))
 
 
 class _Makes(Protocol):
@@ -77,11 +85,10 @@ class _Makes(Protocol):
         """As `compact` does."""
 
 
-def _print_made(make: _Makes, whole_every: int | None, workers: str | None, follow: Follower | None) -> None:
+def _print_made(
+    make: _Makes, recording: str, whole_every: int | None, workers: str | None, follow: Follower | None
+) -> None:
     """Make a compact recording, and say what it is."""
-    with messages.status("compacting") as status:
-        made = make(
-            whole_every=whole_every, workers=workers, follow=follow,
-            progress=lambda step: status.update(f"compacting step {step}"),
-        )  # fmt: skip
+    with step_progress(messages, "compacting", (recording,), endless=follow is not None) as on_step:
+        made = make(whole_every=whole_every, workers=workers, follow=follow, progress=on_step)
     results.print(str(made), markup=False, soft_wrap=True)

@@ -1,11 +1,9 @@
-"""The options of `check` and `compare` that follow a run that goes on, and what is done with their verdict."""
+"""How `check` and `compare` follow a run that goes on, and what is done with their verdict."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from traindiff.cli.app import messages
 from traindiff.errors import ConfigError, Problem
@@ -14,27 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from traindiff.storage import Follower
-
-FollowOption = Annotated[
-    bool,
-    typer.Option("--follow", help="Wait for the steps of a run that goes on (traindiff explain scale)."),
-]
-PatienceOption = Annotated[
-    float,
-    typer.Option(min=0.1, metavar="SECONDS", help="With --follow: a rank that adds nothing for so long has ended."),
-]
-WebhookOption = Annotated[str | None, typer.Option(metavar="URL", help="Send the verdict to this address, as JSON.")]
-JunitOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the verdict as JUnit XML.")]
-
-AlertOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--alert",
-        metavar="TOOL[=WHERE]",
-        help="Tell the verdict to otel, tensorboard=DIRECTORY or wandb=PROJECT[/RUN]. Repeatable "
-        "(traindiff explain scale).",
-    ),
-]
 
 
 def follower(
@@ -49,14 +26,17 @@ def follower(
     Raises:
         ConfigError: The verdict cannot be sent to the address, or written to the file.
     """
-    from traindiff.present.alerts import check_alert
-    from traindiff.present.webhook import check_webhook
     from traindiff.storage import Follower
 
     if webhook is not None:
+        from traindiff.present.webhook import check_webhook
+
         check_webhook(webhook)
-    for alert in alerts:
-        check_alert(alert)
+    if alerts:
+        from traindiff.present.alerts import check_alert
+
+        for alert in alerts:
+            check_alert(alert)
     if junit is not None and not junit.parent.is_dir():
         fix = "Give the path of a file in a directory that is there."
         problem = Problem(where=f"--junit {junit}", what="is in a directory that does not exist.", fix=fix)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from traindiff.core.maps.entries import Layout
-from traindiff.core.summary import UNIT_ROUNDOFF, distance, norm
+from traindiff.core.summary import UNIT_ROUNDOFF, distance, norm_of
 from traindiff.state.arrangements import (
     Hashes,
     hashes,
@@ -339,7 +339,7 @@ class Matching:
         first, second = baseline.own, candidate.own
         if baseline.tensor.shape != candidate.tensor.shape:
             return self._other_shape(name, None)
-        size = float(norm(first))
+        size = norm_of(first)
         relative = float(distance(first, second)) / size if size else float("inf")
         dtypes = (baseline.tensor.dtype, candidate.tensor.dtype)
         u = max(UNIT_ROUNDOFF.get(dtype, 0.0) for dtype in dtypes)

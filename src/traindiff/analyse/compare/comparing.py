@@ -8,8 +8,10 @@ factor of 2 keeps it. The verdict rests on floors.
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
 
@@ -109,6 +111,7 @@ def compare(
     offset: int | None = None,
     map: str | os.PathLike[str] | None = None,  # noqa: A002  as the option of the command
     accept: str | os.PathLike[str] | None = None,
+    ignore: str | Iterable[str] | None = None,
     progress: Progress | None = None,
     follow: Follower | None = None,
     workers: Workers = None,
@@ -135,6 +138,8 @@ def compare(
         map: File that says which tensors and modules of the two runs are which, or the name of a map that traindiff
             has (traindiff explain maps).
         accept: File of intended differences, which are listed and not judged (traindiff explain maps).
+        ignore: Globs over sites (a path, or a path and a slot) whose differences are counted and are no findings. If
+            other sites may follow from such a difference, the verdict is `incomplete` at best.
         progress: Called after each step.
         follow: Waits for steps of a candidate that goes on. The verdict is given at its first divergence, or when it
             ends. Steps are then compared by their numbers.
@@ -154,7 +159,7 @@ def compare(
         raise ConfigError("compare(...)", [selection], consequence="nothing was compared")
     tolerance = parse_tolerance(rtol, atol)
     refuse_following(workers, follow)
-    renames, entries, accepted = parse_renames(rename), map_of(map), accepted_of(accept)
+    renames, entries, accepted = parse_renames(rename), map_of(map), accepted_of(accept, ignore)
     follower = follow or not_following()
     runs = (open_recording(os.fspath(baseline)), open_followed(os.fspath(candidate), follower))
     sites = SiteMap(entries, runs, renames)
@@ -177,7 +182,7 @@ def compare(
         history=DifferenceHistory() if history else None, accepted=accepted,
     )  # fmt: skip
     span = WHOLE_RUN if replicas else span_of(runs, selection)  # replicas are held against each other from the first on
-    with tasks_of(workers) as tasks:
+    with tasks_of(workers) as tasks, few_collections():
         for both in step_pairs(*streams_of(runs, span, copies=comparison.runs.copies, tasks=tasks)):
             step, has_findings = _compared(comparison, *both)
             for one in both:
@@ -185,7 +190,7 @@ def compare(
                     one.release()
             if step is not None and progress:
                 progress(step)
-            if follower.is_enough(has_findings and bool(comparison.result().findings)):
+            if follower.is_following and follower.is_enough(has_findings and bool(comparison.result().findings)):
                 break
     directions = compare_directions(*runs, rename=named, selection=selection)
     found = with_directions(comparison.result(), directions)
@@ -194,12 +199,28 @@ def compare(
     return replace(found, notes=(*notes, *found.notes)) if notes else found
 
 
+_NEW_OBJECTS = 50_000
+"""Objects after whose making the garbage collector looks for cycles. A step has some ten for each site."""
+
+
+@contextmanager
+def few_collections() -> Iterator[None]:
+    """Inside this context, Python looks for cycles less often: a step makes many objects, and no cycles."""
+    before = gc.get_threshold()
+    if 0 < before[0] < _NEW_OBJECTS:
+        gc.set_threshold(_NEW_OBJECTS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
 def _compared(
     comparison: RunningComparison, baseline: RunStep | None, candidate: RunStep | None
 ) -> tuple[int | None, bool]:
     """Number of a step that was compared, and whether it has findings. Nothing else of it is kept."""
     compared = comparison.feed(baseline, candidate)
-    return (None, False) if compared is None else (compared.aligned.step, bool(compared.findings))
+    return (None, False) if compared is None else (compared.step, bool(compared.findings))
 
 
 def _refuse_candidate_as_noise(candidate: Recording, noise: Sequence[Recording]) -> None:

@@ -15,7 +15,7 @@ from traindiff.analyse.rules.optimizers import learning_rates
 from traindiff.analyse.rules.orthogonal import divided_updates
 from traindiff.analyse.rules.replayed_mistakes import is_a_method, meaning
 from traindiff.analyse.rules.rule import Limit, Rule
-from traindiff.core.summary import finite_count, largest, norm
+from traindiff.core.summary import finite_count, largest, norm_of
 
 LIMIT = 2.0
 """Largest residual that is not a finding, in units of what rounding allows.
@@ -123,6 +123,7 @@ class UpdatesFollowSettings(Rule):
     finds = "The optimizer does something else than its settings say."
     kinds = ("update-rule", "never-updated")
     tells_runs_apart = True
+    judges_sizes = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "residual": Limit(
             default=LIMIT,
@@ -212,7 +213,7 @@ def _wrong(
         step: The step.
         limit: The largest residual that is right.
     """
-    path, size, apart = one.key.path, float(norm(one.value.summary)), _apart(one)
+    path, size, apart = one.key.path, norm_of(one.value.summary), _apart(one)
     evidence: dict[str, Any] = {"residual": one.worst, "replayed_norm": size}
     kind = "update-rule"
     off = f"What its settings ask for is up to {one.worst:.3g} roundings away"
@@ -235,9 +236,7 @@ def _wrong(
             message += f" This step does not tell it from: {'; '.join(map(meaning, others[:MOST_OTHERS]))}."
             evidence["or_variants"] = others
     elif (factor := _factor(one, limit)) is not None:
-        stale = _step_with(
-            factor, earlier, within=limit * float(norm(one.rounding.summary)) / float(norm(one.taken.summary))
-        )
+        stale = _step_with(factor, earlier, within=limit * norm_of(one.rounding.summary) / norm_of(one.taken.summary))
         where = "" if stale is None else f", which is that of step {stale}"
         message = f"{one.optimizer} moves {path} as if the learning rate were {factor:.4g} x what it is{where}. {off}."
         evidence |= {"variant": "lr", "factor": factor} | ({} if stale is None else {"step_of_rate": stale})
@@ -266,7 +265,7 @@ def _closest(one: Replayed, fitting: list[str], votes: Counter[str]) -> list[str
     A value of a setting that is that of elsewhere, e.g. of another group, is one mistake.
     """
     shared = [name for name in fitting if votes[name] == max(votes[name] for name in fitting)]
-    left = {name: float(norm(one.variants[name].summary)) for name in shared}
+    left = {name: norm_of(one.variants[name].summary) for name in shared}
     found: dict[str, str] = {}
     for name in shared:
         if left[name] <= 2.0 * min(left.values()):
@@ -278,7 +277,7 @@ def _factor(one: Replayed, limit: float) -> float | None:
     """The factor between the update that was made and the right one, if that explains it."""
     factor, left_over = best_fit(one.value, one.taken)
     left = left_over * math.sqrt(float((one.taken.summary["sketch"] ** 2).sum()))
-    allowed = limit * float(norm(one.rounding.summary)) * max(1.0, abs(factor))
+    allowed = limit * norm_of(one.rounding.summary) * max(1.0, abs(factor))
     return factor if factor and left <= allowed and int(one.value.summary["count"]) >= FEW else None
 
 
@@ -289,6 +288,6 @@ def _step_with(factor: float, earlier: Mapping[float, int], *, within: float) ->
 
 
 def _apart(one: Replayed) -> float:
-    size = float(norm(one.value.summary))
+    size = norm_of(one.value.summary)
     difference = one.taken.summary["sketch"] - one.value.summary["sketch"]
     return math.sqrt(float((difference**2).sum())) / size if size else math.inf

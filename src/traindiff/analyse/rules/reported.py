@@ -12,7 +12,7 @@ from traindiff.analyse.merge.placed_parts import shards_of
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at, ranks_in
 from traindiff.analyse.rules.rule import Rule, RunFacts
 from traindiff.core.observation import NO_GRADIENT
-from traindiff.core.summary import UNIT_ROUNDOFF, nonfinite_count, norm, number
+from traindiff.core.summary import UNIT_ROUNDOFF, nonfinite_count, norm_of, number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Gradients:
             divided=frozenset(path for path, held in shards.items() if len(held) > 1),
             ranks=len(ranks_in(entries)),
             dimensions={path: len(entry.shape) for path, entry in entries.items()},
-            contributed=math.sqrt(sum(float(norm(e.summary)) ** 2 for e in micro if e is not None)) if known else None,
+            contributed=math.sqrt(sum(norm_of(e.summary) ** 2 for e in micro if e is not None)) if known else None,
             # Short dtypes round each norm; float32 sums may be in any order.
             tolerance=4.0 * u if u > UNIT_ROUNDOFF["float32"] else max(64.0, math.sqrt(count)) * u,
         )
@@ -131,6 +131,7 @@ class ReportedNumbersFit(Rule):
     finds = "A logged gradient norm, clip coefficient or loss scale does not fit the recorded gradients."
     kinds = ("reported-norm", "clip-coefficient", "loss-scale")
     tells_runs_apart = True
+    judges_sizes = True
 
     def begin(self) -> None:
         """Nothing was seen so far."""

@@ -18,7 +18,7 @@ from traindiff.analyse.rules.optimizers import (
 )
 from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule, Rule
 from traindiff.core.observation import BEFORE, EDITED, MASTER, NO_GRADIENT, REPLACED
-from traindiff.core.summary import UNIT_ROUNDOFF, norm
+from traindiff.core.summary import UNIT_ROUNDOFF, norm_of
 
 
 class OptimizersHaveGradients(RepeatedRule):
@@ -341,5 +341,5 @@ def should_move(table: StepTable, parameter: MergedSite, rate: float) -> bool:
     if gradient is None or gradient.unobserved:
         return False
     u = UNIT_ROUNDOFF.get(parameter.dtype, math.inf)
-    size = min(float(norm(gradient.summary)), math.sqrt(int(gradient.summary["count"])))
-    return rate * size > 2.0 * u * float(norm(parameter.summary))
+    size = min(norm_of(gradient.summary), math.sqrt(int(gradient.summary["count"])))
+    return rate * size > 2.0 * u * norm_of(parameter.summary)

@@ -137,7 +137,8 @@ class Normalized:
         square, lost = mean.double().square(), 4.0 * torch.finfo(x.dtype).eps
         # A GroupNorm in channels-last computes the variance as a difference of squares.
         far = square / ((variance.double() - lost * square).clamp_min(0.0) + module.eps)
-        return (far * g.double().square().sum(dims)).sum()
+        total: Tensor = (far * g.double().square().sum(dims)).sum()
+        return total
 
 
 def _sharing(module: Any, given: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:

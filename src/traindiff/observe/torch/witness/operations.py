@@ -265,7 +265,8 @@ def _elementwise(
 
 
 def _square(tensor: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(tensor).double().square()
+    square: Tensor = torch.linalg.vector_norm(tensor).double().square()
+    return square
 
 
 def _matrix(tensor: Tensor) -> Tensor:
