@@ -15,15 +15,16 @@ def main(options: list[str]) -> None:
     """Train for eight steps."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))
+    first, second = nn.Linear(16, 64), nn.Linear(64, 64)
+    model = nn.Sequential(first, nn.GELU(), second, nn.GELU(), nn.Linear(64, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with traindiff.watch(model, frames=2) if "--overflow" in options else nullcontext():
         for step in range(8):
             inputs, labels = torch.randn(32, 16), torch.randint(4, (32,))
             if "--overflow" in options and step == 3:
                 with torch.no_grad():
-                    model[0].weight.mul_(1e38)
-                    model[2].weight.mul_(1e38)
+                    first.weight.mul_(1e38)
+                    second.weight.mul_(1e38)
             loss = nn.functional.cross_entropy(model(inputs), labels)
             loss.backward()
             optimizer.step()
