@@ -47,7 +47,11 @@ def names() -> str:
     for module in (traindiff, traindiff.testing, traindiff.mindspore):
         lines += [f"## {module.__name__}\n", f"{(inspect.getdoc(module) or '').splitlines()[0]}\n"]
         for name in sorted(module.__all__):
-            one = getattr(module, name, None)
+            try:
+                one = getattr(module, name)
+            except ModuleNotFoundError as missing:  # of a framework that is not installed
+                lines += [f"### {module.__name__}.{name}\n", f"{missing}.\n"]
+                continue
             if inspect.isclass(one) or inspect.isfunction(one):
                 lines += _described(f"{module.__name__}.{name}", name, one)
     return "\n".join(lines)
@@ -64,8 +68,11 @@ def _signature(name: str, one: Any) -> str:
         signature = inspect.signature(one)
     except (TypeError, ValueError):
         return name
-    parameters = [str(parameter) for parameter in signature.parameters.values() if parameter.name != "misspelt"]
-    parameters += ["*"] if any(text.startswith("*,") for text in parameters) else []
+    parameters = [
+        re.sub(r": '([^']*)'", r": \1", str(parameter))  # annotations are texts
+        for parameter in signature.parameters.values()
+        if parameter.name != "misspelt"
+    ]
     whole = f"{name}({', '.join(parameters)})"
     return whole if len(whole) < 100 else f"{name}(\n    " + ",\n    ".join(parameters) + ",\n)"
 

@@ -1,4 +1,4 @@
-"""Whether a built site loads anything from elsewhere, and has a page for every page: python -m tests.documentation_site SITE."""
+"""Whether a built site has every page, and loads nothing from elsewhere: `python -m tests.documentation_site SITE`."""
 
 from __future__ import annotations
 
@@ -51,4 +51,4 @@ def problems(site: Path) -> Iterator[str]:
 
 if __name__ == "__main__":
     found = list(problems(Path(sys.argv[1])))
-    sys.exit("\n".join(found))
+    sys.exit("\n".join(found) or 0)
