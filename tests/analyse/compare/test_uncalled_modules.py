@@ -99,3 +99,58 @@ def test_a_module_that_is_not_called_comes_before_what_differs_right_after_it(ba
     assert found.verdict == "diverged"
     assert [(one.path, one.kind) for one in found.findings[:2]] == [("act", "missing"), ("head", "value")]
     assert "The candidate does not call act; the baseline does." in found.findings[0].message
+
+
+class Normed(nn.Module):
+    """A convolution and its normalization, by the module or by its function."""
+
+    def __init__(self, *, by_function: bool, momentum: float) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.Linear(8, 4)
+        self.by_function, self.momentum = by_function, momentum
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, norm = self.conv(x), self.norm
+        if self.by_function:
+            assert norm.running_mean is not None
+            assert norm.running_var is not None
+            x = functional.batch_norm(
+                x, norm.running_mean, norm.running_var, norm.weight, norm.bias, True, self.momentum
+            )
+        else:
+            x = norm(x)
+        y: Tensor = self.head(x.relu().mean((2, 3)))
+        return y
+
+
+def normed(path: Path, *, by_function: bool, momentum: float = 0.1) -> Path:
+    torch.manual_seed(0)
+    model = Normed(by_function=by_function, momentum=momentum)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with traindiff.record(path, model, optimizer):
+        for step in range(3):
+            data = torch.Generator().manual_seed(step)
+            out = model(torch.randn(8, 3, 8, 8, generator=data))
+            functional.cross_entropy(out, torch.randint(4, (8,), generator=data)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return path
+
+
+def test_a_count_of_calls_differs_where_a_function_takes_the_place_of_the_module(tmp_path: Path) -> None:
+    found = traindiff.compare(normed(tmp_path / "a", by_function=False), normed(tmp_path / "b", by_function=True))
+
+    assert found.verdict == "equivalent", str(found)
+    counted = found.representation[-1]
+    assert (counted.path, counted.slot) == ("norm.num_batches_tracked", "buffer")
+    assert counted.message == "Only one run calls norm, which counts its calls (num_batches_tracked)."
+
+
+def test_other_statistics_of_a_function_in_the_place_of_the_module_are_found(tmp_path: Path) -> None:
+    found = traindiff.compare(
+        normed(tmp_path / "a", by_function=False), normed(tmp_path / "b", by_function=True, momentum=0.2)
+    )
+
+    assert found.verdict == "diverged", str(found)
+    assert found.first_divergence is not None
+    assert found.first_divergence.path in ("norm.running_mean", "norm.running_var")

@@ -11,8 +11,9 @@ from tests.analyse.merge.test_step_table import part
 from tests.made_up import Array, random
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.step_table import step_table
+from traindiff.analyse.rules.lost_updates import UpdatesSurviveRounding
 from traindiff.analyse.rules.replay import UpdatesFollowSettings
-from traindiff.analyse.rules.rule import RunFacts
+from traindiff.analyse.rules.rule import Rule, RunFacts
 
 ASKED = random(8, 4, seed=0) / 100
 ROUNDING = np.full((8, 4), 1e-9, dtype=np.float32)
@@ -20,7 +21,7 @@ ROUNDING = np.full((8, 4), 1e-9, dtype=np.float32)
 
 def judged(
     taken: Array, *, asked: Array = ASKED, residual: float = 50.0, slot: str = "SGD", dtype: str = "float32",
-    rounding: Array = ROUNDING, strictness: float = 1.0, **variants: float,
+    rounding: Array = ROUNDING, strictness: float = 1.0, rule: type[Rule] = UpdatesFollowSettings, **variants: float,
 ) -> list[Finding]:  # fmt: skip
     stages: dict[str, Array] = {
         "replayed": asked, "taken": taken, "rounding": rounding, "residual": np.full((8, 4), residual),
@@ -28,7 +29,7 @@ def judged(
     }  # fmt: skip
     parts = [part(values, site=("update", stage, "fc.weight", slot), order=5) for stage, values in stages.items()]
     parameter = part(random(8, 4, seed=1).astype(dtype), site=("param", "", "fc.weight", "value"), order=3)
-    return UpdatesFollowSettings(RunFacts(), strictness=strictness).step(step_table([*parts, parameter]), step=4)
+    return list(rule(RunFacts(), strictness=strictness).step(step_table([*parts, parameter]), step=4) or ())
 
 
 def said(*given: Any, **more: Any) -> str:
@@ -123,7 +124,7 @@ def test_a_right_update_that_is_rounded_away_is_lost_where_it_would_have_mattere
     taken = asked.copy()
     taken.reshape(-1)[:20] = 0
 
-    lost = judged(taken, asked=asked, residual=0.9, dtype=dtype, rounding=np.abs(ASKED))
+    lost = judged(taken, asked=asked, residual=0.9, dtype=dtype, rounding=np.abs(ASKED), rule=UpdatesSurviveRounding)
 
     assert [one.kind for one in lost] == ["lost-update"] * found
     if lost:

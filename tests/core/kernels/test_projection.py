@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from traindiff.core.kernels import projection
-from traindiff.core.kernels.projection import BLOCK, LANES, normalized, projected, summed
+from traindiff.core.kernels.projection import BLOCK, LANES, TOTALS, normalized, projected, summed
 from traindiff.core.witness import PROBES
 from traindiff.errors import UnsupportedTensorError
 
@@ -69,11 +69,13 @@ def test_rows_are_normalized_before_they_are_multiplied(
     if way == "torch":
         monkeypatch.setattr(projection, "installed", lambda _: ())
 
-    found = normalized(x, gradient, signs, eps=1e-5, centered=centered)
+    found, shift = normalized(x, gradient, signs, eps=1e-5, centered=centered)
 
     unit = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
     allowed = 40 * unit * (terms.abs().sum(1, keepdim=True) + columns)
     assert ((found - terms @ signs.double().T).abs() <= allowed).all()
+    far = x.double().mean(1).square() / (values.square().mean(1) + 1e-5) if centered else torch.zeros(5).double()
+    assert float(shift) == pytest.approx(float((far * gradient.double().square().sum(1)).sum()), rel=1e-4)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -200,6 +202,9 @@ def test_sums_of_products(rows: int, *, single: bool, monkeypatch: pytest.Monkey
 
     torch.testing.assert_close(found[:PROBES], terms.sum(0))
     torch.testing.assert_close(found[PROBES], terms.square().sum())
+    before = torch.cat([torch.zeros(1, PROBES), terms[:-1]])[: len(terms)]
+    torch.testing.assert_close(found[PROBES + 1], (terms - before).square().sum())
+    assert found.shape == (TOTALS,)
     monkeypatch.setattr(projection, "installed", lambda _: ())
     torch.testing.assert_close(summed(left, right), found)
 

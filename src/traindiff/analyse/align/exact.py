@@ -33,20 +33,23 @@ def check_batch(pair: Pair, *, step: int, samples: tuple[Samples, Samples] = ({}
         return None
     baseline, candidate = pair.baseline, pair.candidate
     where = label(baseline.key.path, baseline.key.slot)
-    permuted, padding = _is_permuted(pair), padding_of(pair)
+    reshaped = is_reshaped(pair)
+    permuted, padding = _is_permuted(pair) or reshaped, padding_of(pair)
     site = (baseline.key.path, baseline.key.slot)
     single = [one.get(site, ()) for one in samples] if baseline.dtype == candidate.dtype else [(), ()]
     same = bool(padding) or _are_same_samples(single[0], single[1])
     if padding:
         message = f"The batch differs in its padding: {where} {padding}."
+    elif reshaped:
+        order = "" if has_same_order(pair) else ", and perhaps in another order"
+        message = f"{where} holds the same values in another shape{order}: {_shapes(pair)}."
     elif not permuted and may_count_within(baseline, candidate):
         message = (
             f"The batch differs: {where} holds other numbers. That the runs cut the batch differently does not explain "
             "it: rows with equal numbers in one run have different ones in the other, or the first rows differ."
         )
     elif baseline.shape[1:] != candidate.shape[1:] or (baseline.shape != candidate.shape and not all(single)):
-        shapes = f"{list(baseline.shape)} in the baseline, {list(candidate.shape)} in the candidate"
-        message = f"The batch differs: {where} has shape {shapes}."
+        message = f"The batch differs: {where} has shape {_shapes(pair)}."
     elif detail := samples_message(*single):
         others = detail.startswith(OTHER_SAMPLES)
         message = f"The batch differs: {where} {detail}{values_text(pair, permuted=permuted) if others else ''}"
@@ -56,8 +59,29 @@ def check_batch(pair: Pair, *, step: int, samples: tuple[Samples, Samples] = ({}
         message = f"The batch differs: {where} holds the same values in another order."
     else:
         message = f"The batch differs: {where} holds other values."
-    evidence = {"permuted": permuted or same, "same": same, "reshaped": baseline.shape != candidate.shape}
+    same_order = reshaped and has_same_order(pair)
+    evidence = {
+        "permuted": permuted or same,
+        "same": same or same_order,
+        "reshaped": baseline.shape != candidate.shape and not same_order,
+    }
     return finding_at(pair.baseline, step=step, kind="batch", message=message, evidence=evidence)
+
+
+def _shapes(pair: Pair) -> str:
+    return f"{list(pair.baseline.shape)} in the baseline, {list(pair.candidate.shape)} in the candidate"
+
+
+def has_same_order(pair: Pair) -> bool:
+    """True if both tensors hold the same elements one after the other, whatever their shapes."""
+    return bool(pair.baseline.summary["fingerprint"] == pair.candidate.summary["fingerprint"])
+
+
+def is_reshaped(pair: Pair) -> bool:
+    """True if both inputs hold the same elements, in tensors of different shapes: axes that are joined or moved."""
+    one, other = pair.baseline, pair.candidate
+    known = one.exact and other.exact and one.dtype == other.dtype and one.shape != other.shape
+    return bool(known and all(one.summary[name] == other.summary[name] for name in ("count", "multiset")))
 
 
 def _are_same_samples(baseline: Sequence[Sample], candidate: Sequence[Sample]) -> bool:
@@ -171,10 +195,8 @@ def check_initial_parameter(pair: Pair, *, step: int) -> Finding | None:
     baseline, candidate = pair.baseline, pair.candidate
     path, permuted = baseline.key.path, False
     if is_transposed(pair) and (permuted := _is_permuted(pair)):
-        shapes = f"{list(baseline.shape)} in the baseline, {list(candidate.shape)} in the candidate"
-        message = (
-            f"{path} starts with the same values, transposed: {shapes}. What depends on their order is not compared."
-        )
+        transposed = f"{path} starts with the same values, transposed: {_shapes(pair)}."
+        message = f"{transposed} What depends on their order is not compared."
     elif baseline.shape != candidate.shape:
         message = (
             f"{path} has shape {list(baseline.shape)} in the baseline and {list(candidate.shape)} in the candidate: "

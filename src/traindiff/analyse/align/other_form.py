@@ -1,4 +1,4 @@
-"""The same samples in another form: padded further, trimmed, or in another order."""
+"""The same samples in another form: padded further, trimmed, in another order, or with other axes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from traindiff.analyse.align.exact import check_batch, draws
+from traindiff.analyse.align.exact import check_batch, draws, has_same_order, is_reshaped
 from traindiff.analyse.align.padding import padding_of
 from traindiff.analyse.align.side import Tables
 from traindiff.analyse.merge.distance import Pair, equal_bits
@@ -60,6 +60,8 @@ def _are_same_samples(batches: Sequence[Pair], samples: tuple[Samples, Samples])
     columns: tuple[list[list[int]], list[list[int]]] = ([], [])
     are_padded = False
     for pair in batches:
+        if is_reshaped(pair) and has_same_order(pair):
+            continue
         if not (pair.baseline.batched or pair.candidate.batched):
             if pair.baseline.shape == pair.candidate.shape and not equal_bits(pair):
                 return False

@@ -24,12 +24,12 @@ class Regrouped:
         tables: Both tables. The inputs that are equal as a whole are left out. A scalar has one entry with a part for
             each call. Other sites have their calls as micro-steps, and cannot be compared row by row.
         sites: Those sites, without inputs and scalars.
-        paths: The modules whose calls were brought together.
+        calls: By path of the modules whose calls were brought together: their calls in the run that has more.
     """
 
     tables: Tables
     sites: frozenset[SiteKey] = frozenset()
-    paths: Mapping[str, None] = field(default_factory=dict)
+    calls: Mapping[str, int] = field(default_factory=dict)
 
 
 def regrouped(tables: Tables) -> Regrouped:
@@ -53,7 +53,8 @@ def regrouped(tables: Tables) -> Regrouped:
     scalars = {site for site in whole if _is_scalar((sides[0][site], sides[1][site]))}
     joined = [_joined(table, calls, whole, scalars) for table, calls in zip(tables, sides, strict=True)]
     flowing = frozenset(site for site in whole if site.phase != "batch" and site not in scalars)
-    return Regrouped(tables=(joined[0], joined[1]), sites=flowing, paths=dict.fromkeys(site.path for site in whole))
+    calls = {site.path: max(len(_entries(side[site])) for side in sides) for site in whole}
+    return Regrouped(tables=(joined[0], joined[1]), sites=flowing, calls=calls)
 
 
 def _calls(table: StepTable) -> Calls:

@@ -37,9 +37,10 @@ class Unplaced:
         left_out: Sites that were not compared.
         axes: Batch axes that would have to be declared, by path.
         latest: The baseline's entries of those sites in the latest step, in execution order.
-        calls: Modules that the runs call on other parts of the batch.
+        calls: Modules that the runs call on other parts of the batch: the most calls in a step.
         scalars: Whether such a module may return a scalar in the latest step.
         computed: Sites that one run computes for all rows, and the other for chosen rows.
+        padded: Modules that the runs compute for other rows, such as those of sets that one of them pads.
         unseen: Modules of which what they return was not compared.
         other_form: Whether both runs were given the same samples in the latest step, padded or ordered otherwise.
     """
@@ -49,9 +50,10 @@ class Unplaced:
     left_out: dict[str, None] = field(default_factory=dict)
     axes: dict[str, int] = field(default_factory=dict)
     latest: tuple[MergedSite, ...] = ()
-    calls: dict[str, None] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
     scalars: bool = False
     computed: dict[str, None] = field(default_factory=dict)
+    padded: dict[str, None] = field(default_factory=dict)
     unseen: dict[str, None] = field(default_factory=dict)
     other_form: bool = False
     _lacking: set[SiteKey] = field(default_factory=set)  # left out in the latest step
@@ -69,11 +71,13 @@ class Unplaced:
         Nothing changes if both runs cut the batch in the same way: then micro-batches are compared one by one.
         """
         self.begin()
-        rows = without_other_rows(with_paired_calls(tables))
-        self.computed.update(dict.fromkeys(label(one.key.path, one.key.slot) for one in rows.without))
+        rows = without_other_rows(with_paired_calls(tables), self.padded)
+        self.padded.update(dict.fromkeys(rows.padded))
+        chosen = (one for one in rows.without if one.key.path not in rows.padded)
+        self.computed.update(dict.fromkeys(label(one.key.path, one.key.slot) for one in chosen))
         calls = regrouped(rows.tables)
-        tables, self.scalars = calls.tables, bool(calls.paths)
-        self.calls.update(calls.paths)
+        tables, self.scalars = calls.tables, bool(calls.calls)
+        self.calls.update(calls.calls)
         cuts = _cut(tables[0]), _cut(tables[1])
         same_cut = cuts[0] == cuts[1] or not all(cuts)
         self.latest = rows.without
@@ -147,6 +151,11 @@ class Unplaced:
             notes.append(
                 f"One run computes {_named(self.computed)} for all samples, the other for rows that were chosen: these "
                 "were not compared."
+            )
+        if self.padded:
+            notes.append(
+                f"The runs compute {_named(self.padded, 'module')} for other rows (padded ones, or a call for each "
+                "sample): these were not compared, and what follows them agreed when this was first seen."
             )
         if self.pooled:
             notes.append(

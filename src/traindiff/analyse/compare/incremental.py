@@ -46,13 +46,14 @@ from traindiff.analyse.compare.explanations import (
     with_each_ranks_own,
     with_names,
 )
-from traindiff.analyse.compare.judge import OTHER_FORM, BothRuns, Judge, comes_last, is_uncalled
+from traindiff.analyse.compare.judge import OTHER_FORM, BothRuns, Judge, comes_last
 from traindiff.analyse.compare.limits import choices_notes, hints, limits, not_followed, returned_note, unjudged_note
 from traindiff.analyse.compare.operator_search import OperatorSearch
 from traindiff.analyse.compare.same_so_far import SameSoFar
 from traindiff.analyse.compare.step_input import StepInput
 from traindiff.analyse.compare.step_judge import judge_step
 from traindiff.analyse.compare.turns import Turns
+from traindiff.analyse.compare.uncalled import is_uncalled
 from traindiff.analyse.compare.verdict import Comparison, Word
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.history import DifferenceHistory
@@ -340,6 +341,7 @@ class RunningComparison:
                 unplaced=given.unplaced,
                 unpaired=(*given.aligned.only_baseline, *given.aligned.only_candidate),
                 other_form=given.other_form,
+                calls=self.runs.uneven.calls,
                 sources=given.sources,
             ),
         )

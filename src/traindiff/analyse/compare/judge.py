@@ -16,6 +16,7 @@ from traindiff.analyse.compare.moved_moments import KIND as SYSTEMATIC
 from traindiff.analyse.compare.other_loss import SEEN_AT
 from traindiff.analyse.compare.site_rows import SiteRows
 from traindiff.analyse.compare.step_input import StepInput
+from traindiff.analyse.compare.uncalled import is_uncalled
 from traindiff.analyse.findings import UNJUDGED, Finding, SiteWord, word_of
 from traindiff.analyse.merge.distance import Pair, difference, equal_bits, same_bits, size_of
 from traindiff.analyse.merge.history import DifferenceHistory
@@ -24,6 +25,7 @@ from traindiff.analyse.merge.site import GRADIENT_NORM, MergedSite, SiteKey, Ste
 from traindiff.analyse.noise.run_floors import RunFloors
 from traindiff.analyse.noise.tolerance import Tolerances
 from traindiff.analyse.rules import RULES, RunFacts
+from traindiff.analyse.rules.lost_updates import UpdatesSurviveRounding, is_another_update
 from traindiff.analyse.rules.rule import RunJudge
 from traindiff.core.site import label
 
@@ -32,11 +34,6 @@ FOLLOWS = 0.05
 
 _LEARNING = frozenset({"loss", "grad", "update"})
 """Phases that tell what a training learns."""
-
-
-def is_uncalled(finding: Finding) -> bool:
-    """True if a finding says that one run does not call a module."""
-    return finding.kind in ("missing", "extra") and finding.phase == "forward"
 
 
 OTHER_FORM = "other_form"
@@ -75,6 +72,7 @@ class Judge:
             it differs.
         absent: Paths of parameters that one run does not train; their further differences are not reported.
         other_loss: Whether a loss differed by more than noise.
+        uncalled: Paths of modules that only one run calls.
         regrouped: Paths of modules that the runs call on other parts of the same batch.
         loss_of_one_run: Whether only one run has a loss: the other asks for its gradients in another way.
     """
@@ -105,6 +103,7 @@ class Judge:
         self.returned: dict[str, int] = {}
         self.absent: set[str] = set()
         self.other_loss = False
+        self.uncalled: set[str] = set()
         self.regrouped: Collection[str] = ()
         self.loss_of_one_run = False
         self._history = history
@@ -359,16 +358,20 @@ class BothRuns:
         if self._alike:
             strict, lenient = strict * 2, lenient * 2
         found = []
-        for name, own, other, common in zip(RUNS, strict, lenient[::-1], self._common, strict=True):
-            for one in own:
-                what = one.kind, common(one.path)
-                if one.kind == "lost-update" and what[1] in {path for _, path in other - {what}}:
-                    continue  # the other run has a worse finding there
+        for run, other_run in ((0, 1), (1, 0)):
+            other, common = lenient[other_run], (self._common[run], self._common[other_run])
+            both = tables[min(run, len(tables) - 1)], tables[min(other_run, len(tables) - 1)]
+            for one in strict[run]:
+                what = one.kind, common[0](one.path)
                 if what in other:
                     self.shared.setdefault(one.kind, f"In both runs: {_within(one.message)}")
-                else:
-                    message = f"In the {name}, {_within(one.message)}"
-                    found.append(replace(one, message=message, evidence={**one.evidence, "run": name}))
+                    continue
+                if one.kind == UpdatesSurviveRounding.name and (
+                    what[1] in {path for _, path in other} or is_another_update(one, both, common)
+                ):
+                    continue  # the other run has a worse finding there, or does not compute this update
+                message = f"In the {RUNS[run]}, {_within(one.message)}"
+                found.append(replace(one, message=message, evidence={**one.evidence, "run": RUNS[run]}))
         return found
 
     def _judges(self, judges: Sequence[RunJudge]) -> Sequence[RunJudge]:

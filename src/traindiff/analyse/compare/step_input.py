@@ -47,6 +47,7 @@ class StepInput:
         unplaced: The baseline's entries of sites whose rows could not be brought together, in execution order.
         unpaired: Entries of sites that only one run has, the baseline's first.
         other_form: Whether both runs were given the same samples, padded or ordered otherwise.
+        calls: By module that the runs call on other parts of the batch: its calls in the run that calls it more often.
         sources: Inputs of each run that are its own outputs, as `ReturnedStates.sources`.
         every_bit: Why any bit that differs is a finding; empty if floors decide.
     """
@@ -79,5 +80,6 @@ class StepInput:
     unplaced: tuple[MergedSite, ...] = ()
     unpaired: tuple[MergedSite, ...] = ()
     other_form: bool = False
+    calls: Mapping[str, int] = field(default_factory=dict)
     sources: Sources = ({}, {})
     every_bit: str = ""

@@ -11,11 +11,12 @@ from traindiff.analyse.compare.case import Case, Diagnosis
 from traindiff.analyse.compare.diagnosis import diagnose
 from traindiff.analyse.compare.factors import clipping_left_out, factor_meaning, factor_text
 from traindiff.analyse.compare.gradient_sums import with_causes
-from traindiff.analyse.compare.judge import OTHER_FORM, Judge, comes_last, is_uncalled
+from traindiff.analyse.compare.judge import OTHER_FORM, Judge, comes_last
 from traindiff.analyse.compare.mixtures import Mixture, common_mixture
 from traindiff.analyse.compare.moved_moments import systematic
 from traindiff.analyse.compare.other_loss import BehindOtherLoss, loss_behind
 from traindiff.analyse.compare.step_input import StepInput
+from traindiff.analyse.compare.uncalled import COUNTED_CALLS, count_of_uncalled, is_uncalled
 from traindiff.analyse.compare.unlike import unlike
 from traindiff.analyse.findings import Finding, ranks_text
 from traindiff.analyse.merge.distance import (
@@ -48,10 +49,12 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
     judge.run.disturbed.update(path for one in edited for path in one.evidence["paths"])
     lacking = (one for one in given.found if one.kind in ("missing", "extra") and not is_uncalled(one))
     judge.absent.update(finding.path for finding in lacking)
+    judge.uncalled.update(finding.path for finding in given.found if is_uncalled(finding))
     floors = SiteFloors(
         judge.run, parameters=given.parameters, pairs=given.pairs, samples=given.samples,
         micro_steps=given.most_micro_steps, noise=given.noise, calibration=given.calibration, forced=judge.forced,
         leaky=given.leaky, classes=given.classes, unplaced=given.unplaced, unpaired=given.unpaired,
+        calls=given.calls,
     )  # fmt: skip
     judged = with_causes((*given.found, *StepJudge(judge, given, floors).judge()))
     found = sorted(judged, key=lambda finding: finding.order)
@@ -195,6 +198,10 @@ class StepJudge:
 
     def _whole_numbers(self, pair: Pair) -> Finding | None:
         """Indices and masks have no distance; they may flip only if an input differs."""
+        module, _, name = pair.baseline.key.path.rpartition(".")
+        if name == COUNTED_CALLS and module in self._judge.uncalled:
+            counted = self._finding(pair, math.inf, 0.0)
+            return None if counted is None else count_of_uncalled(counted)
         if not self._floors.inputs_differ:
             return self._finding(pair, math.inf, 0.0)
         undisturbed = math.inf if self._floors.noise_at_inputs else 0.0

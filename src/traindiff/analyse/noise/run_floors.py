@@ -55,6 +55,7 @@ class RunFloors:
         coefficients: Relative error that the optimizers' own coefficients may have.
         corrections: Relative error that bias corrections may have in this step.
         states: Norm of each running average of an optimizer after the latest step.
+        carried: How far each of them was apart then, if that was within its floor.
         exceeded_noise: Whether any site has exceeded its measured floor. From then on inputs differ by more than noise,
             and what follows from that is not a further divergence.
         permuted: Parameters that started with the same values in another order.
@@ -79,6 +80,7 @@ class RunFloors:
     coefficients: float = 0.0
     corrections: float = 0.0
     states: dict[SiteKey, float] = field(default_factory=dict)
+    carried: dict[SiteKey, float] = field(default_factory=dict)
     exceeded_noise: bool = False
     permuted: set[str] = field(default_factory=set)
     learning_differs: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from traindiff.analyse.merge.distance import ESTIMATED_PERMUTED_NORMS, Pair, has_other_losses, norms_apart
 from traindiff.analyse.merge.site import MergedSite, SiteKey
@@ -62,6 +63,7 @@ class SiteFloors:
         classes: Class names of norms, other than LayerNorm, and of embeddings, by path.
         unplaced: The baseline's entries of sites whose rows could not be brought together, in execution order.
         unpaired: Entries of sites that only one run has.
+        calls: By module that the runs call on other parts of the batch: the most calls in a step.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class SiteFloors:
         classes: Mapping[str, str] = NO_CLASSES,
         unplaced: Sequence[MergedSite] = (),
         unpaired: Sequence[MergedSite] = (),
+        calls: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self._run = run
         self._forced = forced
@@ -94,6 +97,7 @@ class SiteFloors:
         self.choices = TurnedChoices(pairs, most=lambda rows, computed: self.turned_rows(rows, computed=computed))
         self._lost = {**lost_in_rounding(pairs), **lost_rows(pairs)}
         self._terms: Mapping[str, Terms] = terms_by_module(pairs, classes, (*unplaced, *unpaired))
+        self._calls = calls
         self._canceled_means = canceled_means(pairs)
         self._coherent = CoherentErrors(self._terms, parameters)
         self._rounded = 0.0  # largest unit roundoff of the baseline so far in the step
@@ -241,6 +245,7 @@ class SiteFloors:
             self._run.exceeded_noise |= size > (shown or 0.0)
         if key.phase == "optimizer":
             self._run.note_states([pair])
+            self._run.carried[key] = 0.0 if found or size > self._undisturbed.get(key, math.inf) else size
         elif key.phase == "grad" and key.slot == "grad":
             self._seen[key.path] = pair
             self._together.saw(pair, norms_apart(pair) if key.path in self._run.permuted else size)
@@ -355,7 +360,9 @@ class SiteFloors:
         if key.phase == "loss" or key.slot == "norm":
             return floors.scalar(self._samples)
         if key.phase == "grad":
-            floor = gradient_floor(pair, self._terms, floors, accumulated=self._micro_steps)
+            # One run may call the module once on all rows, where the other rounds the gradient of each call.
+            each = (self._calls.get(key.path.rpartition(".")[0], 1) - 1) * UNIT_ROUNDOFF.get(pair.baseline.dtype, 0.0)
+            floor = gradient_floor(pair, self._terms, floors, accumulated=self._micro_steps) + each
             return floor * self._run.cancellation(pair, self._terms)
         if key.phase == "optimizer":
             if key.slot not in LINEAR_STATE:
@@ -363,7 +370,8 @@ class SiteFloors:
             if key.slot.endswith("]") and int(pair.baseline.summary["count"]) == 1:
                 return math.inf  # LBFGS keeps lists of inner products, which may cancel; their vectors are judged
             if not is_quotient(key, self._run.adaptive):
-                return max(floors.state(key.path, dtypes) * self._shrunk(pair), self._together.floor(pair))
+                state = (floors.state(key.path, dtypes) + self._carried(pair)) * self._shrunk(pair)
+                return max(state, self._together.floor(pair))
         if key.phase in ("optimizer", "update"):
             adaptive = key.path in self._run.adaptive or self._nonlinear.has(pair, self.storage(pair))
             is_seen = self._forced or key.phase != "update" or key.path in self._seen
@@ -387,6 +395,14 @@ class SiteFloors:
         """Ratio by which a running average shrank in the step: its error was relative to its larger size."""
         size = float(norm(pair.baseline.summary))
         return max(1.0, self._run.states.get(pair.baseline.key, 0.0) / size) if size else 1.0
+
+    def _carried(self, pair: Pair) -> float:
+        """What a running average in 16 bits has from the step before: it is rounded in each step, and most of it stays.
+
+        In longer dtypes this is far below what the gradients differ by.
+        """
+        u = max(UNIT_ROUNDOFF.get(one.dtype, 0.0) for one in (pair.baseline, pair.candidate))
+        return self._run.carried.get(pair.baseline.key, 0.0) if u > UNIT_ROUNDOFF["float32"] else 0.0
 
     def _turned(self, pair: Pair, floors: Floors) -> float:
         """Floor of an adaptive update whose elements flip where the gradient is only noise."""

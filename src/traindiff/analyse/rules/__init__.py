@@ -10,6 +10,7 @@ from traindiff.analyse.rules.inputs import InputsHaveAllSamples, SamplesArrive
 from traindiff.analyse.rules.interrupted import ForwardPassesEnd
 from traindiff.analyse.rules.layers import EvaluationIsCertain, UnitsAreSensitive, UnitsLive
 from traindiff.analyse.rules.losses import LossDecreases, LossDoesNotDiverge, NothingSpikes
+from traindiff.analyse.rules.lost_updates import UpdatesSurviveRounding
 from traindiff.analyse.rules.lost_weights import StepsKeepWeights
 from traindiff.analyse.rules.masters import MastersAreCopied
 from traindiff.analyse.rules.modes import ModelTrainsInTrainingMode
@@ -47,6 +48,7 @@ RULES: tuple[type[Rule], ...] = (
     TensorsKeepTheirBits,
     GradientsFollow,
     UpdatesFollowSettings,
+    UpdatesSurviveRounding,
     MastersAreCopied,
     ReportedNumbersFit,
     TiedGradientsAddUp,

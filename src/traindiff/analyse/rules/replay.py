@@ -15,7 +15,7 @@ from traindiff.analyse.rules.optimizers import learning_rates
 from traindiff.analyse.rules.orthogonal import divided_updates
 from traindiff.analyse.rules.replayed_mistakes import is_a_method, meaning
 from traindiff.analyse.rules.rule import Limit, Rule
-from traindiff.core.summary import UNIT_ROUNDOFF, finite_count, largest, norm
+from traindiff.core.summary import finite_count, largest, norm
 
 LIMIT = 2.0
 """Largest residual that is not a finding, in units of what rounding allows.
@@ -27,18 +27,11 @@ float32 and bfloat16: 0.98.
 LOST_SHARE = 0.5
 """Share of the elements that should move and do not, above which updates are called lost."""
 
-SHORT = UNIT_ROUNDOFF["float16"]
-"""Unit roundoff from which a dtype loses updates that matter. Longer dtypes only lose gradients that are
-mathematically zero: those of a bias before batch normalization."""
-
 MOST_OTHERS = 3
 """Further mistakes that a message mentions, if they would do the same in this step."""
 
 COMPILED = "compiled"
 """What stands behind an optimizer whose step ran in compiled code."""
-
-PATIENCE = 2.0**-10
-"""Lost updates matter if a thousand of them would move a parameter by one rounding."""
 
 FEW = 16
 """Elements below which a share says little."""
@@ -127,17 +120,13 @@ class UpdatesFollowSettings(Rule):
     """An optimizer did not move parameters as its formula and its settings say."""
 
     name = "update-rule"
-    finds = "The optimizer does something else than its settings say, or its updates are lost to rounding."
-    kinds = ("update-rule", "never-updated", "lost-update")
+    finds = "The optimizer does something else than its settings say."
+    kinds = ("update-rule", "never-updated")
     tells_runs_apart = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "residual": Limit(
             default=LIMIT,
             message="how many roundings an update may be away from its replay; right optimizers stay below 1",
-        ),
-        "lost_share": Limit(
-            default=LOST_SHARE,
-            message="share of the elements of a parameter that should move and do not, above which updates are lost",
         ),
     }
 
@@ -150,7 +139,6 @@ class UpdatesFollowSettings(Rule):
     def step(self, table: StepTable, *, step: int) -> list[Finding]:
         """Findings of a step."""
         limit = self.limit("residual") / self.strictness
-        share = self.limit("lost_share") / self.strictness
         replays = list(replayed(table))
         wrong = [one for one in replays if one.worst > limit]
         votes = Counter(name for one in wrong for name in one.fitting(limit))
@@ -162,7 +150,6 @@ class UpdatesFollowSettings(Rule):
             rates[rate] = step
             if len(rates) > MOST_RATES:
                 del rates[next(iter(rates))]
-        found += [_lost(one, step=step) for one in replays if one.worst <= limit and _is_lost(one, share)]
         found += divided_updates(table, self.facts.held_in, step=step)
         return sorted((one for one in found if one is not None), key=lambda finding: finding.order)
 
@@ -285,27 +272,6 @@ def _closest(one: Replayed, fitting: list[str], votes: Counter[str]) -> list[str
         if left[name] <= 2.0 * min(left.values()):
             found.setdefault(name.partition(" (of ")[0], name)
     return list(found.values())
-
-
-def _is_lost(one: Replayed, share: float) -> bool:
-    """True if rounding loses most of a right update that would have mattered."""
-    u, size = UNIT_ROUNDOFF.get(one.dtype, 0.0), float(norm(one.value.summary))
-    stored = float(norm(one.rounding.summary))  # at least u times the parameter
-    return u >= SHORT and one.lost_share > share and size > PATIENCE * stored
-
-
-def _lost(one: Replayed, *, step: int) -> Finding:
-    """The finding for right updates that rounding loses."""
-    share = one.lost_share
-    message = (
-        f"{share:.0%} of the elements of {one.key.path} do not move, although {one.optimizer} computes an update for "
-        f"them: it is smaller than half the spacing of {one.dtype or 'its dtype'} at their size, and is rounded away."
-    )
-    return Finding(
-        step=step, phase="update", stage="replayed", path=one.key.path, slot="update", order=one.order,
-        kind="lost-update", difference=share, floor=LOST_SHARE, message=message,
-        evidence={"share": share, "dtype": one.dtype},
-    )  # fmt: skip
 
 
 def _factor(one: Replayed, limit: float) -> float | None:

@@ -13,9 +13,8 @@ from traindiff.analyse.merge.witnessed import Term, Vector, Witnessed, rms
 _AS_GOOD = 1.5
 """Of causes that fit within rounding, or within so many times the best of them, the simplest counts."""
 
-_NEARLY = 1e-2
-"""A factor that is as near to 1 is 1 for people."""
-
+_REST = 0.25
+"""A cause leaves at most this part of the error: a factor that is fitted to four numbers always explains some of it."""
 
 _MOST_KEPT = 4.0
 """Clipping makes a gradient smaller before the next one is added, and a loss scale that falls makes it larger."""
@@ -64,11 +63,11 @@ def cause_of(one: Witnessed, given: Vector, before: Before | None, *, limit: flo
     """
     if not given.any():
         return Cause("zero", f"The gradient is zero, which is not {one.right}.")
-    fitting = []
+    fitting, most = [], _REST * rms(given - one.expected)
     for cause, whole in _candidates(one, given, before):
         size = max(rms(whole), rms(one.expected))
         allowed = one.allowed * max(1.0, size / (rms(one.expected) or 1.0))
-        if rms(given - whole) <= limit * allowed < size:
+        if rms(given - whole) <= min(limit * allowed, most) and limit * allowed < size:
             fitting.append((rms(given - whole) / (allowed or 1.0), cause))
     best = min((ratio for ratio, _ in fitting), default=0.0)
     return next((cause for ratio, cause in fitting if ratio <= max(1.0, _AS_GOOD * best)), None)
@@ -89,7 +88,7 @@ def _candidates(one: Witnessed, given: Vector, before: Before | None) -> Iterato
     for factor in (2.0, 0.5, -1.0):
         yield _times(factor, one.right), factor * expected
     if before is not None:
-        yield from _late(expected, given, before)
+        yield from _late(expected, before)
     for part in parts:
         yield from _once_more(expected, part)
         late = None if before is None or part.rank is None else before.of_ranks.get(part.rank)
@@ -97,6 +96,8 @@ def _candidates(one: Witnessed, given: Vector, before: Before | None) -> Iterato
             yield from _late_on_rank(expected, part, late)
     factor = _share(given, expected)
     yield _times(factor, one.right), factor * expected
+    if before is not None:
+        yield from _kept(expected, given, before)
     for part in parts:
         factor = _share(given, part.sums)
         alone = "were the others lost?" if part.rank is None else "was it not reduced?"
@@ -116,16 +117,21 @@ def _times(factor: float, right: str) -> Cause:
     return Cause("factor", message, factor)
 
 
-def _late(expected: Vector, given: Vector, before: Before) -> Iterator[tuple[Cause, Vector]]:
+def _late(expected: Vector, before: Before) -> Iterator[tuple[Cause, Vector]]:
     """Gradients of the step before."""
     message = "The gradient is the one of the step before: what this step computed did not reach it."
     yield Cause("stale", message), before.given
     yield Cause("stale", message), before.expected
+    message = "The gradient also holds the one of the step before: was zero_grad() left out?"
+    yield Cause("kept", message, 1.0), expected + before.given
+
+
+def _kept(expected: Vector, given: Vector, before: Before) -> Iterator[tuple[Cause, Vector]]:
+    """A multiple of the gradient of the step before; if the batch is the same, a multiple of this one is simpler."""
     share = _share(given - expected, before.given)
     if not 0.0 < share <= _MOST_KEPT:
         return
-    much = "" if abs(share - 1.0) < _NEARLY else f"{share:.4g} x "
-    message = f"The gradient also holds {much}the one of the step before: was zero_grad() left out?"
+    message = f"The gradient also holds {share:.4g} x the one of the step before: was zero_grad() left out?"
     yield Cause("kept", message, share), expected + share * before.given
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from traindiff.core.kernels.registry import PROJECTIONS, installed
+from traindiff.core.witness import PROBES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,6 +17,9 @@ LANES = 8
 
 BLOCK = 256
 """Columns whose numbers the CPU kernel adds up in float32, in each lane, before it adds these sums in float64."""
+
+TOTALS = PROBES + 2
+"""Numbers that `summed` returns."""
 
 _AT_ONCE = 1 << 24
 """Elements of a matrix in a short dtype that are converted to float32 at once."""
@@ -45,7 +49,7 @@ def projected(matrix: Tensor, signs: Tensor) -> Tensor:
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).double()
 
 
-def normalized(matrix: Tensor, gradient: Tensor, signs: Tensor, *, eps: float, centered: bool) -> Tensor:
+def normalized(matrix: Tensor, gradient: Tensor, signs: Tensor, *, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
     """`projected` of the rows of a matrix, each normalized and multiplied by a row of another one, element by element.
 
     Args:
@@ -57,15 +61,19 @@ def normalized(matrix: Tensor, gradient: Tensor, signs: Tensor, *, eps: float, c
         centered: Subtract the mean of a row before.
 
     Returns:
-        float64, shape (rows, PROBES). Terms are in float32 at least.
+        float64, shape (rows, PROBES). Terms are in float32 at least. And a scalar, float64: the sum over all elements
+        of the squares of the gradient times the row's mean, divided by what the row is divided by. Without `centered`
+        it is 0.
     """
     for device_types, kernel in installed(PROJECTIONS):
         if matrix.device.type in device_types and kernel.reads(matrix) and kernel.reads(gradient):
-            found: Tensor = kernel.normalized(matrix, gradient, signs, eps=eps, centered=centered)
+            found: tuple[Tensor, Tensor] = kernel.normalized(matrix, gradient, signs, eps=eps, centered=centered)
             return found
-    x = matrix.to(signs.dtype)
-    x = x - x.mean(1, keepdim=True) if centered else x
-    return projected(gradient.to(x.dtype) * x * (x.square().mean(1, keepdim=True) + eps).rsqrt(), signs)
+    x, g = matrix.to(signs.dtype), gradient.to(signs.dtype)
+    mean = x.mean(1, keepdim=True) if centered else x.new_zeros(())
+    x = x - mean
+    scale = (x.square().mean(1, keepdim=True) + eps).rsqrt()
+    return projected(g * x * scale, signs), (g * (mean * scale)).double().square().sum()
 
 
 def summed(left: Tensor, right: Tensor) -> Tensor:
@@ -76,11 +84,13 @@ def summed(left: Tensor, right: Tensor) -> Tensor:
         right: The same shape, or a single row that counts for all.
 
     Returns:
-        float64, shape (PROBES + 1,): the sums of the columns of products, then the sum of all their squares.
+        float64, shape (TOTALS,): the sums of the columns of products, then the sum of all their squares, then the sum
+        of the squares of the differences from the products of the row before; from 0 for the first row.
     """
     for device_types, kernel in installed(PROJECTIONS):
         if left.device.type in device_types:
             found: Tensor = kernel.summed(left, right)
             return found
     terms = left * right
-    return torch.cat([terms.sum(0), terms.square().sum().reshape(1)])
+    changes = terms[:1].square().sum() + terms.diff(dim=0).square().sum()
+    return torch.cat([terms.sum(0), torch.stack([terms.square().sum(), changes])])

@@ -20,7 +20,7 @@ from traindiff.core.kernels.cpu.code import Code, Variable, has_feature, machine
 from traindiff.core.kernels.cpu.extent import NAMES
 from traindiff.core.kernels.cpu.layout import DTYPES, FloatDtype
 from traindiff.core.kernels.cpu.values import F32, F64, I64, POINTER, Value
-from traindiff.core.kernels.projection import BLOCK, LANES
+from traindiff.core.kernels.projection import BLOCK, LANES, TOTALS
 from traindiff.core.kernels.torch_arrays import address
 from traindiff.core.witness import PROBES
 
@@ -42,20 +42,21 @@ def projected(matrix: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
 
 def normalized(
     matrix: torch.Tensor, gradient: torch.Tensor, signs: torch.Tensor, *, eps: float, centered: bool
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See `traindiff.core.kernels.projection.normalized`; without the interpreter lock."""
     rows, columns = matrix.shape
     found = torch.empty((rows, PROBES), dtype=torch.float64, device="cpu")
+    shift = torch.empty(1, dtype=torch.float64, device="cpu")
     _functions(NAMES[matrix.dtype])[2](
         address(matrix), address(gradient), rows, matrix.stride(0), gradient.stride(0), columns, eps, int(centered),
-        address(signs), found.data_ptr(),
+        address(signs), found.data_ptr(), shift.data_ptr(),
     )  # fmt: skip
-    return found
+    return found, shift[0]
 
 
 def summed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """See `traindiff.core.kernels.projection.summed`."""
-    found = torch.empty(PROBES + 1, dtype=torch.float64, device="cpu")
+    found = torch.empty(TOTALS, dtype=torch.float64, device="cpu")
     step = PROBES if right.shape[0] == left.shape[0] else 0
     _functions("float64")[1](address(left), address(right), left.shape[0], step, found.data_ptr())
     return found
@@ -65,15 +66,15 @@ def summed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 def _functions(name: str) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
     """Build `project(x, rows, row_step, columns, signs, found)`, of a dtype, and `add(left, right, rows, step, found)`.
 
-    The third is `normalized(x, gradient, rows, row_step, gradient_step, columns, eps, centered, signs, found)`. The
-    signs of a probe are next to each other, and the products of a row.
+    The third is `normalized(x, gradient, rows, row_step, gradient_step, columns, eps, centered, signs, found,
+    shift)`. The signs of a probe are next to each other, and the products of a row.
     """
     code = machine_code(f"projection_{name}", lambda: _module(name))
     word, pointer = ctypes.c_int64, ctypes.c_void_p
     return (
         code("project", pointer, word, word, word, pointer, pointer),
         code("add", pointer, pointer, word, word, pointer),
-        code("normalized", pointer, pointer, *[word] * 4, ctypes.c_double, word, pointer, pointer),
+        code("normalized", pointer, pointer, *[word] * 4, ctypes.c_double, word, *[pointer] * 3),
     )
 
 
@@ -107,22 +108,27 @@ def _add_function(module: ir.Module) -> None:
     code = Code(ir.Function(module, signature, "add"))
     left, right, rows, step, found = code.arguments
     kind = ir.VectorType(F64, PROBES)
-    sums, squares = code.variable(code.constant(kind, 0.0)), code.variable(code.constant(kind, 0.0))
+    sums, squares, changes, before = (code.variable(code.constant(kind, 0.0)) for _ in range(4))
     with code.loop(code.constant(I64, 0), rows, 1) as row:
         p = code.load(code.at(left, row * PROBES, F64), kind)
         term = p * code.load(code.at(right, row * step, F64), kind)
+        change = term - before.value
         sums.add(term)
         squares.add(term * term)
+        changes.add(change * change)
+        before.value = term
     code.store(found, sums.value)
-    code.store(code.at(found, PROBES, F64), squares.value.total())
+    for place, one in enumerate((squares, changes), PROBES):
+        code.store(code.at(found, place, F64), one.value.total())
     code.finish()
 
 
 def _normalized_function(module: ir.Module, dtype: FloatDtype) -> None:
-    signature = ir.FunctionType(ir.VoidType(), [*[POINTER] * 2, *[I64] * 4, F64, I64, *[POINTER] * 2])
+    signature = ir.FunctionType(ir.VoidType(), [*[POINTER] * 2, *[I64] * 4, F64, I64, *[POINTER] * 3])
     code = Code(ir.Function(module, signature, "normalized"))
-    x, gradient, rows, row_step, gradient_step, columns, eps, centered, signs, found = code.arguments
+    x, gradient, rows, row_step, gradient_step, columns, eps, centered, signs, found, shift = code.arguments
     count, zero, nothing = columns.to_float(signed=True), code.constant(I64, 0), code.constant(F64, 0.0)
+    shifts = code.variable(nothing)
     with code.loop(zero, rows, 1) as row:
         start, other = code.at(x, row * row_step, dtype.stored), code.at(gradient, row * gradient_step, dtype.stored)
         mean = code.variable(nothing)
@@ -130,9 +136,13 @@ def _normalized_function(module: ir.Module, dtype: FloatDtype) -> None:
             mean.value = _total(code, dtype, start, columns, nothing, squared=False) // count
         square = _total(code, dtype, start, columns, mean.value, squared=True)
         scale = code.constant(F64, 1.0) // code.intrinsic("llvm.sqrt", square // count + eps)
+        with code.when(centered > 0):
+            far = mean.value * scale
+            shifts.add(far * far * _total(code, dtype, other, columns, nothing, squared=True))
         _Rows(code, dtype, [start], row_step, columns, signs, _Normal(other, mean.value, scale)).write(
             code.at(found, row * PROBES, F64)
         )
+    code.store(shift, shifts.value)
     code.finish()
 
 

@@ -232,7 +232,8 @@ class Layers:
             else:
                 found = of.convolution(x, module, columns, padding=of.padded(module))
                 found = partial(_given_second, found, rows)
-            yield self.use(weight, found, x, output, width=sum(weight.extent.shape), is_convolution=True)
+            use = self.use(weight, found, x, output, width=sum(weight.extent.shape), is_convolution=True)
+            yield replace(use, sums=use.result) if of.adds_samples(output) else use
         if bias is not None:
             yield self.use(
                 bias,
@@ -303,13 +304,14 @@ class Layers:
         if normalized is not None and normalized.shape != g.shape:
             raise NotWitnessedError("the gradient of its layer's output is another part than its input is of")
         if normalized is not None and axis is None:
-            q = normalized.projected(g, self.probes.elements(held.path, held.extent, g))
-            if q is not None:
-                return of.of_rows(q, q.new_ones(1, PROBES))
+            found = normalized.projected(g, self.probes.elements(held.path, held.extent, g))
+            if found is not None:
+                q, shift = found
+                return of.of_rows(q, q.new_ones(1, PROBES), shift=shift)
         x = None if normalized is None else normalized()
         terms = of.scaled(x, g, held.local.dim(), axis=axis)
         q = of.of_tensor(terms, self.probes.elements(held.path, held.extent, terms))
-        return of.of_rows(q, q.new_ones(1, PROBES))
+        return of.of_rows(q, q.new_ones(1, PROBES), shift=0.0 if normalized is None else normalized.shift(g))
 
     def _products(self, tensor: Tensor, local: Tensor, signs: Tensor) -> Tensor:
         """Rows of a tensor times signs; several layers may be given one tensor, and a bias has its weight's gradient.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from math import log
 from typing import Any
 
 import torch
@@ -61,8 +63,10 @@ class Normalized:
             if then is not None:
                 then()
 
-    def projected(self, gradient: Tensor, signs: Tensor) -> Tensor | None:
+    def projected(self, gradient: Tensor, signs: Tensor) -> tuple[Tensor, Tensor] | None:
         """Rows of the normalized input times the gradient, times signs; None if rows are not what is normalized.
+
+        The second tensor is the `shift`.
 
         Args:
             gradient: Gradient of the output, in the shape of the input.
@@ -76,12 +80,12 @@ class Normalized:
         if not (centered or isinstance(module, RMSNorm)) or x.dtype != gradient.dtype:
             return None
         x, gradient = (one.reshape(-1, signs.shape[1]) for one in (x, gradient))
-        return normalized(x, gradient, signs, eps=self._eps(x.dtype), centered=centered)
+        return normalized(x, gradient, signs, eps=self._eps(x), centered=centered)
 
-    def _eps(self, dtype: torch.dtype) -> float:
+    def _eps(self, given: Tensor) -> float:
         """What is added to a mean of squares."""
         eps = self._module.eps
-        return float(torch.finfo(dtype).eps if eps is None else eps)
+        return _default_eps(given.dtype, given.device.type) if eps is None else float(eps)
 
     def _checked(self) -> Tensor:
         x = self._given
@@ -103,7 +107,7 @@ class Normalized:
         if isinstance(module, nn.LayerNorm):
             return functional.layer_norm(x, module.normalized_shape, None, None, module.eps)
         if isinstance(module, RMSNorm):
-            return functional.rms_norm(x, module.normalized_shape, None, self._eps(given.dtype))
+            return functional.rms_norm(x, module.normalized_shape, None, self._eps(given))
         if isinstance(module, nn.GroupNorm):
             return functional.group_norm(x, module.num_groups, None, None, module.eps)
         if isinstance(module, AnyInstanceNorm):
@@ -114,6 +118,53 @@ class Normalized:
             return functional.batch_norm(x, None, None, training=True, eps=module.eps)
         mean, variance = (one.to(x.dtype) for one in self._running)
         return functional.batch_norm(x, mean, variance, eps=module.eps)
+
+    def shift(self, gradient: Tensor) -> Tensor:
+        """See `Products`, for the gradient of the output; float64, a scalar.
+
+        Raises:
+            NotWitnessedError: The input is not known any more.
+        """
+        given, module = self._checked(), self._module
+        if isinstance(module, RMSNorm) and not isinstance(module, nn.LayerNorm):
+            return torch.zeros((), dtype=torch.float64, device=gradient.device)
+        x, g = (one.to(torch.promote_types(given.dtype, torch.float32)) for one in (given, gradient))
+        x, g, dims = _sharing(module, x, g)
+        if self._running is None:
+            variance, mean = torch.var_mean(x, dims, correction=0)
+        else:
+            mean, variance = (one.to(x.dtype) for one in self._running)
+        square, lost = mean.double().square(), 4.0 * torch.finfo(x.dtype).eps
+        # A GroupNorm in channels-last computes the variance as a difference of squares.
+        far = square / ((variance.double() - lost * square).clamp_min(0.0) + module.eps)
+        total: Tensor = (far * g.double().square().sum(dims)).sum()
+        return total
+
+
+def _sharing(module: Any, given: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """The input and the gradient of a normalization, and the axes whose elements share a mean, as views."""
+    if isinstance(module, nn.LayerNorm):
+        return given, gradient, tuple(range(-len(module.normalized_shape), 0))
+    if isinstance(module, nn.GroupNorm):
+        sizes = (module.num_groups, -1)
+        return given.unflatten(1, sizes), gradient.unflatten(1, sizes), tuple(range(2, given.dim() + 1))
+    if isinstance(module, AnyInstanceNorm):
+        return given, gradient, tuple(range(-dims_of_sample(module) + 1, 0))
+    return given, gradient, (0, *range(2, given.dim()))
+
+
+@cache
+def _default_eps(dtype: torch.dtype, device: str) -> float:
+    """What an RMSNorm without a number of its own adds.
+
+    torch's documentation says the machine epsilon of the input's dtype. For bfloat16 and float16, newer versions take
+    that of float32, so torch is asked.
+    """
+    least = 2.0**-20
+    own, single = torch.finfo(dtype).eps, torch.finfo(torch.float32).eps
+    given = torch.full((1,), least, dtype=dtype, device=device)
+    found = (least / float(functional.rms_norm(given, (1,)))) ** 2
+    return min((own, single), key=lambda eps: abs(log(found / eps)))
 
 
 def _uses_own_statistics(module: Any) -> bool:

@@ -145,8 +145,9 @@ def _multiplied(layers: Layers, place: Place, held: Held, gradient: Tensor) -> U
 def _norm_weight(layers: Layers, place: Place, held: Held, gradient: Tensor) -> Use:
     """Weights of a layer norm."""
     x, mean, scale = (of.as_float(saved_tensor(place, name)) for name in ("input", "result1", "result2"))
-    product = of.as_float(gradient) * ((x - mean) * scale)
-    return _elementwise(layers, place, held, gradient, product, is_norm=True)
+    g = of.as_float(gradient)
+    shift = (g * (mean * scale)).double().square().sum()
+    return _elementwise(layers, place, held, gradient, g * ((x - mean) * scale), is_norm=True, shift=shift)
 
 
 def _norm_bias(layers: Layers, place: Place, held: Held, gradient: Tensor) -> Use:
@@ -222,7 +223,7 @@ def _product(
 
 def _elementwise(
     layers: Layers, place: Place, held: Held, gradient: Tensor, product: Tensor, *, operand: float = 0.0,
-    is_norm: bool = False,
+    is_norm: bool = False, shift: float | Tensor = 0.0,
 ) -> Use:  # fmt: skip
     """What is added up, along the axes that were broadcast, to the gradient of the operation's input.
 
@@ -233,7 +234,9 @@ def _elementwise(
         gradient: Gradient of the operation's result.
         product: Its product with the other operand, in float32 at least.
         operand: Unit roundoff of the dtype in which the operation computes that product.
-        is_norm: A norm adds up in the dtype of the parameter; sums that follow a broadcast are rounded once.
+        is_norm: A norm adds up row by row, in the dtype of the parameter. Sums that follow a broadcast are added up in
+            pairs, and rounded once.
+        shift: See `Products`.
     """
     chain = chain_of(place)
 
@@ -249,12 +252,21 @@ def _elementwise(
             raise NotWitnessedError("an operation uses another part of it than this rank has")
         a = layers.probes.row_factors(held.path, held.extent, total)
         b = layers.probes.columns(held.path, held.extent, total)
-        squares = PROBES * torch.linalg.vector_norm(product).double().square()
-        totals = torch.cat([probed(total.reshape(held.extent.shape), a, b), squares[None]])
-        return Products(totals=totals, rows=max(1, product.numel() // max(1, least)))
+        squares = PROBES * _square(product)
+        changes = 2.0 * squares
+        if is_norm:
+            terms = product.reshape(-1, prod(result_shape(following, number)))
+            changes = PROBES * (_square(terms[:1]) + _square(terms.diff(dim=0)))
+        totals = torch.cat([probed(total.reshape(held.extent.shape), a, b), torch.stack([squares, changes])])
+        return Products(totals=totals, rows=max(1, product.numel() // max(1, least)), shift=shift)
 
     use = layers.own_sums(held, products, gradient)
     return use if is_norm else replace(use, operand=operand, sums=FLOAT32)
+
+
+def _square(tensor: Tensor) -> Tensor:
+    square: Tensor = torch.linalg.vector_norm(tensor).double().square()
+    return square
 
 
 def _matrix(tensor: Tensor) -> Tensor:

@@ -23,19 +23,22 @@ class Products:
     """What one call of a layer contributes to `aᵀ (dL/dW) b`.
 
     Attributes:
-        totals: For each probe the sum of its terms over rows, then the sum of the squares of all terms; float64, shape
-            (PROBES + 1,).
+        totals: For each probe the sum of its terms over rows, then the sum of the squares of all terms, then that of
+            the squares of the differences between terms of neighboring rows; float64, shape (TOTALS,). See `summed`.
         rows: Number of terms that are added up to each element of the gradient.
+        shift: Of a normalization: the sum over all elements of `(g mean / deviation)²`, with the mean and deviation by
+            which the input of the element was normalized. A number, or a scalar.
     """
 
     totals: Tensor
     rows: int | Tensor
+    shift: float | Tensor = 0.0
 
 
-def of_rows(left: Tensor, right: Tensor, *, rows: int | Tensor | None = None) -> Products:
+def of_rows(left: Tensor, right: Tensor, *, rows: int | Tensor | None = None, shift: float | Tensor = 0.0) -> Products:
     """Terms `(g·a)(x·b)`, given by their two factors; a single row on the right counts for all rows."""
     left, right = _table(left), _table(right)
-    return Products(totals=summed(left, right), rows=left.shape[0] if rows is None else rows)
+    return Products(totals=summed(left, right), rows=left.shape[0] if rows is None else rows, shift=shift)
 
 
 def _table(factors: Tensor) -> Tensor:
@@ -76,7 +79,7 @@ def convolution(
     def products(gradient: Tensor, signs: Tensor) -> Products:
         g = as_float(gradient if batched else gradient[None]).unflatten(1, (groups, -1)).flatten(3)
         q = torch.einsum("ngop,kgo->ngpk", g, signs.to(g.dtype).unflatten(1, (groups, -1)))
-        return of_rows(q, projected_input.flatten(3).transpose(2, 3), rows=g.shape[0] * g.shape[3])
+        return _of_positions(q, projected_input.flatten(3).transpose(2, 3), gradient)
 
     return products
 
@@ -108,9 +111,24 @@ def transposed_convolution(given: Tensor, module: Any, signs: Tensor) -> Callabl
         for dim, length in enumerate(places, 2):
             found = found.narrow(dim, 0, length)  # output_padding may give one position more
         q = found.unflatten(1, (groups, PROBES)).flatten(3).transpose(2, 3)
-        return of_rows(q, p, rows=q.shape[0] * q.shape[2])
+        return _of_positions(q, p, gradient)
 
     return products
+
+
+def adds_samples(output: Tensor) -> bool:
+    """True if a convolution may add up the gradients of its weight over samples in the short dtype of its output.
+
+    torch does on the CPU, one sample after the other, where the processor has no instructions for this dtype.
+    """
+    return output.device.type == "cpu" and output.dtype in (torch.bfloat16, torch.float16)
+
+
+def _of_positions(q: Tensor, p: Tensor, gradient: Tensor) -> Products:
+    """`of_rows` of factors of shape (N, groups, positions, K); of one row for each sample if `adds_samples`."""
+    if not adds_samples(gradient):
+        return of_rows(q, p, rows=q.shape[0] * q.shape[2])
+    return of_rows((q.double() * p.double()).sum((1, 2)), q.new_ones(1, PROBES))
 
 
 _CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {

@@ -29,6 +29,12 @@ _STUCK = 2.5
 """The same for more than 1 / unit roundoff rows: small terms change the sum no more. CPU kernels of LayerNorm and
 Embedding lose so much of a gradient whose terms have one sign (measured: up to 0.93 of it, over 16,384 rows)."""
 
+_DRIFT = 0.25
+"""A sum of n equal terms rounds in the same direction again and again: the most that it loses, as a share of n u."""
+
+_SHIFT = 2.0
+"""Error of the mean of a normalization, in roundings of it. On the CPU it was measured to stay below 0.7."""
+
 _LEAST_FLOAT16 = 2.0**-25
 """Half the smallest number of float16: gradients below it become zero."""
 
@@ -93,23 +99,46 @@ class Use:
         )  # fmt: skip
 
     def vector(self, found: Products) -> Tensor:
-        """What `products` has given, laid out as `traindiff.core.witness` says; the errors are squared."""
-        rows: Any = found.rows
+        """What `products` has given, laid out as `traindiff.core.witness` says; the errors are squared.
+
+        Each element of the gradient is a sum of n terms, added up with the unit roundoff u. If roundings are
+        independent of each other, the error of a sum S has the root mean square `sqrt(n) u S`. They are not where terms
+        repeat: then each is rounded in the same direction, until S has doubled. n equal terms lose up to `n u S / 4`.
+        If terms come in runs of L equal ones, n / L such errors are independent of each other: `sqrt(n L) u S / 4`.
+        Terms of unlike rows have `sum((t[i] - t[i - 1])²) = 2 sum(t²)`, and runs of L have 1 / L of it, which tells L.
+
+        A normalization multiplies g by `(x - mean) * scale`. The rounding of the mean, and of `mean * scale` where a
+        kernel computes `x * scale - mean * scale`, shifts the product by up to `u |mean| scale` for each rounding. This
+        does not become smaller where x is near its mean, and all rows that share a mean share the error: those of a
+        channel of BatchNorm, or all rows if each of them is the same constant. So it is added up as a sum over n terms
+        of one sign: with `(sum of t)² <= n sum(t²)`, it is `sqrt(n) u` times the root of `shift`.
+        """
+        rows, shift = found.rows, found.shift
         numbers: Any
         combined: Callable[[Any], Tensor]
         if found.totals.device.type == "cpu":  # where arithmetic in Python is faster
             numbers, combined = found.totals.tolist(), _tensor
-            rows = int(rows)
+            rows, shift = int(rows), float(shift)
         else:
             numbers, combined = found.totals.unbind(), torch.stack
-        *sums, squares = numbers
-        mean, squares = sum(one * one for one in sums) / PROBES, squares / PROBES
-        share: Any = 1.0 if self.sums <= FLOAT32 else _SHORT + (_STUCK - _SHORT) * (self.sums * rows > 1.0)
-        growth = self.sums**2 * share * rows
+        *sums, squares, changes = numbers
+        mean = sum(one * one for one in sums) / PROBES
+        growth = self.sums**2 * rows * (self._share(rows) + _DRIFT**2 * _excess(rows, squares, changes))
         exact = UNIT_ROUNDOFF["float64"] if self.sums < FLOAT32 else FLOAT32
-        terms = (growth + exact**2 * self.width) * squares
+        terms = (growth + exact**2 * self.width) * (squares / PROBES) + (_SHIFT * self.sums) ** 2 * rows * shift
         rounded = self.result**2 * mean + self.smallest**2 * self.size
-        return combined([*sums, growth * mean, self.operand**2 * squares, rounded, terms])
+        return combined([*sums, growth * mean, self.operand**2 * squares / PROBES, rounded, terms])
+
+    def _share(self, rows: Any) -> Any:
+        """The part of the squared error of a sum over rows that counts."""
+        return 1.0 if self.sums <= FLOAT32 else _SHORT + (_STUCK - _SHORT) * (self.sums * rows > 1.0)
+
+
+def _excess(rows: Any, squares: Any, changes: Any) -> Any:
+    """Length of the runs of equal terms among `rows` terms, less the one that each has; numbers, or scalars."""
+    if isinstance(squares, Tensor):
+        return (2.0 * squares / changes.clamp_min(torch.finfo(torch.float64).tiny)).clamp_min(1.0).clamp_max(rows) - 1.0
+    return min(max(1.0, 2.0 * squares / changes), float(rows)) - 1.0 if changes and rows else 0.0
 
 
 def _tensor(numbers: list[float]) -> Tensor:
@@ -129,7 +158,8 @@ def contribution(held: Held, gradient: Tensor, sums: Tensor, piece: Piece) -> Us
         piece.shard.global_shape[0], prod(piece.shard.global_shape[1:])
     )  # fmt: skip
     # The mean square over the probes estimates the square of the norm. No sum over rows is expected.
-    found = Products(totals=torch.cat([sums, sums.square().sum()[None]]), rows=0)
+    squares = sums.square().sum()
+    found = Products(totals=torch.cat([sums, torch.stack([squares, 2.0 * squares])]), rows=0)
     placements = getattr(gradient, "placements", None)
     return Use(
         path=held.path, leaf=held.leaf, products=lambda _: found, result=max(roundoff(gradient), roundoff(held.local)),
