@@ -1,6 +1,6 @@
 """The pages in docs/symptoms, whose outputs are what their commands print.
 
-`python -m tests.examples.symptom_pages` writes them anew.
+`python -m tests.examples.symptom_pages [NAME ...]` writes them anew.
 
 The commands of a page are run in its order, in a directory with the files of examples/symptoms. Of an output, a page
 has what is the same on every machine: sizes, and what follows the first finding, are left out as `...`.
@@ -78,4 +78,5 @@ def shown(output: str) -> Iterator[str]:
 
 if __name__ == "__main__":
     for path in PAGES:
-        path.write_text(updated(path.read_text(encoding="utf-8")), encoding="utf-8")
+        if path.stem in sys.argv[1:] or not sys.argv[1:]:
+            path.write_text(updated(path.read_text(encoding="utf-8")), encoding="utf-8")
