@@ -192,8 +192,8 @@ def compare(
     return replace(found, notes=(*notes, *found.notes)) if notes else found
 
 
-_NEW_OBJECTS = 50_000
-"""Objects after whose making the garbage collector looks for cycles. A step has some ten for each site."""
+_NEW_OBJECTS = 10_000
+"""Objects after whose making the garbage collector looks for cycles; by default 700. What a cycle holds stays until then."""
 
 
 @contextmanager
