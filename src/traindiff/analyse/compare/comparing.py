@@ -193,7 +193,7 @@ def compare(
 
 
 _NEW_OBJECTS = 10_000
-"""Objects after whose making the garbage collector looks for cycles; by default 700. What a cycle holds stays until then."""
+"""Objects after whose making the garbage collector looks for cycles, in place of 700. Until then, what cycles hold stays."""
 
 
 @contextmanager
