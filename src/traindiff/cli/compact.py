@@ -7,21 +7,30 @@ from typing import Annotated
 import typer
 
 from traindiff.cli.app import app, messages, results, says_what_is_wrong
+from traindiff.cli.options import SHOWN, RecordingArgument
+from traindiff.cli.progress import step_progress
 
 WholeEveryOption = Annotated[
-    int | None, typer.Option("--whole-every", metavar="N", help="Keep every N-th step rank by rank.")
+    int | None,
+    typer.Option("--whole-every", metavar="N", rich_help_panel=SHOWN, help="Keep every N-th step rank by rank."),
 ]
 
 
 @app.command(short_help="Merge the ranks of a recording once, into a smaller recording.")
 @says_what_is_wrong
 def compact(
-    recording: Annotated[str, typer.Argument(metavar="RECORDING", help="Recording to read.")],
+    recording: RecordingArgument,
+    whole_every: WholeEveryOption = None,
     output: Annotated[
         str,
-        typer.Option("--output", "-o", metavar="DIRECTORY", help="Recording to make. RECORDING-compact, if left out."),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIRECTORY",
+            rich_help_panel=SHOWN,
+            help="Recording to make. RECORDING-compact, if left out.",
+        ),
     ] = "",
-    whole_every: WholeEveryOption = None,
 ) -> None:
     """Merge the ranks of a recording once, into a smaller recording with the same verdicts (traindiff explain scale).
 
@@ -30,10 +39,8 @@ def compact(
     from traindiff.analyse.compact.compacting import compact as compacted
 
     target = output or f"{recording.rstrip('/')}-compact"
-    with messages.status("compacting") as status:
-        made = compacted(
-            recording, target, whole_every=whole_every, progress=lambda step: status.update(f"compacting step {step}")
-        )
+    with step_progress(messages, "compacting", (recording,)) as on_step:
+        made = compacted(recording, target, whole_every=whole_every, progress=on_step)
     results.print(str(made), markup=False, soft_wrap=True)
 
 
@@ -49,8 +56,6 @@ def prune(
     """
     from traindiff.analyse.compact.pruning import prune as pruned
 
-    with messages.status("compacting") as status:
-        made = pruned(
-            recording, whole_every=whole_every, progress=lambda step: status.update(f"compacting step {step}")
-        )
+    with step_progress(messages, "compacting", (recording,)) as on_step:
+        made = pruned(recording, whole_every=whole_every, progress=on_step)
     results.print(str(made), markup=False, soft_wrap=True)

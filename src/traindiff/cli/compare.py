@@ -8,18 +8,33 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_result, results, says_what_is_wrong
-from traindiff.cli.following import FollowOption, JunitOption, PatienceOption, WebhookOption, follower, hand_on
-from traindiff.cli.report import (
+from traindiff.cli.app import app, messages, print_result, results, says_what_is_wrong
+from traindiff.cli.following import follower, hand_on
+from traindiff.cli.options import (
+    SHOWN,
     AcceptOption,
+    AtolOption,
+    BaselineArgument,
+    CandidateArgument,
+    FollowOption,
+    FormatOption,
     HtmlOption,
     IdenticalOption,
+    IgnoreOption,
+    JsonOption,
+    JunitOption,
     MapOption,
     NoiseOption,
+    OffsetOption,
+    PatienceOption,
     RenameOption,
-    check_writable,
-    write_page,
+    RtolOption,
+    StepsOption,
+    TopOption,
+    WebhookOption,
 )
+from traindiff.cli.progress import step_progress
+from traindiff.cli.report import check_writable, write_page
 from traindiff.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -31,6 +46,7 @@ TableOption = Annotated[
     str | None,
     typer.Option(
         metavar="STEPS|first",
+        rich_help_panel=SHOWN,
         help="Print every site of these steps in execution order, both runs side by side, in place of the largest "
         "differences; first is the step of the first divergence. With --format csv, too.",
     ),
@@ -74,43 +90,35 @@ def print_table(result: Comparison, steps: StepSelection | None, *, form: str) -
 @app.command()
 @says_what_is_wrong
 def compare(
-    baseline: Annotated[str, typer.Argument(metavar="BASELINE", help="Recording of the run that is trusted.")],
-    candidate: Annotated[str, typer.Argument(metavar="CANDIDATE", help="Recording of the run in question.")],
+    baseline: BaselineArgument,
+    candidate: CandidateArgument,
+    steps: StepsOption = None,
     noise: NoiseOption = None,
     rename: RenameOption = None,
     layout: MapOption = None,
     accept: AcceptOption = None,
-    steps: Annotated[str | None, typer.Option(help='Steps to compare, e.g. "0-9,20,30-".')] = None,
-    rtol: Annotated[
-        float | None,
-        typer.Option(help="Relative tolerance in place of floors: ||c-b|| <= rtol ||b|| + atol sqrt(n)."),
-    ] = None,
-    atol: Annotated[float | None, typer.Option(help="Absolute tolerance per element, in the same formula.")] = None,
+    ignore: IgnoreOption = None,
+    rtol: RtolOption = None,
+    atol: AtolOption = None,
     identical: IdenticalOption = False,
-    offset: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Compare step k of the candidate with step k + N of the baseline, for a run that continues from a "
-            "checkpoint. Found by the first parameters, if left out; 0 for none.",
-        ),
-    ] = None,
+    offset: OffsetOption = None,
+    html: HtmlOption = None,
     pictures: Annotated[
         Path | None,
         typer.Option(
             metavar="DIRECTORY",
+            rich_help_panel=SHOWN,
             help="Draw how similar the directions of gradients are, by parameter and step. Both recordings need signs.",
         ),
     ] = None,
-    top: Annotated[int, typer.Option(min=0, help="Rows of each table.")] = 12,
+    top: TopOption = 12,
     table: TableOption = None,
-    html: HtmlOption = None,
-    follow: FollowOption = False,
-    patience: PatienceOption = 600.0,
-    webhook: WebhookOption = None,
     junit: JunitOption = None,
+    webhook: WebhookOption = None,
     form: FormatOption = "text",
     as_json: JsonOption = False,
+    follow: FollowOption = False,
+    patience: PatienceOption = 600.0,
 ) -> None:
     """Compare two recordings and name the first divergence.
 
@@ -128,7 +136,7 @@ def compare(
 
         check_matplotlib(f"--pictures {pictures}", asked_by="compare")
     waiting = follower(follow, patience, webhook, junit)
-    with messages.status("comparing") as status:
+    with step_progress(messages, "comparing", (baseline, candidate), steps=steps, endless=follow) as on_step:
         result = compare_recordings(
             baseline,
             candidate,
@@ -136,6 +144,7 @@ def compare(
             rename=rename,
             map=layout,
             accept=accept,
+            ignore=ignore,
             steps=steps,
             rtol=rtol,
             atol=atol,
@@ -143,7 +152,7 @@ def compare(
             offset=offset,
             follow=waiting,
             history=html is not None or table is not None,
-            progress=lambda step: status.update(f"comparing step {step}"),
+            progress=on_step,
         )
     if html is not None:
         write_page(result, html)

@@ -1,30 +1,15 @@
-"""The options of `check` and `compare` that follow a run that goes on, and what is done with their verdict."""
+"""How `check` and `compare` follow a run that goes on, and what is done with their verdict."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from traindiff.cli.app import messages
 from traindiff.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from traindiff.storage import Follower
-
-FollowOption = Annotated[
-    bool,
-    typer.Option(
-        "--follow", help="Judge steps as they arrive, up to the first finding or the end (traindiff explain scale)."
-    ),
-]
-PatienceOption = Annotated[
-    float,
-    typer.Option(min=0.1, metavar="SECONDS", help="With --follow: a rank that adds nothing for so long has ended."),
-]
-WebhookOption = Annotated[str | None, typer.Option(metavar="URL", help="Send the verdict to this address, as JSON.")]
-JunitOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the verdict as JUnit XML.")]
 
 
 def follower(wanted: bool, patience: float, webhook: str | None, junit: Path | None) -> Follower | None:  # noqa: FBT001

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traindiff.core.shards import Shard
+from traindiff.core.shown import Shown
 from traindiff.core.untrusted.demands import MOST_JSON_BYTES
 from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import MixedRecordingError, NotARecordingError
@@ -57,7 +58,7 @@ class Run(Protocol):
 _BLOCK_BYTES = 1 << 20
 
 
-class Recording:
+class Recording(Shown):
     """A recording on disk: whole, cut off by a kill, or still being written. `open_recording` makes it.
 
     Only its JSON files are read in advance. Names and all other texts in it are `printable`, because a stranger may

@@ -16,8 +16,9 @@ from traindiff.analyse.merge.run_steps import RunStep, run_steps
 from traindiff.analyse.merge.unobserved import FailedTaps, unrecorded_of, without_lost
 from traindiff.analyse.products import ProductTable, product_checks
 from traindiff.analyse.rules import run_facts
-from traindiff.analyse.rules.rule import RunJudge
+from traindiff.analyse.rules.rule import AskedRule, RunJudge
 from traindiff.core.observation import Observation
+from traindiff.core.shown import Shown
 from traindiff.core.site import label
 from traindiff.core.steps import ALL_STEPS, StepSelection, parse_steps
 from traindiff.errors import ConfigError
@@ -40,8 +41,8 @@ MEANINGS: Mapping[Word, str] = {
 """Meaning of each word."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Verdict(Shown):
     """The result of checking one recording; `str()` of it is the report in the terminal.
 
     Attributes:
@@ -56,6 +57,7 @@ class Verdict:
         history: The size of every site in every step; None unless requested. Not part of the JSON.
         products: How exact matrix products and convolutions are, by operator and line; None if the run did not record
             that.
+        rules: The rules that were asked, with their answers.
     """
 
     recording: str
@@ -67,6 +69,7 @@ class Verdict:
     notes: tuple[str, ...]
     history: RunHistory | None = field(default=None, compare=False, repr=False)
     products: ProductTable | None = None
+    rules: tuple[AskedRule, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -86,6 +89,7 @@ class Verdict:
             "notes": list(self.notes),
             "products": None if self.products is None else self.products.to_json(),
             "next": next_commands.of_check(self.recording, self.findings or self.warnings),
+            "rules": [rule.to_json() for rule in self.rules],
         }
 
     def sentence(self) -> str:
@@ -212,6 +216,7 @@ def check(
         ),
         history=kept,
         products=products,
+        rules=judge.asked(everything),
     )
 
 

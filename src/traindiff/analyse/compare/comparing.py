@@ -109,6 +109,7 @@ def compare(
     offset: int | None = None,
     map: str | os.PathLike[str] | None = None,  # noqa: A002  as the option of the command
     accept: str | os.PathLike[str] | None = None,
+    ignore: str | Iterable[str] | None = None,
     progress: Progress | None = None,
     follow: Follower | None = None,
 ) -> Comparison:
@@ -134,6 +135,8 @@ def compare(
         map: File that says which tensors and modules of the two runs are which, or the name of a map that traindiff
             has (traindiff explain maps).
         accept: File of intended differences, which are listed and not judged (traindiff explain maps).
+        ignore: Globs over sites (a path, or a path and a slot) whose differences are counted and are no findings. If
+            other sites may follow from such a difference, the verdict is `incomplete` at best.
         progress: Called after each step.
         follow: Waits for steps of a candidate that goes on. The verdict is given at its first divergence, or when it
             ends. Steps are then compared by their numbers.
@@ -149,7 +152,7 @@ def compare(
     if not isinstance(selection, StepSelection):
         raise ConfigError("compare(...)", [selection], consequence="nothing was compared")
     tolerance = parse_tolerance(rtol, atol)
-    renames, entries, accepted = parse_renames(rename), map_of(map), accepted_of(accept)
+    renames, entries, accepted = parse_renames(rename), map_of(map), accepted_of(accept, ignore)
     follower = follow or not_following()
     runs = (open_recording(os.fspath(baseline)), open_followed(os.fspath(candidate), follower))
     sites = SiteMap(entries, runs, renames)

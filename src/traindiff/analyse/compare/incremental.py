@@ -207,7 +207,9 @@ class RunningComparison:
         self._judge_waiting()
         baseline, candidate = self.runs.runs
         calibration = self._measured.calibration
-        found, alone, listed = without_accepted(self._accepted, self._judge.findings, self.runs.presence.sides())
+        rows = self._judge.sites.rows()
+        left = without_accepted(self._accepted, self._judge.findings, self.runs.presence.sides(), rows)
+        alone = left.alone
         losses = [any(one.phase == "loss" for one in side) for side in alone]
         self._judge.loss_of_one_run = losses[0] != losses[1]
         self._judge.regrouped = self.runs.uneven.calls.keys()
@@ -225,16 +227,17 @@ class RunningComparison:
             *notes,
             *self._further_notes(),
             *self._other_evaluations.notes(),
-            *listed,
+            *left.notes,
+            *filter(None, [left.follows]),
         ]
-        findings, representation = self._explained(found), ()
+        findings, representation = self._explained(left.findings), ()
         if self._judge.only_representation_differs:
             findings, representation = (), findings
             notes.insert(0, representation_note(representation))
         return Comparison(
             baseline=baseline.path,
             candidate=candidate.path,
-            verdict=self._word(findings, incomplete=incomplete or bool(self._other_evaluations.steps)),
+            verdict=self._word(findings, incomplete=incomplete or bool(self._other_evaluations.steps or left.follows)),
             calibrated=calibration.is_known and not (self._uncovered or calibration.is_partial),
             noise=calibration.to_json(),
             findings=findings,
@@ -242,7 +245,9 @@ class RunningComparison:
             unaligned=alone,
             steps=self._steps(findings),
             notes=tuple(notes),
-            differences=self._judge.sites.rows(),
+            differences=rows,
+            accepted_sites=left.accepted,
+            ignored_sites=left.ignored,
             history=self._history,
             zooms=tuple(self._operators.found),
             first_bit_difference=self._judge.first_bit_difference,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.parameters import Groups, parameter_groups
@@ -266,6 +266,27 @@ class RepeatedRule(Rule, ABC):
         return ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedRule:
+    """A rule that a run was held against, and its answer.
+
+    Attributes:
+        name: Its name.
+        finds: A sentence about what it finds.
+        result: `broken`, `warned`, or `nothing found`.
+        unknown: Why it could not judge a part of the run; empty if nothing is known to be missing.
+    """
+
+    name: str
+    finds: str
+    result: Literal["broken", "warned", "nothing found"]
+    unknown: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The rule in the schema of `--json`."""
+        return {"name": self.name, "result": self.result, "unknown": list(self.unknown)}
+
+
 class RunJudge:
     """Judges a run by several rules, step by step.
 
@@ -293,6 +314,7 @@ class RunJudge:
         self._found: set[tuple[str, str]] = set()
         self.of_any_strictness: set[tuple[str, str]] = set()
         self.unknown: dict[str, None] = {}
+        self._unknown_to: dict[str, dict[str, None]] = {}
 
     def step(
         self, table: StepTable, *, step: int, finished: bool = True, products: Sequence[ProductCheck] = ()
@@ -313,13 +335,29 @@ class RunJudge:
     def note_unknown(self, table: StepTable) -> None:
         """Remember what the rules cannot judge in a step."""
         for rule in self._rules:
-            self.unknown.update(dict.fromkeys(rule.unknown(table)))
+            said = dict.fromkeys(rule.unknown(table))
+            self.unknown.update(said)
+            if said:
+                self._unknown_to.setdefault(rule.name, {}).update(said)
 
     def end(self) -> list[Finding]:
         """Findings of the whole run that no step has shown."""
         found = [finding for rule in self._rules for finding in rule.end()]
         fresh = [finding for finding in found if (finding.kind, finding.path) not in self._found]
         return sorted(fresh, key=lambda finding: (finding.step, finding.order))
+
+    def asked(self, found: Iterable[Finding]) -> tuple[AskedRule, ...]:
+        """All rules with their answers, from all findings of the run."""
+        kinds = {finding.kind for finding in found}
+        return tuple(
+            AskedRule(
+                name=rule.name,
+                finds=rule.finds,
+                result="nothing found" if kinds.isdisjoint(rule.kinds) else "warned" if rule.warns else "broken",
+                unknown=tuple(self._unknown_to.get(rule.name, ())),
+            )
+            for rule in self._rules
+        )
 
     def notes(self) -> list[str]:
         """Notes of all rules on the finished run."""

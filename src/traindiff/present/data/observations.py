@@ -51,7 +51,8 @@ class Filter:
 
     def has(self, phase: str, path: str, slot: str) -> bool:
         """True if it includes a site, in the steps that it includes."""
-        named = matches(self.site, path) or matches(self.site, f"{path or ROOT} {slot}")
+        globs = (self.site, self.site.replace("[", "[[]"))  # a range of a glob, or the bracket of a slot
+        named = matches(self.site, path) or any(matches(glob, f"{path or ROOT} {slot}") for glob in globs)
         return named and (not self.phases or phase in self.phases)
 
 
@@ -211,5 +212,9 @@ def write_json(found: Iterator[Row], file: IO[str], *, recording: Recording) -> 
 
 def write_parquet(found: Iterator[Row], file: IO[bytes]) -> None:
     """A Parquet file with the types of `COLUMNS`."""
-    schema = pa.schema(list(COLUMNS.items()))
-    pq.write_table(pa.Table.from_pylist(list(found), schema=schema), file)
+    pq.write_table(table(found), file)
+
+
+def table(found: Iterator[Row]) -> pa.Table:
+    """An Arrow table with the types of `COLUMNS`."""
+    return pa.Table.from_pylist(list(found), schema=pa.schema(list(COLUMNS.items())))
