@@ -196,7 +196,7 @@ def compare(
 
 
 _NEW_OBJECTS = 10_000
-"""Objects after whose making the garbage collector looks for cycles, in place of 700. Until then, what cycles hold stays."""
+"""Objects after which the garbage collector looks for cycles, in place of 700. Until then, what cycles hold stays."""
 
 
 @contextmanager
