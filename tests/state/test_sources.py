@@ -226,6 +226,28 @@ def an_archive_cut_off(here: Path) -> None:
     _cut(here / "model.pt", 2000)
 
 
+def _header(here: Path, header: Mapping[str, Any], data: bytes) -> None:
+    text = json.dumps(header).encode()
+    (here / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def tensors_that_overlap(here: Path) -> None:
+    own = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    _header(here, {"first": own, "second": own | {"data_offsets": [4, 12]}}, bytes(12))
+
+
+def an_unknown_dtype(here: Path) -> None:
+    _header(here, {"first": {"dtype": "I4", "shape": [4], "data_offsets": [0, 2]}}, bytes(2))
+
+
+def a_sparse_tensor(here: Path) -> None:
+    torch.save({"weight": torch.ones(3), "table": torch.eye(3).to_sparse()}, here / "model.pt")
+
+
+def a_tensor_without_elements(here: Path) -> None:
+    torch.save({"weight": torch.ones(3), "table": torch.ones(3, device="meta")}, here / "model.pt")
+
+
 def _old(here: Path) -> Path:
     torch.save({"weight": torch.ones(30)}, here / "model.pt", _use_new_zipfile_serialization=False)
     return here / "model.pt"
@@ -286,6 +308,10 @@ DAMAGES: Mapping[Callable[[Path], None], tuple[str, ...]] = {
     safetensors_with_another_header: ("model.safetensors", '"weight" of shape [31] (F32) has 120 bytes'),
     a_pickle_with_code: ("model.pt", 'would call "posix.system"'),
     an_archive_cut_off: ("model.pt", "is cut off"),
+    tensors_that_overlap: ("model.safetensors", 'the tensor "second" begins before "first" ends'),
+    an_unknown_dtype: ("model.safetensors", '"first" has the dtype "I4", which is not known'),
+    a_sparse_tensor: ("model.pt", '"table" is a tensor that is sparse'),
+    a_tensor_without_elements: ("model.pt", '"table" is a tensor that was on the meta device'),
     an_old_file_cut_off: ("model.pt", "30 elements of float32, and the file ends before"),
     an_old_file_with_a_pickle_cut_off: ("model.pt", "a pickle in it is damaged or cut off"),
     an_old_file_with_code: ("model.pt", 'would call "posix.system"'),
@@ -336,6 +362,25 @@ def test_a_file_without_checksums_is_compared(tmp_path: Path) -> None:
         torch.serialization.set_crc32_options(True)
 
     assert traindiff.weights(tmp_path / "a.pt", tmp_path / "b.pt").verdict == "diverged"
+
+
+def test_packed_numbers_are_compared_as_bytes(tmp_path: Path) -> None:
+    for name, data in (("a", b"12"), ("b", b"12"), ("c", b"13")):
+        (tmp_path / name).mkdir()
+        _header(tmp_path / name, {"first": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}, data)
+
+    assert traindiff.weights(tmp_path / "a", tmp_path / "b").verdict == "identical"
+    assert traindiff.weights(tmp_path / "a", tmp_path / "c").verdict == "diverged"
+
+
+def test_complex_numbers_are_compared_one_by_one() -> None:
+    for dtype in (torch.complex64, torch.complex128):
+        value = torch.randn(8, 4, dtype=dtype)
+        other = value.clone()
+        other[3, 2] += 1
+        (found,) = traindiff.weights({"weight": value}, {"weight": other}).differences
+
+        assert (found.evidence["unequal"], found.evidence["elements"]) == (1, 32)
 
 
 @pytest.mark.usefixtures("slab_bytes")

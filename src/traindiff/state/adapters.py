@@ -136,7 +136,7 @@ def _with_one_factor(relations: list[Relation], ranks: list[int]) -> list[Relati
     if 2 * len(best) <= len(merged):
         return relations
     found = list(relations)
-    for number in {*merged} - {*best}:
+    for number in [number for number in merged if number not in best]:
         one = relations[number]
         usual = shown_number(relations[best[0]].evidence["scale"], 3 * relations[best[0]].evidence["error"])
         message = f"{one.message}; it is {usual} in most others"

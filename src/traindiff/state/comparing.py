@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from traindiff.core.maps.accepted import accepted_of
@@ -98,11 +99,10 @@ def weights(
         relations += Matching(role, *measured, equal, counter).relations()
     if not any(one.baseline and one.candidate for one in relations):
         raise CheckpointError(_nothing_in_common(*sides))
-    for side, names_of in ((sides[0], "baseline"), (sides[1], "candidate")):
+    unlike = [one for one in relations if one.word in ("differs", "only")]
+    for side, held in zip(sides, ([one.baseline for one in unlike], [one.candidate for one in unlike]), strict=True):
         own = {tensor.name: tensor for tensor in side.tensors.values()}  # a map has other keys
-        check_seals(
-            own, {name for one in relations if one.word in ("differs", "only") for name in getattr(one, names_of)}
-        )
+        check_seals(own, list(dict.fromkeys(chain.from_iterable(held))))
     if third is not None:
         relations = _still_of_base(relations, sides[1], third)
         if not any(_in_base(one, third) for one in relations):
