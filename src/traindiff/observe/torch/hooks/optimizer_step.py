@@ -81,7 +81,7 @@ class OptimizerTap:
         self._calls = 0
         self._calls_before_scaler = 0
         self._hooks = HeldHooks()
-        self._parameters = context.targets.parameters
+        self._of_model = context.targets.parameters
         self.was_held = HeldBefore(
             context.sink, optimizer=name, observe=context.observe, is_trained=self._is_trained
         )  # fmt: skip
@@ -109,7 +109,7 @@ class OptimizerTap:
 
     def _is_trained(self, path: str) -> bool:
         """True if a parameter of the model requires a gradient, and has one."""
-        parameter = self._parameters.get(path)
+        parameter = self._of_model.get(path)
         return parameter is not None and parameter.requires_grad and parameter.grad is not None
 
     def is_attached(self) -> bool:
