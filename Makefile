@@ -8,17 +8,19 @@ MUTATION := .venv-mutation
 MINDSPORE := .venv-mindspore
 ORTMODULE := .venv-ortmodule
 SEEDS := .venv-seeds
+DOCS := .venv-docs
 
-.PHONY: corruption bench-gpu test-gpu help demo test test-all lint format unit no-torch package mindspore-if-installed \
+.PHONY: corruption bench-gpu test-gpu help demo docs test test-all lint format unit no-torch package mindspore-if-installed \
 	test-release test-deepspeed test-browser test-integrations test-scale test-stores test-mindspore test-ortmodule test-campaigns \
 	campaigns bench faults zoo mutation seeds clean
 
 help:
 	@echo "make demo                train a small GPT three times, record it, and name the first divergence"
 	@echo "make format              format the code"
+	@echo "make docs                build the documentation site in site/, and check its links"
 	@echo
 	@echo "Before a commit (this is what CI runs):"
-	@echo "make test                lint, unit, no-torch, package, and MindSpore if test-mindspore has installed it"
+	@echo "make test                lint, unit, no-torch, package, docs, and MindSpore if test-mindspore has installed it"
 	@echo "make lint                ruff and mypy"
 	@echo "make unit                the tests in one environment with torch, without those marked release"
 	@echo "make no-torch            the analysis in an environment without torch"
@@ -56,6 +58,11 @@ $(LIGHT)/ready: pyproject.toml constraints.txt
 	$(LIGHT)/bin/python -m pip install --quiet --constraint constraints.txt --editable . pytest pytest-timeout
 	touch $@
 
+$(DOCS)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --constraint constraints.txt 'mkdocs-material>=9.6'
+	touch $@
+
 $(MINDSPORE)/ready: pyproject.toml
 	$(PYTHON) -m venv $(MINDSPORE)
 	$(MINDSPORE)/bin/python -m pip install --quiet --editable '.[mindspore]' mindspore==2.10.0 pytest pytest-timeout pytest-xdist
@@ -91,7 +98,13 @@ $(VENV)/stores-ready: $(VENV)/ready
 demo: $(VENV)/ready
 	$(BIN)/traindiff demo
 
-test: lint unit no-torch package mindspore-if-installed
+# The site works from a file and loads nothing from elsewhere; --strict fails on a link that leads nowhere.
+docs: $(VENV)/ready $(DOCS)/ready
+	$(BIN)/python docs/reference_pages.py
+	$(DOCS)/bin/mkdocs build --strict --quiet
+	$(BIN)/python -m tests.documentation_site site
+
+test: lint unit no-torch package docs mindspore-if-installed
 
 test-all: test test-release test-deepspeed test-browser test-integrations test-scale test-stores test-mindspore test-ortmodule test-campaigns
 
@@ -197,4 +210,4 @@ seeds: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.seeds
 
 clean:
-	rm -rf $(VENV) $(LIGHT) $(MUTATION) $(MINDSPORE) $(ORTMODULE) $(SEEDS) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LIGHT) $(MUTATION) $(MINDSPORE) $(ORTMODULE) $(SEEDS) $(DOCS) dist site docs/reference .pytest_cache .mypy_cache .ruff_cache .hypothesis

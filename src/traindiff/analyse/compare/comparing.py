@@ -199,8 +199,8 @@ def compare(
     return replace(found, notes=(*notes, *found.notes)) if notes else found
 
 
-_NEW_OBJECTS = 50_000
-"""Objects after whose making the garbage collector looks for cycles. A step has some ten for each site."""
+_NEW_OBJECTS = 10_000
+"""Objects after which the garbage collector looks for cycles, in place of 700. Until then, what cycles hold stays."""
 
 
 @contextmanager
