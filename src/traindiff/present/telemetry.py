@@ -38,17 +38,10 @@ def send(result: Any) -> None:
 
     failed: list[str] = []
 
-    class Metrics(OTLPMetricExporter):
-        def export(self, *given: Any, **options: Any) -> Any:
-            return _noted(super().export(*given, **options), failed)
-
-    class Logs(OTLPLogExporter):
-        def export(self, *given: Any, **options: Any) -> Any:
-            return _noted(super().export(*given, **options), failed)
-
-    meters = MeterProvider(metric_readers=[PeriodicExportingMetricReader(Metrics(), export_interval_millis=math.inf)])
+    exporter = _noting(OTLPMetricExporter(), failed)
+    meters = MeterProvider(metric_readers=[PeriodicExportingMetricReader(exporter, export_interval_millis=math.inf)])
     logs = LoggerProvider()
-    logs.add_log_record_processor(BatchLogRecordProcessor(Logs()))
+    logs.add_log_record_processor(BatchLogRecordProcessor(_noting(OTLPLogExporter(), failed)))
     try:
         emit(result, meters=meters, logs=logs)
         meters.force_flush()  # which its shutdown does not do for such an interval
@@ -59,11 +52,18 @@ def send(result: Any) -> None:
         raise ConnectionError("OpenTelemetry's exporter could not send it")
 
 
-def _noted(sent: Any, failed: list[str]) -> Any:
-    """What an exporter returns; noted if it failed, which nobody is told otherwise."""
-    if sent.name != "SUCCESS":
-        failed.append(sent.name)
-    return sent
+def _noting(exporter: Any, failed: list[str]) -> Any:
+    """The exporter, which notes what it could not send: nobody is told otherwise."""
+    export = exporter.export
+
+    def noted(*given: Any, **options: Any) -> Any:
+        result = export(*given, **options)
+        if result.name != "SUCCESS":
+            failed.append(result.name)
+        return result
+
+    exporter.export = noted
+    return exporter
 
 
 def emit(result: Any, *, meters: Any = None, logs: Any = None) -> None:
