@@ -11,7 +11,7 @@ SEEDS := .venv-seeds
 DOCS := .venv-docs
 
 .PHONY: corruption bench-gpu test-gpu help demo docs test test-all lint format unit no-torch package mindspore-if-installed \
-	test-release test-deepspeed test-browser test-integrations test-mindspore test-ortmodule test-campaigns \
+	test-release test-deepspeed test-browser test-integrations test-scale test-stores test-mindspore test-ortmodule test-campaigns \
 	campaigns bench faults zoo mutation seeds clean
 
 help:
@@ -31,6 +31,8 @@ help:
 	@echo "make test-release        further engines, precisions and ways to compile, all examples, Triton's interpreter (minutes)"
 	@echo "make test-deepspeed      trainings under DeepSpeed; compiles its optimizers (minutes)"
 	@echo "make test-browser        reports in Chromium, as PNG, and for TensorBoard and Weights & Biases"
+	@echo "make test-scale          --workers on a Ray cluster of this machine, and verdicts as OpenTelemetry (minutes)"
+	@echo "make test-stores         recordings in emulators of Google's and Azure's stores (needs npm)"
 	@echo "make test-integrations   the trainers of transformers and Lightning, and Accelerate, on the CPU"
 	@echo "make test-mindspore      trainings under MindSpore, in an environment of its own (3.2 GB)"
 	@echo "make test-ortmodule      a training under ORTModule beside one of PyTorch; compiles its extensions (1.5 GB)"
@@ -83,6 +85,16 @@ $(VENV)/integrations-ready: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[integrations]'
 	touch $@
 
+$(VENV)/scale-ready: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray,otel]'
+	touch $@
+
+# Azure's emulator is a package of npm.
+$(VENV)/stores-ready: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[gs,az]' gcp-storage-emulator
+	npm install --silent --prefix $(VENV) azurite@3.37.0
+	touch $@
+
 demo: $(VENV)/ready
 	$(BIN)/traindiff demo
 
@@ -94,7 +106,7 @@ docs: $(VENV)/ready $(DOCS)/ready
 
 test: lint unit no-torch package docs mindspore-if-installed
 
-test-all: test test-release test-deepspeed test-browser test-integrations test-mindspore test-ortmodule test-campaigns
+test-all: test test-release test-deepspeed test-browser test-integrations test-scale test-stores test-mindspore test-ortmodule test-campaigns
 
 lint: $(VENV)/ready
 	$(BIN)/ruff format --check .
@@ -138,6 +150,12 @@ test-deepspeed: $(VENV)/ready
 
 test-browser: $(VENV)/browser-ready
 	$(BIN)/pytest -n 2 tests/present
+
+test-scale: $(VENV)/scale-ready
+	$(BIN)/pytest -n 1 tests/analyse/blocks tests/present/test_telemetry.py
+
+test-stores: $(VENV)/stores-ready
+	PATH="$(abspath $(VENV))/node_modules/.bin:$$PATH" $(BIN)/pytest -n 1 tests/storage/test_other_stores.py
 
 test-integrations: $(VENV)/integrations-ready
 	$(BIN)/pytest -n 2 tests/integrations tests/compat

@@ -82,7 +82,9 @@ def test_run_has_an_option_for_every_setting_of_record_but_shards() -> None:
     said = start("run", "--help").stdout
     options = set(re.findall(r"^  (?:-\w, )?--([\w-]+)", said, re.MULTILINE))
 
-    assert options - {"help", "output", "overwrite"} == {name.replace("_", "-") for name in SETTINGS} - {"shards"}
+    assert options - {"help", "output", "overwrite", "show-settings"} == {
+        name.replace("_", "-") for name in SETTINGS
+    } - {"shards"}
 
 
 def test_each_command_is_declared_by_the_module_that_is_imported_for_it() -> None:

@@ -34,10 +34,10 @@ def test_a_divergence_is_printed_and_exits_with_one(traindiff: Traindiff) -> Non
         "",
         "27 sites: 5 identical, 1 above, 21 that follow from the first divergence.",
         "",
-        "Largest differences, in execution order",
-        "phase    site            at step  difference    floor  x floor",
-        "forward  fc output[0]          2       0.033      0.4    0.082  follows",
-        "grad     fc.weight grad        1           1  2.9e-06  3.4e+05  above",
+        "Above their floors, in execution order",
+        "phase  site            at step  difference    floor  x floor",
+        "grad   fc.weight grad        1           1  2.9e-06  3.4e+05",
+        "and 21 that follow, 5 identical",
         "",
         "Not judged after the first divergence: grad of (all parameters) norm, from step 1 on, and 2 more sites. What "
         "precedes them differs by so much that even a lost tensor would not stand out. Mend the first divergence, and "

@@ -306,6 +306,9 @@ DOCUMENTED = {
     "`traindiff show --json`": ("observations", ""),
     "An observation": ("observations", "observation"),
     "`traindiff doctor --json`": ("doctor", ""),
+    "A rule of `rules`": ("check", "rule"),
+    "`traindiff ls --json`": ("recordings", ""),
+    "A recording of `recordings`": ("recordings", "recording"),
     "`traindiff explain --json`": ("explanation", ""),
     "An explanation": ("explanation", "explanation"),
 }
@@ -328,6 +331,14 @@ def test_the_tables_of_the_documentation_have_the_keys_of_the_schema(title: str)
     schema = SCHEMAS[name]["$defs"][part] if part else SCHEMAS[name]
 
     assert tables("json.md")[title] == list(schema["properties"])
+
+
+@pytest.mark.usefixtures("golden")
+def test_a_list_of_recordings_fits_its_schema() -> None:
+    found = printed("ls", ".")
+
+    assert_fits(found, "recordings")
+    assert {"baseline", "candidate"} <= {one["path"] for one in found["recordings"]}
 
 
 def test_the_keys_of_a_verification_are_those_of_a_comparison_and_its_own() -> None:

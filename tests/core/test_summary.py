@@ -188,3 +188,19 @@ def test_differences_of_many_tensors_are_those_of_each(seed: int) -> None:
         expected = add([one], [0.0]) if equal else add([one, other], [1.0, -1.0])
         for name in SUMMARY_NAMES:
             np.testing.assert_array_equal(found[row][name], expected[name], err_msg=name)
+
+
+@given(st.lists(st.floats(width=64), max_size=9))
+def test_norms_of_single_summaries_are_those_of_arrays_to_the_bit(squares: list[float]) -> None:
+    summaries = empty(len(squares))
+    summaries["sum_of_squares"] = squares
+
+    assert repr([summary.norm_of(one) for one in summaries]) == repr(summary.norm(summaries).tolist())
+    assert repr(summary.norms_of(list(summaries))) == repr(summary.norm(summaries).tolist())
+
+
+def test_what_is_not_finite_is_known_by_its_counts() -> None:
+    for value in (float("nan"), float("inf"), -float("inf")):
+        assert not summary.is_finite(of([1.0, value]))
+    assert summary.is_finite(of([1.0, 0.0]))
+    assert summary.is_finite(empty()[()])

@@ -42,6 +42,9 @@ for title, arguments in {
     "steps that are none": ("show", "baseline", "--steps", "first"),
     "a phase that there is not": ("show", "baseline", "--phase", "gradient"),
     "Parquet without a file": ("show", "baseline", "--format", "parquet"),
+    "options of two recordings, and one": ("report", "baseline", "--rtol", "1e-3", "--identical"),
+    "a list of recordings under nothing": ("ls", "nothing"),
+    "a site to ignore that is none": ("compare", "baseline", "candidate", "--ignore", ""),
     "a file that cannot be written": ("show", "baseline", "--output", "nowhere/table.csv"),
     "a recipe that does not exist": ("verify", "trian.py:recipe"),
     "a recipe to investigate that does not exist": ("investigate", "trian.py:recipe"),
@@ -67,6 +70,31 @@ for title, arguments in {
         return command(*arguments)
 
     situation(title)(_provoke)
+
+
+SETTINGS = """
+rtol = 1e-3
+steps = 3
+compar = 1
+webhook = "http://example.com"
+[compare]
+top = "many"
+identical = "yes"
+nois = ["replica"]
+"""
+
+for title, (name, text) in {
+    "a file of settings with everything wrong": ("traindiff.toml", SETTINGS),
+    "a file of settings that is no TOML": ("pyproject.toml", "[tool.traindiff]\nrtol = = 1\n"),
+    "a file of settings that is too large": ("traindiff.toml", "# " + "x" * (1 << 18)),
+}.items():
+
+    def _from_a_file(here: Path, patched: pytest.MonkeyPatch, name: str = name, text: str = text) -> str:
+        record(here / "baseline")
+        (here / name).write_text(text)
+        return command("check", "baseline")
+
+    situation(title)(_from_a_file)
 
 
 @situation("a module to run that does not exist")

@@ -45,7 +45,7 @@ def test_the_step_of_the_first_divergence_is_shown_in_execution_order_and_marked
     assert (first.key.phase, first.key.path, first.word) == ("forward", "fc", "above")
     assert first.candidate == pytest.approx(2 * first.baseline)
     assert first.ratio == pytest.approx(first.difference / first.floor)
-    assert "above  <- first divergence" in printed(found)
+    assert "above (first)" in printed(found)
 
 
 def test_each_row_has_a_word_of_its_own(compared: Compared) -> None:

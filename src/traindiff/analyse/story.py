@@ -178,7 +178,16 @@ def verdict_sentence(comparison: Comparison) -> str:
         return f"{word}: nothing could be compared"
     calibration = "" if comparison.calibrated or word == "identical" else " (uncalibrated)"
     meaning = REPRESENTED if word == "equivalent" and comparison.representation else MEANINGS[word]
+    if word in ("identical", "equivalent"):
+        meaning += _except_for(comparison)
     return f"{word}{calibration}: {meaning}, over {steps_text(comparison.steps)}"
+
+
+def _except_for(comparison: Comparison) -> str:
+    """Which sites differ although the runs are called the same; empty if there are none."""
+    counts = ((comparison.accepted_sites, "accepted"), (comparison.ignored_sites, "ignored"))
+    said = [f"{count} {word} site{'' if count == 1 else 's'}" for count, word in counts if count]
+    return f", except at {' and '.join(said)}" if said else ""
 
 
 def bits_sentence(comparison: Comparison) -> str:

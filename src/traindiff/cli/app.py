@@ -11,19 +11,21 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from traindiff._version import __version__
+from traindiff.cli.command import Application
 from traindiff.errors import TraindiffError
-from traindiff.present.data import FORMATS, writer
+from traindiff.present.data import writer
+from traindiff.present.text.layout import print_line
 
 UNUSABLE = 2
 """Exit code for input or settings that cannot be used."""
 
-app = typer.Typer(
+app = Application(
     name="traindiff",
     help="Find where, when and on which rank the numbers of a training first go wrong.",
     invoke_without_command=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["--help", "-h"]},  # all commands below inherit it
@@ -52,28 +54,11 @@ def says_what_is_wrong(command: Callable[..., Any]) -> Callable[..., Any]:
             message = (
                 "this command needs torch, which is not installed. Install it with: pip install 'traindiff[torch]'"
             )
-        messages.print(f"traindiff: {message}", markup=False, soft_wrap=True)
+        for line in f"traindiff: {message}".split("\n"):
+            print_line(messages, Text(line))
         raise typer.Exit(UNUSABLE)
 
     return run
-
-
-def _format(name: str) -> str:
-    if name not in ("text", *FORMATS):
-        raise typer.BadParameter(f"{name!r} is not a format. Known: {', '.join(('text', *FORMATS))}.")
-    return name
-
-
-FormatOption = Annotated[
-    str,
-    typer.Option(
-        "--format", "-f", parser=_format, metavar="|".join(("text", *FORMATS)),
-        help="text for people, the others for programs.",
-    ),
-]  # fmt: skip
-"""Option of every command that gives a verdict."""
-
-JsonOption = Annotated[bool, typer.Option("--json", help="The same as --format json (traindiff explain json).")]
 
 
 def print_result(result: Any, form: str, *, text: Callable[[], None]) -> None:
@@ -125,9 +110,8 @@ class ScriptReady(Exception):  # noqa: N818  not an error
 MODULES = {
     "check": "check", "compact": "compact", "compare": "compare", "demo": "demo", "doctor": "doctor",
     "explain": "explain", "export": "recordings", "import": "recordings", "investigate": "investigate",
-    "mcp": "mcp",
-    "prune": "compact", "report": "report", "rerun": "rerun", "resume": "resume", "run": "run", "show": "recordings",
-    "verify": "verify", "view": "report", "weights": "weights",
+    "ls": "ls", "mcp": "mcp", "prune": "compact", "report": "report", "rerun": "rerun", "resume": "resume",
+    "run": "run", "show": "recordings", "verify": "verify", "view": "report", "weights": "weights",
 }  # fmt: skip
 """The module of each command, beside this one."""
 

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_result, results, says_what_is_wrong
-from traindiff.cli.following import FollowOption, JunitOption, PatienceOption, WebhookOption, follower, hand_on
-from traindiff.cli.report import HtmlOption, check_writable, write_page
+from traindiff.cli.app import app, messages, print_result, results, says_what_is_wrong
+from traindiff.cli.following import follower, hand_on
+from traindiff.cli.options import (
+    SHOWN,
+    AlertOption,
+    ConfigOption,
+    FollowOption,
+    FormatOption,
+    HtmlOption,
+    JsonOption,
+    JunitOption,
+    PatienceOption,
+    RulesOption,
+    SkipOption,
+    StepsOption,
+    TopOption,
+    WebhookOption,
+    WorkersOption,
+)
+from traindiff.cli.progress import step_progress
+from traindiff.cli.report import check_writable, write_page
 
 if TYPE_CHECKING:
     from traindiff.analyse.check import Verdict
@@ -29,23 +46,28 @@ def _list_rules(wanted: bool) -> None:  # noqa: FBT001  the shape of typer's cal
 @says_what_is_wrong
 def check(
     recording: Annotated[str, typer.Argument(metavar="RECORDING", help="Recording of the run to check.")],
-    steps: Annotated[str | None, typer.Option(help='Steps to check, e.g. "0-9,20,30-".')] = None,
-    rules: Annotated[str | None, typer.Option(metavar="A,B", help="Rules to ask, by name. All, if left out.")] = None,
-    skip: Annotated[str | None, typer.Option(metavar="A,B", help="Rules to leave out.")] = None,
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE.toml", help="Limits: a table [RULE] of LIMIT = NUMBER for each rule.")
-    ] = None,
-    top: Annotated[int, typer.Option(min=0, help="Rows of the table of further findings.")] = 12,
+    steps: StepsOption = None,
+    workers: WorkersOption = None,
+    rules: RulesOption = None,
+    skip: SkipOption = None,
+    config: ConfigOption = None,
     products: Annotated[
-        bool, typer.Option("--products", help="Also list how exact matrix products are (traindiff explain products).")
+        bool,
+        typer.Option(
+            "--products",
+            rich_help_panel=SHOWN,
+            help="Also list how exact matrix products are (traindiff explain products).",
+        ),
     ] = False,
     html: HtmlOption = None,
-    follow: FollowOption = False,
-    patience: PatienceOption = 600.0,
-    webhook: WebhookOption = None,
+    top: TopOption = 12,
     junit: JunitOption = None,
+    webhook: WebhookOption = None,
+    alert: AlertOption = None,
     form: FormatOption = "text",
     as_json: JsonOption = False,
+    follow: FollowOption = False,
+    patience: PatienceOption = 600.0,
     _: Annotated[
         bool, typer.Option("--list", callback=_list_rules, is_eager=True, help="List all rules with their limits.")
     ] = False,
@@ -60,11 +82,11 @@ def check(
 
     if html is not None:
         check_writable(html)
-    waiting = follower(follow, patience, webhook, junit)
-    with messages.status("checking") as status:
+    waiting = follower(follow, patience, webhook, junit, alert or ())
+    with step_progress(messages, "checking", (recording,), steps=steps, endless=follow) as on_step:
         result = check_recording(
             recording, steps=steps, rules=rules, skip=skip, config=config, history=html is not None, follow=waiting,
-            progress=lambda step: status.update(f"checking step {step}"),
+            workers=workers, progress=on_step,
         )  # fmt: skip
     table = checked_products(result) if products else None
 
@@ -77,7 +99,7 @@ def check(
         write_page(result, html)
     form = "json" if as_json else form
     print_result(table if form == "csv" and table is not None else result, form, text=text)
-    hand_on(result, webhook, junit)
+    hand_on(result, webhook, junit, alert or ())
     raise typer.Exit(result.exit_code)
 
 

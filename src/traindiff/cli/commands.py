@@ -10,6 +10,7 @@ from traindiff.cli import (  # noqa: F401
     doctor,
     explain,
     investigate,
+    ls,
     mcp,
     recordings,
     report,

@@ -8,18 +8,35 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_result, results, says_what_is_wrong
-from traindiff.cli.following import FollowOption, JunitOption, PatienceOption, WebhookOption, follower, hand_on
-from traindiff.cli.report import (
+from traindiff.cli.app import app, messages, print_result, results, says_what_is_wrong
+from traindiff.cli.following import follower, hand_on
+from traindiff.cli.options import (
+    SHOWN,
     AcceptOption,
+    AlertOption,
+    AtolOption,
+    BaselineArgument,
+    CandidateArgument,
+    FollowOption,
+    FormatOption,
     HtmlOption,
     IdenticalOption,
+    IgnoreOption,
+    JsonOption,
+    JunitOption,
     MapOption,
     NoiseOption,
+    OffsetOption,
+    PatienceOption,
     RenameOption,
-    check_writable,
-    write_page,
+    RtolOption,
+    StepsOption,
+    TopOption,
+    WebhookOption,
+    WorkersOption,
 )
+from traindiff.cli.progress import step_progress
+from traindiff.cli.report import check_writable, write_page
 from traindiff.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -31,6 +48,7 @@ TableOption = Annotated[
     str | None,
     typer.Option(
         metavar="STEPS|first",
+        rich_help_panel=SHOWN,
         help="Print every site of these steps in execution order, both runs side by side, in place of the largest "
         "differences; first is the step of the first divergence. With --format csv, too.",
     ),
@@ -74,43 +92,37 @@ def print_table(result: Comparison, steps: StepSelection | None, *, form: str) -
 @app.command()
 @says_what_is_wrong
 def compare(
-    baseline: Annotated[str, typer.Argument(metavar="BASELINE", help="Recording of the run that is trusted.")],
-    candidate: Annotated[str, typer.Argument(metavar="CANDIDATE", help="Recording of the run in question.")],
+    baseline: BaselineArgument,
+    candidate: CandidateArgument,
+    steps: StepsOption = None,
+    workers: WorkersOption = None,
     noise: NoiseOption = None,
     rename: RenameOption = None,
     layout: MapOption = None,
     accept: AcceptOption = None,
-    steps: Annotated[str | None, typer.Option(help='Steps to compare, e.g. "0-9,20,30-".')] = None,
-    rtol: Annotated[
-        float | None,
-        typer.Option(help="Relative tolerance in place of floors: ||c-b|| <= rtol ||b|| + atol sqrt(n)."),
-    ] = None,
-    atol: Annotated[float | None, typer.Option(help="Absolute tolerance per element, in the same formula.")] = None,
+    ignore: IgnoreOption = None,
+    rtol: RtolOption = None,
+    atol: AtolOption = None,
     identical: IdenticalOption = False,
-    offset: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Compare step k of the candidate with step k + N of the baseline, for a run that continues from a "
-            "checkpoint. Found by the first parameters, if left out; 0 for none.",
-        ),
-    ] = None,
+    offset: OffsetOption = None,
+    html: HtmlOption = None,
     pictures: Annotated[
         Path | None,
         typer.Option(
             metavar="DIRECTORY",
+            rich_help_panel=SHOWN,
             help="Draw how similar the directions of gradients are, by parameter and step. Both recordings need signs.",
         ),
     ] = None,
-    top: Annotated[int, typer.Option(min=0, help="Rows of each table.")] = 12,
+    top: TopOption = 12,
     table: TableOption = None,
-    html: HtmlOption = None,
-    follow: FollowOption = False,
-    patience: PatienceOption = 600.0,
-    webhook: WebhookOption = None,
     junit: JunitOption = None,
+    webhook: WebhookOption = None,
+    alert: AlertOption = None,
     form: FormatOption = "text",
     as_json: JsonOption = False,
+    follow: FollowOption = False,
+    patience: PatienceOption = 600.0,
 ) -> None:
     """Compare two recordings and name the first divergence.
 
@@ -127,8 +139,8 @@ def compare(
         from traindiff.present.pictures import check_matplotlib
 
         check_matplotlib(f"--pictures {pictures}", asked_by="compare")
-    waiting = follower(follow, patience, webhook, junit)
-    with messages.status("comparing") as status:
+    waiting = follower(follow, patience, webhook, junit, alert or ())
+    with step_progress(messages, "comparing", (baseline, candidate), steps=steps, endless=follow) as on_step:
         result = compare_recordings(
             baseline,
             candidate,
@@ -136,14 +148,16 @@ def compare(
             rename=rename,
             map=layout,
             accept=accept,
+            ignore=ignore,
             steps=steps,
             rtol=rtol,
             atol=atol,
             identical=identical,
             offset=offset,
             follow=waiting,
+            workers=workers,
             history=html is not None or table is not None,
-            progress=lambda step: status.update(f"comparing step {step}"),
+            progress=on_step,
         )
     if html is not None:
         write_page(result, html)
@@ -154,7 +168,7 @@ def compare(
         print_result(result, form, text=lambda: print_report(results, result, top=top))
     else:
         print_table(result, shown, form=form)
-    hand_on(result, webhook, junit)
+    hand_on(result, webhook, junit, alert or ())
     raise typer.Exit(result.exit_code)
 
 

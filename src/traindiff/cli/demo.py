@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from traindiff.cli.app import app, messages, results, says_what_is_wrong
+from traindiff.cli.options import RUNS, SHOWN, SeedOption
 
 _MICRO_BATCHES = 4
 
@@ -18,18 +19,34 @@ _MICRO_BATCHES = 4
 @app.command(short_help="Find a fault in a small training.")
 @says_what_is_wrong
 def demo(
-    fault: Annotated[str, typer.Option(help="Fault to inject into the faulty run; --list shows all.")] = "",
+    fault: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", rich_help_panel=RUNS, help="Fault to inject into the faulty run; --list shows all."
+        ),
+    ] = "",
+    steps: Annotated[
+        int, typer.Option(min=1, metavar="N", rich_help_panel=RUNS, help="Optimizer steps of each run.")
+    ] = 8,
+    seed: SeedOption = 0,
+    tour: Annotated[
+        bool,
+        typer.Option(
+            "--tour",
+            rich_help_panel=RUNS,
+            help="Record, compare, report, check and watch, each step with its command.",
+        ),
+    ] = False,
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="Directory of the recordings: traindiff-demo, or traindiff-tour, if left out."
+            "--output",
+            "-o",
+            metavar="DIRECTORY",
+            rich_help_panel=SHOWN,
+            help="Directory of the recordings: traindiff-demo, or traindiff-tour, if left out.",
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each run.")] = 8,
-    seed: Annotated[int, typer.Option(help="Seed of the initial parameters.")] = 0,
-    tour: Annotated[
-        bool, typer.Option("--tour", help="Record, compare, report, check and watch, each step with its command.")
-    ] = False,
     show_list: Annotated[bool, typer.Option("--list", help="List the faults and exit.")] = False,
 ) -> None:
     """Train a small GPT three times, record it, and find the fault in one of them.
@@ -65,7 +82,7 @@ def demo(
     )
     paths = [str(output / directory) for _, directory, _, _ in runs]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=messages) as progress:
+    with Progress(*columns, console=messages, disable=not messages.is_terminal) as progress:
         for (name, _, micro_batches, injected), path in zip(runs, paths, strict=True):
             task = progress.add_task(f"training the {name:<16}", total=steps)
 

@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from traindiff.cli.app import JsonOption, app, messages, print_result, results, says_what_is_wrong
+from traindiff.cli.app import app, messages, print_result, results, says_what_is_wrong
+from traindiff.cli.options import RUNS, JsonOption
 
 if TYPE_CHECKING:
     from traindiff.run.doctor.checks import Check
@@ -59,7 +60,7 @@ class SelfTest:
 
 def print_self_test(console: Console, found: SelfTest) -> None:
     """Print the checks as a table, and where they ran."""
-    from traindiff.present.text.results import columns
+    from traindiff.present.text.layout import columns
 
     table = columns(left=("", "check", "what was found"))
     for check in found.checks:
@@ -88,10 +89,18 @@ def doctor(
             "if left out.",
         ),
     ] = "",
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each training whose bits are compared.")] = 3,
-    rounds: Annotated[int, typer.Option(min=0, help="Pairs of steps that are timed; 0 times nothing.")] = 9,
-    compiled: Annotated[bool, typer.Option(help="Also with torch.compile.")] = True,
-    backend: Annotated[str, typer.Option(help="Backend of torch.compile, e.g. inductor.")] = "aot_eager",
+    steps: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", rich_help_panel=RUNS, help="Steps of each training whose bits are compared."),
+    ] = 3,
+    rounds: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", rich_help_panel=RUNS, help="Pairs of steps that are timed; 0 times nothing."),
+    ] = 9,
+    compiled: Annotated[bool, typer.Option(rich_help_panel=RUNS, help="Also with torch.compile.")] = True,
+    backend: Annotated[
+        str, typer.Option(metavar="NAME", rich_help_panel=RUNS, help="Backend of torch.compile, e.g. inductor.")
+    ] = "aot_eager",
     as_json: JsonOption = False,
 ) -> None:
     """Check on this machine that recording changes nothing and misses nothing, and what it costs.

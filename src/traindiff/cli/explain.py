@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from traindiff.cli.app import app, results, says_what_is_wrong
+from traindiff.cli.options import SHOWN, JsonOption
 
 
 def _format(name: str) -> str:
@@ -26,9 +27,17 @@ def explain(
     ] = None,
     form: Annotated[
         str,
-        typer.Option("--format", "-f", parser=_format, metavar="text|json", help="text for people, json for programs."),
+        typer.Option(
+            "--format",
+            "-f",
+            parser=_format,
+            metavar="text|json",
+            rich_help_panel=SHOWN,
+            autocompletion=lambda: ["text", "json"],
+            help="text for people, json for programs.",
+        ),
     ] = "text",
-    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Explain a term of traindiff, a kind of finding, or a rule of `traindiff check`; or print a page.
 

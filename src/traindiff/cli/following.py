@@ -1,43 +1,42 @@
-"""The options of `check` and `compare` that follow a run that goes on, and what is done with their verdict."""
+"""How `check` and `compare` follow a run that goes on, and what is done with their verdict."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from traindiff.cli.app import messages
 from traindiff.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from traindiff.storage import Follower
 
-FollowOption = Annotated[
-    bool,
-    typer.Option(
-        "--follow", help="Judge steps as they arrive, up to the first finding or the end (traindiff explain scale)."
-    ),
-]
-PatienceOption = Annotated[
-    float,
-    typer.Option(min=0.1, metavar="SECONDS", help="With --follow: a rank that adds nothing for so long has ended."),
-]
-WebhookOption = Annotated[str | None, typer.Option(metavar="URL", help="Send the verdict to this address, as JSON.")]
-JunitOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the verdict as JUnit XML.")]
 
-
-def follower(wanted: bool, patience: float, webhook: str | None, junit: Path | None) -> Follower | None:  # noqa: FBT001
+def follower(
+    wanted: bool,  # noqa: FBT001
+    patience: float,
+    webhook: str | None = None,
+    junit: Path | None = None,
+    alerts: Sequence[str] = (),
+) -> Follower | None:
     """What waits for steps, if that is wanted.
 
     Raises:
         ConfigError: The verdict cannot be sent to the address, or written to the file.
     """
-    from traindiff.present.webhook import check_webhook
     from traindiff.storage import Follower
 
     if webhook is not None:
+        from traindiff.present.webhook import check_webhook
+
         check_webhook(webhook)
+    if alerts:
+        from traindiff.present.alerts import check_alert
+
+        for alert in alerts:
+            check_alert(alert)
     if junit is not None and not junit.parent.is_dir():
         fix = "Give the path of a file in a directory that is there."
         problem = Problem(where=f"--junit {junit}", what="is in a directory that does not exist.", fix=fix)
@@ -45,7 +44,7 @@ def follower(wanted: bool, patience: float, webhook: str | None, junit: Path | N
     return Follower(patience) if wanted else None
 
 
-def hand_on(result: Any, webhook: str | None, junit: Path | None) -> None:
+def hand_on(result: Any, webhook: str | None, junit: Path | None, alerts: Sequence[str] = ()) -> None:
     """Write and send a verdict. That it could not be sent is said, and changes nothing."""
     if junit is not None:
         from traindiff.present.data import writer
@@ -57,3 +56,9 @@ def hand_on(result: Any, webhook: str | None, junit: Path | None) -> None:
 
         if why := send(webhook, text=str(result).partition("\n")[0], result=result.to_json()):
             messages.print(f"traindiff: nothing was sent to {webhook}: {why}", markup=False, soft_wrap=True)
+    if alerts:
+        from traindiff.present.alerts import raise_alert
+
+        for alert in alerts:
+            if why := raise_alert(alert, result):
+                messages.print(f"traindiff: no alert was raised with {alert}: {why}", markup=False, soft_wrap=True)

@@ -8,15 +8,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from traindiff.cli.app import JsonOption, app, messages, print_result, results, says_what_is_wrong
-from traindiff.cli.report import AcceptOption, MapOption
+from traindiff.cli.app import app, messages, print_result, results, says_what_is_wrong
+from traindiff.cli.options import (
+    RUNS,
+    SHOWN,
+    AcceptOption,
+    JsonOption,
+    MapOption,
+    RenameOption,
+    SeedOption,
+    TimeoutOption,
+    TopOption,
+)
 from traindiff.cli.setup_options import (
     OTHER_SPELLINGS,
-    AsInCompareOption,
     BatchesOption,
     CandidateOption,
     ReplicaOption,
-    SeedOption,
     SetupOptions,
     on_rank_0,
     run_progress,
@@ -39,22 +47,30 @@ def investigate(
         ),
     ],
     candidate: CandidateOption = "",
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Directory of the recordings and of the report.")
-    ] = Path("traindiff-investigate"),
-    steps: BatchesOption = None,
-    seed: SeedOption = 0,
-    seeds: Annotated[int, typer.Option(min=0, help="Further seeds to run the trusted training with.")] = 2,
-    replica: ReplicaOption = None,
-    rename: AsInCompareOption = None,
+    rename: RenameOption = None,
     layout: MapOption = None,
     accept: AcceptOption = None,
-    timeout: Annotated[
-        float | None, typer.Option(help="Seconds that a run may go without ending a step, as in traindiff verify.")
-    ] = None,
+    steps: BatchesOption = None,
+    seed: SeedOption = 0,
+    seeds: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", rich_help_panel=RUNS, help="Further seeds to run the trusted training with."),
+    ] = 2,
+    replica: ReplicaOption = None,
+    timeout: TimeoutOption = None,
     *,
     options: SetupOptions,
-    top: Annotated[int, typer.Option(min=0, help="Rows of each table.")] = 12,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIRECTORY",
+            rich_help_panel=SHOWN,
+            help="Directory of the recordings and of the report.",
+        ),
+    ] = Path("traindiff-investigate"),
+    top: TopOption = 12,
     as_json: JsonOption = False,
 ) -> None:
     """Ask everything of a training in question, one stage after the other, and stop where a conclusion is final.
@@ -80,7 +96,7 @@ def investigate(
             request = VerifyRequest(
                 recipe=recipe, candidate=candidate or recipe, output=output, baseline_setup=baseline_setup,
                 setup=setup, steps=num_steps, seed=seed, replicas=replicas, zoom=True, rename=rename, map=layout,
-                accept=accept, timeout=timeout,                progress=bar, asked_by="investigate",
+                accept=accept, timeout=timeout, progress=bar, asked_by="investigate",
             )  # fmt: skip
             numbers = count(1)
 

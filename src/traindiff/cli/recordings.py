@@ -14,12 +14,24 @@ import typer
 from rich.console import Console
 
 from traindiff.cli.app import app, messages, results, says_what_is_wrong
+from traindiff.cli.command import Application
+from traindiff.cli.options import (
+    JUDGED,
+    SHOWN,
+    JsonOption,
+    OverwriteOption,
+    PhaseOption,
+    RecordingArgument,
+    SiteOption,
+    StepsOption,
+    TopOption,
+)
 
 
 class Format(StrEnum):
     """Formats of `traindiff show`."""
 
-    TABLE = "table"
+    TEXT = "text"
     CSV = "csv"
     JSON = "json"
     PARQUET = "parquet"
@@ -28,17 +40,30 @@ class Format(StrEnum):
 @app.command()
 @says_what_is_wrong
 def show(
-    recording: Annotated[str, typer.Argument(metavar="RECORDING", help="Recording to list.")],
-    site: Annotated[
-        str, typer.Option(help="Glob over sites: a path, e.g. 'transformer.h.3.*', or a path and a slot.")
-    ] = "*",
-    phase: Annotated[list[str] | None, typer.Option(help="Phase to list, e.g. grad. Repeatable.")] = None,
-    steps: Annotated[str | None, typer.Option(help='Steps to list, e.g. "0-9,20,30-".')] = None,
-    samples: Annotated[bool, typer.Option("--samples", help="Also list the samples of each batch one by one.")] = False,
-    top: Annotated[int, typer.Option(min=0, help="Rows of the table in the terminal.")] = 40,
-    form: Annotated[Format, typer.Option("--format", "-f", help="Format of the output.")] = Format.TABLE,
-    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write.")] = None,
+    recording: RecordingArgument,
+    steps: StepsOption = None,
+    site: SiteOption = "*",
+    phase: PhaseOption = None,
+    samples: Annotated[
+        bool,
+        typer.Option("--samples", rich_help_panel=JUDGED, help="Also list the samples of each batch one by one."),
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", rich_help_panel=SHOWN, help="File to write to."),
+    ] = None,
+    top: TopOption = 40,
+    form: Annotated[
+        Format,
+        typer.Option(
+            "--format",
+            "-f",
+            metavar="|".join(Format),
+            rich_help_panel=SHOWN,
+            help="text for people, the others for programs.",
+        ),
+    ] = Format.TEXT,
+    as_json: JsonOption = False,
 ) -> None:
     """List a recording's steps, sites and their numbers."""
     from traindiff.analyse.merge.rank_steps import rank_steps
@@ -88,7 +113,7 @@ def _opened(output: Path, mode: str, **how: Any) -> Iterator[IO[Any]]:
         yield file
 
 
-tools = typer.Typer(no_args_is_help=True, help="Make a recording of what another tool has written.")
+tools = Application(no_args_is_help=True, help="Make a recording of what another tool has written.")
 app.add_typer(tools, name="import")
 
 
@@ -102,7 +127,7 @@ def _importing() -> None:
 def import_msprobe(
     directory: Annotated[str, typer.Argument(metavar="DIRECTORY", help="The monitor's dump_path.")],
     recording: Annotated[str, typer.Argument(metavar="RECORDING", help="Recording to make.")],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a recording that is there.")] = False,
+    overwrite: OverwriteOption = False,
 ) -> None:
     """Make a recording of what msprobe's gradient monitor has written: directions, extremes and norms."""
     from traindiff.compat.msprobe.importing import import_gradients
@@ -116,7 +141,7 @@ def import_msprobe(
 def import_onnxruntime(
     directory: Annotated[str, typer.Argument(metavar="DIRECTORY", help="The subscriber's output_dir.")],
     recording: Annotated[str, typer.Argument(metavar="RECORDING", help="Recording to make.")],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a recording that is there.")] = False,
+    overwrite: OverwriteOption = False,
 ) -> None:
     """Make a recording of what ONNX Runtime's StatisticsSubscriber has written: the first elements of activations."""
     from traindiff.compat.onnxruntime.importing import import_statistics
@@ -133,18 +158,28 @@ MSPROBE = "msprobe"
 @says_what_is_wrong
 def export(
     tool: Annotated[str, typer.Argument(metavar="tensorboard|wandb|msprobe", help="Which tool is to read them.")],
-    recording: Annotated[str, typer.Argument(metavar="RECORDING", help="Recording to export.")],
+    recording: RecordingArgument,
     directory: Annotated[
         Path | None, typer.Argument(metavar="DIRECTORY", help="Directory to write to; the same as --output.")
     ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Directory to write to.")] = Path("exported"),
+    steps: StepsOption = None,
     site: Annotated[
         str,
-        typer.Option(help="Glob over sites of which norm and largest |x| are given too, e.g. 'transformer.h.3.*'."),
+        typer.Option(
+            metavar="GLOB",
+            rich_help_panel=JUDGED,
+            help="Sites of which norm and largest |x| are given too, e.g. 'transformer.h.3.*'.",
+        ),
     ] = "",
-    phase: Annotated[list[str] | None, typer.Option(help="Phase of these sites, e.g. grad. Repeatable.")] = None,
-    steps: Annotated[str | None, typer.Option(help='Steps to export, e.g. "0-9,20,30-".')] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace msprobe's files that are there.")] = False,
+    phase: PhaseOption = None,
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="DIRECTORY", rich_help_panel=SHOWN, help="Directory to write to."),
+    ] = Path("exported"),
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", rich_help_panel=SHOWN, help="Replace msprobe's files that are there."),
+    ] = False,
 ) -> None:
     """Export losses, logged numbers, optimizer settings and the gradient norm, step by step.
 

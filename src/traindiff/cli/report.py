@@ -2,78 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from traindiff.cli.app import app, messages, says_what_is_wrong
+from traindiff.cli.options import (
+    SHOWN,
+    AcceptOption,
+    AtolOption,
+    BaselineArgument,
+    ConfigOption,
+    IdenticalOption,
+    IgnoreOption,
+    MapOption,
+    NoiseOption,
+    OffsetOption,
+    RenameOption,
+    RtolOption,
+    RulesOption,
+    SkipOption,
+    StepsOption,
+    WorkersOption,
+)
+from traindiff.cli.progress import step_progress
+from traindiff.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from traindiff.analyse.check import Verdict
     from traindiff.analyse.compare import Comparison
 
 
-NoiseOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="RECORDING",
-        help="Recording of a replica of the baseline, or of the baseline run again, to measure floors from. "
-        "Repeatable.",
-    ),
-]
-MapOption = Annotated[
-    str | None,
-    typer.Option(
-        "--map",
-        metavar="FILE.toml",
-        help="Which tensors and modules are which, or the name of a map (traindiff explain maps).",
-    ),
-]
-AcceptOption = Annotated[
-    Path | None, typer.Option("--accept", metavar="FILE.toml", help="Intended differences, each with a reason.")
-]
-RenameOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="PATTERN=REPLACEMENT",
-        help="Regular expression that turns the candidate's paths into the baseline's. Repeatable.",
-    ),
-]
-
-
-IdenticalOption = Annotated[
-    bool,
-    typer.Option(
-        "--identical",
-        help="Demand the same bits: the first divergence is the first site whose bits differ, however little.",
-    ),
-]
-
-
-HtmlOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Also write the report as an HTML file (traindiff explain report).")
-]
-"""Option of commands whose result can be shown in a browser."""
-
-
 @app.command(short_help="Write a report of one run, or of two, as an HTML file.")
 @says_what_is_wrong
 def report(
-    baseline: Annotated[str, typer.Argument(metavar="BASELINE", help="Recording of the run that is trusted.")],
+    baseline: BaselineArgument,
     candidate: Annotated[
         str | None,
         typer.Argument(metavar="CANDIDATE", help="Recording of the run in question. Without it, BASELINE is checked."),
     ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("report.html"),
-    png: Annotated[
-        Path | None, typer.Option(metavar="DIRECTORY", help="Also write the main pictures there, as PNG.")
-    ] = None,
+    steps: StepsOption = None,
+    workers: WorkersOption = None,
     noise: NoiseOption = None,
     rename: RenameOption = None,
     layout: MapOption = None,
     accept: AcceptOption = None,
-    steps: Annotated[str | None, typer.Option(help='Steps to show, e.g. "0-9,20,30-".')] = None,
+    ignore: IgnoreOption = None,
+    rtol: RtolOption = None,
+    atol: AtolOption = None,
+    identical: IdenticalOption = False,
+    offset: OffsetOption = None,
+    rules: RulesOption = None,
+    skip: SkipOption = None,
+    config: ConfigOption = None,
+    html: Annotated[
+        Path, typer.Option("--html", "--output", "-o", metavar="FILE", rich_help_panel=SHOWN, help="File to write.")
+    ] = Path("report.html"),
+    png: Annotated[
+        Path | None,
+        typer.Option(metavar="DIRECTORY", rich_help_panel=SHOWN, help="Also write the main pictures there, as PNG."),
+    ] = None,
 ) -> None:
     """Write a report for a browser, in one file that needs no network.
 
@@ -82,44 +72,53 @@ def report(
     """
     from traindiff.analyse.check import check
     from traindiff.analyse.compare import compare
-    from traindiff.errors import ConfigError, Problem
 
-    check_writable(output)
+    check_writable(html)
     if png is not None:
         from traindiff.present.pictures import check_directory, write_pictures
 
         check_directory(png)
     result: Comparison | Verdict
+    of_two = {
+        "noise": noise or (), "rename": rename, "map": layout, "accept": accept, "ignore": ignore,
+        "rtol": rtol, "atol": atol, "identical": identical, "offset": offset,
+    }  # fmt: skip
+    of_one = {"rules": rules, "skip": skip, "config": config}
     if candidate is None:
-        options = (("--noise", noise), ("--rename", rename), ("--map", layout), ("--accept", accept))
-        given = [name for name, value in options if value]
-        if given:
-            fix = "Give a baseline and a candidate, or leave it out."
-            problems = [
-                Problem(where=name, what="is for two recordings, and one was given.", fix=fix) for name in given
-            ]
-            raise ConfigError("report", problems, consequence="nothing was written")
-        with messages.status("checking") as status:
+        _refuse(
+            of_two, "is for two recordings, and one was given.", "Give a baseline and a candidate, or leave it out."
+        )
+        with step_progress(messages, "checking", (baseline,), steps=steps) as on_step:
             result = check(
-                baseline, steps=steps, history=True, progress=lambda step: status.update(f"checking step {step}")
-            )
-    else:
-        with messages.status("comparing") as status:
-            result = compare(
-                baseline, candidate, noise=noise or (), rename=rename, map=layout, accept=accept, steps=steps,
-                history=True,
-                progress=lambda step: status.update(f"comparing step {step}"),
+                baseline, steps=steps, **of_one, history=True, workers=workers,
+                progress=on_step,
             )  # fmt: skip
-    write_page(result, output)
+    else:
+        _refuse(of_one, "is for one recording, and two were given.", "Give one recording, or leave it out.")
+        with step_progress(messages, "comparing", (baseline, candidate), steps=steps) as on_step:
+            result = compare(
+                baseline, candidate, steps=steps, **of_two, history=True, workers=workers,
+                progress=on_step,
+            )  # fmt: skip
+    write_page(result, html)
     if png is not None:
         written = write_pictures(result, png)
         messages.print(f"traindiff: wrote {', '.join(map(str, written))}", markup=False, soft_wrap=True)
 
 
+def _refuse(settings: Mapping[str, Any], what: str, fix: str) -> None:
+    """Raise `ConfigError` if one of these options was given: they belong to the other number of recordings."""
+    problems = [
+        Problem(where=f"--{name}", what=what, fix=fix)
+        for name, value in settings.items()
+        if value not in (None, False, ())
+    ]
+    if problems:
+        raise ConfigError("report", problems, consequence="nothing was written")
+
+
 def check_writable(output: Path) -> None:
     """Raise `ConfigError` if a file cannot be written, before its content is computed; the file stays as it is."""
-    from traindiff.errors import ConfigError, Problem
-
     there = output.exists()
     try:
         output.open("a", encoding="utf-8").close()
@@ -147,7 +146,9 @@ def view(
     directory: Annotated[
         str, typer.Argument(metavar="DIRECTORY", help="Recordings are looked for under it. May be a URL.")
     ],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 for any that is free.")] = 8421,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="PORT", help="Port on 127.0.0.1; 0 for any that is free.")
+    ] = 8421,
     browse: Annotated[bool, typer.Option("--open", help="Open the list in the browser.")] = False,
 ) -> None:
     """Serve reports of all recordings under a directory on this machine, until it is interrupted.
@@ -155,17 +156,9 @@ def view(
     A report of a run that is still recording brings itself up to date. Nothing is written, and nothing outside the
     directory is read.
     """
-    from traindiff.errors import ConfigError, Problem
     from traindiff.present.viewer import Viewer
-    from traindiff.storage.location import file_system, lacks_container
 
-    files, root = file_system(directory)
-    if not files.isdir(root):
-        if (missing := lacks_container(files, root)) is not None:
-            raise missing
-        what = "is not a directory." if files.exists(root) else "does not exist."
-        fix = "Give the directory that holds recordings."
-        raise ConfigError("view", [Problem(where=str(directory), what=what, fix=fix)])
+    check_directory(directory, asked_by="view")
     try:
         viewer = Viewer(directory, port=port)
     except OSError as error:
@@ -183,3 +176,16 @@ def view(
         messages.print("traindiff: stopped")
     finally:
         viewer.close()
+
+
+def check_directory(directory: str, *, asked_by: str) -> None:
+    """Raise `ConfigError` if there is no such directory, local or on a store."""
+    from traindiff.storage.location import file_system, lacks_container
+
+    files, root = file_system(directory)
+    if not files.isdir(root):
+        if (missing := lacks_container(files, root)) is not None:
+            raise missing
+        what = "is not a directory." if files.exists(root) else "does not exist."
+        fix = "Give the directory that holds recordings."
+        raise ConfigError(asked_by, [Problem(where=directory, what=what, fix=fix)])

@@ -9,24 +9,28 @@ from typing import Annotated
 import typer
 
 from traindiff.cli.app import app, messages, results, says_what_is_wrong
+from traindiff.cli.options import RUNS, DeviceOption, JsonOption
 from traindiff.observe.torch.nonfinite.contained import GIB, SECONDS, find_cause_contained
 
 
 @app.command(short_help="Run again a module that made NaN or infinity, in longer dtypes.")
 @says_what_is_wrong
 def rerun(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What traindiff.watch has saved.")],
-    device: Annotated[str, typer.Option(help='Where to run it, e.g. "cuda".')] = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="For programs (traindiff explain watch).")] = False,
-    seconds: Annotated[float, typer.Option(min=1, help="How long it may take.")] = SECONDS,
+    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="What traindiff.watch has saved.")],
+    device: DeviceOption = "cpu",
+    seconds: Annotated[
+        float, typer.Option(min=1, metavar="SECONDS", rich_help_panel=RUNS, help="How long it may take.")
+    ] = SECONDS,
     memory: Annotated[
         float,
         typer.Option(
             min=0.5,
             metavar="GIB",
+            rich_help_panel=RUNS,
             help="How much memory it may take (or 64 times its file of tensors, if that is more).",
         ),
     ] = GIB,
+    as_json: JsonOption = False,
 ) -> None:
     """Run the operators of one module's call again, in its own dtypes, in float32 and in float64.
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from traindiff.cli.app import app, messages, results, says_what_is_wrong
+from traindiff.cli.options import RUNS, SHOWN, JsonOption, SeedOption, TimeoutOption, TopOption
 from traindiff.cli.setup_options import (
     OTHER_SPELLINGS,
     BatchesOption,
-    SeedOption,
     SetupOptions,
     run_progress,
     with_setup_options,
@@ -61,25 +61,34 @@ def resume(
         str,
         typer.Argument(metavar="RECIPE", help="FILE.py:FUNCTION or MODULE:FUNCTION that returns a traindiff.Training."),
     ],
-    at: Annotated[int, typer.Option("--at", min=1, metavar="N", help="Steps to train before saving.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Directory of recordings and checkpoint.")] = Path(
-        "traindiff-resume"
-    ),
+    at: Annotated[
+        int, typer.Option("--at", min=1, metavar="N", rich_help_panel=RUNS, help="Steps to train before saving.")
+    ],
     steps: BatchesOption = None,
+    seed: SeedOption = 0,
     ranks: Annotated[
         str,
         typer.Option(
-            metavar="N[:M]", help="Ranks that train and save, and ranks that load and train on. As --nproc if left out."
+            metavar="N[:M]",
+            rich_help_panel=RUNS,
+            help="Ranks that train and save, and ranks that load and train on. As --nproc if left out.",
         ),
     ] = "",
-    seed: SeedOption = 0,
-    timeout: Annotated[
-        float | None, typer.Option(help="Seconds that a run may go without ending a step; as in traindiff verify.")
-    ] = None,
+    timeout: TimeoutOption = None,
     *,
     options: SetupOptions,
-    top: Annotated[int, typer.Option(min=0, help="Rows of each table.")] = 12,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON (traindiff explain json).")] = False,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIRECTORY",
+            rich_help_panel=SHOWN,
+            help="Directory of recordings and checkpoint.",
+        ),
+    ] = Path("traindiff-resume"),
+    top: TopOption = 12,
+    as_json: JsonOption = False,
 ) -> None:
     """Train, save, load in fresh processes and train on; compare with a training that never stopped.
 

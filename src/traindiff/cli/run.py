@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from traindiff.cli.app import ScriptReady, app, says_what_is_wrong
+from traindiff.cli.options import SHOWN, OverwriteOption
 from traindiff.core.settings import SETTINGS, record_settings, with_parameters
 from traindiff.errors import ConfigError, Problem
 
@@ -27,7 +28,10 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
         default = setting.default if isinstance(setting.default, (bool, int, str)) and name not in _TYPES else None
         kind = _TYPES.get(name, str | None if default is None else type(default))
         flag = (f"--{name.replace('_', '-')}",) if kind is bool else ()  # without --no-...
-        option = typer.Option(*flag, help=setting.help, metavar=setting.metavar, min=1 if name == "every" else None)
+        option = typer.Option(
+            *flag, help=setting.help, metavar=setting.metavar, min=1 if name == "every" else None,
+            rich_help_panel=setting.group,
+        )  # fmt: skip
         options.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]))
     return with_parameters(command, options, eval_str=True)
 
@@ -38,9 +42,12 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
 def run(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="Python file to run, or with -m a module.")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its arguments.")] = None,
-    output: Annotated[str, typer.Option("--output", "-o", help="Directory of the recording.")] = "traindiff-run",
+    output: Annotated[
+        str,
+        typer.Option("--output", "-o", metavar="DIRECTORY", rich_help_panel=SHOWN, help="Directory of the recording."),
+    ] = "traindiff-run",
     is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for python -m.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a recording that is already there.")] = False,
+    overwrite: OverwriteOption = False,
     **settings: Any,
 ) -> None:
     """Run a training script without changing it, and record its training as traindiff.record does.

@@ -12,9 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from traindiff.cli.app import says_what_is_wrong
+from traindiff.cli.options import RUNS, SETUP
 from traindiff.run.config.options import LIKE, STEPS, STEPS_LIKE, like
 from traindiff.run.config.setup import DTYPES, ENGINES, OFFLOAD_DEVICES, OPTIMIZERS
 
@@ -32,21 +41,27 @@ OTHER_SPELLINGS: dict[str, Any] = {"token_normalize_func": spelled_as_here}
 """Settings of a command that takes its options in the spellings of other tools, too."""
 
 CandidateOption = Annotated[
-    str, typer.Option(metavar="RECIPE", help="The training in question. The same again if left out.")
+    str,
+    typer.Option(metavar="RECIPE", rich_help_panel=RUNS, help="The training in question. The same again if left out."),
 ]
 BatchesOption = Annotated[
-    int | None, typer.Option("--steps", min=1, help=f"Batches to train on in each run. {STEPS} if left out.")
+    int | None,
+    typer.Option(
+        "--steps",
+        min=1,
+        metavar="N",
+        rich_help_panel=RUNS,
+        help=f"Batches to train on in each run. {STEPS} if left out.",
+    ),
 ]
-SeedOption = Annotated[int, typer.Option(help="Seed of torch's, NumPy's and Python's generators.")]
 ReplicaOption = Annotated[
     list[str] | None,
     typer.Option(
+        metavar="KIND:SEED",
+        rich_help_panel=RUNS,
         help="Replica of the baseline to measure its noise from. Repeatable; ulp:1, ulp:2, reorder:1 if left out, "
-        "and channel:1 for a model with BatchNorm."
+        "and channel:1 for a model with BatchNorm.",
     ),
-]
-AsInCompareOption = Annotated[
-    list[str] | None, typer.Option(metavar="PATTERN=REPLACEMENT", help="As in traindiff compare. Repeatable.")
 ]
 
 
@@ -63,8 +78,11 @@ def _option(
     help_: str, known: tuple[str, ...] = (), *, kind: str = "", prefix: str = "", flag: str = "", **settings: Any
 ) -> Any:
     if known:
-        settings = {"parser": _choice(kind, known, prefix=prefix), "metavar": "|".join(known), **settings}
-    return typer.Option(*((flag,) if flag else ()), help=help_, rich_help_panel="How the candidate is run", **settings)
+        settings = {
+            "parser": _choice(kind, known, prefix=prefix), "metavar": "|".join(known),
+            "autocompletion": lambda: list(known), **settings,
+        }  # fmt: skip
+    return typer.Option(*((flag,) if flag else ()), help=help_, rich_help_panel=SETUP, **settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,9 +109,11 @@ class SetupOptions:
     baseline_compile: Annotated[
         bool | None, _option("Compile the model of the trusted training too.", flag="--baseline-compile")
     ] = None
-    nproc: Annotated[int | None, _option("Number of ranks. 2 if left out and the engine divides.", min=1)] = None
+    nproc: Annotated[
+        int | None, _option("Number of ranks. 2 if left out and the engine divides.", min=1, metavar="N")
+    ] = None
     zero_stage: Annotated[
-        int | None, _option("Stage of DeepSpeed's ZeRO; implies --engine deepspeed.", min=0, max=3)
+        int | None, _option("Stage of DeepSpeed's ZeRO; implies --engine deepspeed.", min=0, max=3, metavar="N")
     ] = None
     offload_device: Annotated[
         str | None,
@@ -121,13 +141,14 @@ class SetupOptions:
         bool, _option("Let DeepSpeed's DeepCompile change the compiled graphs.", flag="--deepcompile")
     ] = False
     gradient_accumulation_steps: Annotated[
-        int, _option("Micro-batches in which each rank computes its part of a batch.", min=1)
+        int, _option("Micro-batches in which each rank computes its part of a batch.", min=1, metavar="N")
     ] = 1
     gradient_clipping: Annotated[
-        float, _option("Largest norm of all gradients, on both sides; 0 for none.", min=0.0)
+        float, _option("Largest norm of all gradients, on both sides; 0 for none.", min=0.0, metavar="NUMBER")
     ] = 0.0
     loss_scale: Annotated[
-        float | None, _option("What the loss is multiplied by, on both sides; 0 for a dynamic scale.", min=0.0)
+        float | None,
+        _option("What the loss is multiplied by, on both sides; 0 for a dynamic scale.", min=0.0, metavar="NUMBER"),
     ] = None
     local_rank: Annotated[int | None, typer.Option(hidden=True)] = None
     """Given by launchers; the environment says the same."""
@@ -207,7 +228,13 @@ def run_progress(console: Console, *, steps: int) -> Iterator[RunBar]:
         console: Where to show it.
         steps: Number of steps that are known to come. Steps of further runs are added when these begin.
     """
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         yield RunBar(bar, bar.add_task("starting", total=steps), steps)
 

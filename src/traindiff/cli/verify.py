@@ -9,16 +9,28 @@ from typing import Annotated
 
 import typer
 
-from traindiff.cli.app import FormatOption, JsonOption, app, messages, print_result, results, says_what_is_wrong
-from traindiff.cli.report import AcceptOption, IdenticalOption, MapOption
+from traindiff.cli.app import app, messages, print_result, results, says_what_is_wrong
+from traindiff.cli.options import (
+    RUNS,
+    SHOWN,
+    AcceptOption,
+    AtolOption,
+    FormatOption,
+    IdenticalOption,
+    JsonOption,
+    MapOption,
+    RenameOption,
+    RtolOption,
+    SeedOption,
+    TimeoutOption,
+    TopOption,
+)
 from traindiff.cli.resume import print_resumed
 from traindiff.cli.setup_options import (
     OTHER_SPELLINGS,
-    AsInCompareOption,
     BatchesOption,
     CandidateOption,
     ReplicaOption,
-    SeedOption,
     SetupOptions,
     on_rank_0,
     run_progress,
@@ -47,65 +59,70 @@ def verify(
         ),
     ] = "traindiff.run.demo.recipes:gpt",
     candidate: CandidateOption = "",
-    output: Annotated[Path, typer.Option("--output", "-o", help="Directory of the recordings.")] = Path(
-        "traindiff-verify"
-    ),
+    rename: RenameOption = None,
+    layout: MapOption = None,
+    accept: AcceptOption = None,
+    rtol: RtolOption = None,
+    atol: AtolOption = None,
+    identical: IdenticalOption = False,
     steps: BatchesOption = None,
     seed: SeedOption = 0,
     replica: ReplicaOption = None,
-    repeat: Annotated[bool, typer.Option(help="Also run the baseline again as it is.")] = True,
+    repeat: Annotated[bool, typer.Option(rich_help_panel=RUNS, help="Also run the baseline again as it is.")] = True,
     pin: Annotated[
-        PinWhen, typer.Option(help="When to run a step again with forced tensors, to judge each operation alone.")
+        PinWhen,
+        typer.Option(
+            metavar="|".join(PinWhen),
+            rich_help_panel=RUNS,
+            help="When to run a step again with forced tensors, to judge each operation alone.",
+        ),
     ] = PinWhen.divergence,
     zoom: Annotated[
         bool,
         typer.Option(
             "--zoom",
+            rich_help_panel=RUNS,
             help="Where a module is wrong alone, name the first operator inside it (traindiff explain operators).",
         ),
     ] = False,
-    rename: AsInCompareOption = None,
-    layout: MapOption = None,
-    accept: AcceptOption = None,
-    rtol: Annotated[
-        float | None, typer.Option(help="Relative tolerance in place of floors, as in traindiff compare.")
-    ] = None,
-    atol: Annotated[float | None, typer.Option(help="Absolute tolerance per element, in the same formula.")] = None,
-    identical: IdenticalOption = False,
-    timeout: Annotated[
-        float | None,
-        typer.Option(
-            help="Seconds that a run may go without ending a step. 600 for the first and then ten times the slowest, "
-            "but at least 60, if left out."
-        ),
-    ] = None,
-    *,
-    options: SetupOptions,
-    verbose_logging: Annotated[
-        bool,
-        typer.Option(
-            "--verbose-logging", help="Gather what torch's compiler says: guards, recompilations, graph breaks."
-        ),
-    ] = False,
-    matrix: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Verify every combination of the grid in this file, TOML or JSON (traindiff explain verify).",
-        ),
-    ] = None,
     resume_at: Annotated[
         int | None,
         typer.Option(
             "--resume-at",
             min=1,
             metavar="N",
+            rich_help_panel=RUNS,
             help="Save the candidate after N steps, load it in fresh processes, train on, and compare it with itself "
             "without a stop, as traindiff resume does.",
         ),
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Run combinations again that are finished.")] = False,
-    top: Annotated[int, typer.Option(min=0, help="Rows of each table.")] = 12,
+    matrix: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=RUNS,
+            help="Verify every combination of the grid in this file, TOML or JSON (traindiff explain verify).",
+        ),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", rich_help_panel=RUNS, help="Run combinations again that are finished.")
+    ] = False,
+    verbose_logging: Annotated[
+        bool,
+        typer.Option(
+            "--verbose-logging",
+            rich_help_panel=RUNS,
+            help="Gather what torch's compiler says: guards, recompilations, graph breaks.",
+        ),
+    ] = False,
+    timeout: TimeoutOption = None,
+    *,
+    options: SetupOptions,
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="DIRECTORY", rich_help_panel=SHOWN, help="Directory of the recordings."),
+    ] = Path("traindiff-verify"),
+    top: TopOption = 12,
     form: FormatOption = "text",
     as_json: JsonOption = False,
 ) -> None:

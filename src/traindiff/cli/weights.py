@@ -10,7 +10,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.text import Text
 
 from traindiff.cli.app import app, messages, print_result, results, says_what_is_wrong
-from traindiff.cli.report import AcceptOption, MapOption
+from traindiff.cli.options import JUDGED, SHOWN, AcceptOption, JsonOption, MapOption, TopOption
 
 
 @app.command(short_help="Compare saved weights: is it the same model?")
@@ -22,15 +22,20 @@ def weights(
     candidate: Annotated[str, typer.Argument(metavar="CANDIDATE", help="What is compared with it, likewise.")],
     base: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="A third set, e.g. before fine-tuning: is the candidate still the base?"),
+        typer.Option(
+            metavar="PATH",
+            rich_help_panel=JUDGED,
+            help="A third set, e.g. before fine-tuning: is the candidate still the base?",
+        ),
     ] = None,
     layout: MapOption = None,
-    propose: Annotated[
-        Path | None, typer.Option(metavar="FILE.toml", help="Write the map that the contents suggest.")
-    ] = None,
     accept: AcceptOption = None,
-    top: Annotated[int, typer.Option(min=0, help="Groups of tensors with each word.")] = 12,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs (traindiff explain json).")] = False,
+    propose: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.toml", rich_help_panel=SHOWN, help="Write the map that the contents suggest."),
+    ] = None,
+    top: TopOption = 12,
+    as_json: JsonOption = False,
 ) -> None:
     """Compare saved weights: is what was saved, converted or loaded the same model?
 

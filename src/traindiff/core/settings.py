@@ -64,6 +64,7 @@ class Setting:
         in_json: Type that a reader of `run.json` demands; None keeps the setting out of it.
         help: Describes the option of `traindiff run`; empty where there is none.
         metavar: Placeholder for the option's value.
+        group: Title of the options that it is listed with.
     """
 
     default: Any
@@ -72,6 +73,11 @@ class Setting:
     in_json: Demand | None
     help: str
     metavar: str | None
+    group: str
+
+
+_OBSERVED, _KEPT, _RECORDED = "What is observed", "What is kept of it", "How it is recorded"
+"""Titles of the groups of options."""
 
 
 def _same(value: _T) -> _T:
@@ -86,9 +92,12 @@ def _setting(
     to_json: Callable[[_T], Any] = _same,
     help: str = "",  # noqa: A002  as typer calls it
     metavar: str | None = None,
+    group: str = _OBSERVED,
 ) -> _T:
     """Declare a field of `RecordSettings`; see `Setting`."""
-    setting = Setting(default=default, check=check, to_json=to_json, in_json=in_json, help=help, metavar=metavar)
+    setting = Setting(
+        default=default, check=check, to_json=to_json, in_json=in_json, help=help, metavar=metavar, group=group
+    )
     return field(default_factory=lambda: check(default, []), metadata={"setting": setting})
 
 
@@ -112,29 +121,36 @@ class RecordSettings:
     )  # fmt: skip
     detail: frozenset[str] = _setting(
         "summary", checks.checked_detail, listed(TEXT), to_json=lambda names: [one for one in DETAILS if one in names],
-        metavar="A,B", help="What to keep of a tensor: summary, exponents, signs, tensors.",
+        metavar="A,B", group=_KEPT, help="What to keep of a tensor: summary, exponents, signs, tensors.",
     )  # fmt: skip
     bounds: tuple[float, ...] = _setting(
         (), checks.checked_bounds, listed(NUMBER), to_json=list,
-        metavar="A,B", help="Count elements of gradients between these, e.g. --bounds=-1,0,1.",
+        metavar="A,B", group=_KEPT, help="Count elements of gradients between these, e.g. --bounds=-1,0,1.",
     )  # fmt: skip
     steps: StepSelection = _setting(  # noqa: RUF009  makes a field
         None, checks.checked_steps, nullable(TEXT), to_json=lambda steps: steps.text or None,
-        help='Steps to record, e.g. "0-9,20,30-".',
+        metavar="STEPS", group=_KEPT, help='Steps to record, e.g. "0-9,20,30-".',
     )  # fmt: skip
     ranks: tuple[int, ...] | None = _setting(
         None, checks.checked_ranks, nullable(listed(whole(0, MOST_RANKS - 1))),
         to_json=lambda ranks: None if ranks is None else list(ranks),
-        help='Ranks to record, e.g. "0,8".',
+        metavar="A,B", group=_KEPT, help='Ranks to record, e.g. "0,8".',
     )  # fmt: skip
-    every: int = _setting(1, checks.checked_every, whole(1), help="Record only every n-th step.")
+    every: int = _setting(
+        1, checks.checked_every, whole(1), metavar="N", group=_KEPT, help="Record only every n-th step."
+    )
     batch_axis: Mapping[str, int | None] = _setting(
         None, checks.checked_batch_axis, mapped(ANYTHING), to_json=dict,
-        help="The batch axis: 1 for all tensors, or MODULE=1 or MODULE=none for some; may be repeated.",
-        metavar="[GLOB=]AXIS",
+        metavar="[GLOB=]AXIS", group=_RECORDED,
+        help="The batch axis: 1 for all tensors, or MODULE=1 or MODULE=none for some. Repeatable.",
     )  # fmt: skip
     sample_order: SampleOrder = _setting(  # noqa: RUF009  makes a field
-        "blocks", checks.checked_sample_order, TEXT, help="How ranks share a batch: blocks or interleaved."
+        "blocks",
+        checks.checked_sample_order,
+        TEXT,
+        metavar="ORDER",
+        group=_RECORDED,
+        help="How ranks share a batch: blocks or interleaved.",
     )
     shards: tuple[DeclaredShard, ...] = _setting(
         (), checked_shards, listed(TEXT), to_json=lambda shards: list(map(str, shards))
@@ -151,14 +167,16 @@ class RecordSettings:
         default=False,
         check=partial(checks.checked_flag, "strict"),
         in_json=None,
+        group=_RECORDED,
         help="Raise errors of traindiff's own.",
     )
     run_on_cpu: bool = _setting(
         default=False, check=partial(checks.checked_flag, "run_on_cpu"), in_json=None,
-        help="Copy tensors of other devices to the CPU and summarize them there.",
+        group=_RECORDED, help="Copy tensors of other devices to the CPU and summarize them there.",
     )  # fmt: skip
     replica: ReplicaSetting | None = _setting(  # noqa: RUF009  makes a field
         None, checks.checked_replica, nullable(TEXT), to_json=lambda replica: None if replica is None else str(replica),
+        metavar="KIND[:SEED]", group=_RECORDED,
         help="Perturb the training on purpose: ulp:SEED, reorder:SEED, float64.",
     )  # fmt: skip
     counts_skipped: bool = True

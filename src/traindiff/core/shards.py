@@ -321,17 +321,21 @@ class Shard:
     @property
     def grid(self) -> Grid:
         """The rows and columns into which the profiles divide the global tensor."""
-        shape = self.global_shape
-        inner = shape[1:] if self.batched else shape
-        if len(inner) <= 1:
-            rows, columns = 1, inner[0] if inner else 1
-        else:
-            rows, columns = inner[0], prod(inner[1:])
-        return Grid(
-            columns=max(1, columns),
-            row_block=max(1, -(-rows // BUCKETS)),
-            column_block=COLUMN_STEP * max(1, -(-columns // (COLUMN_STEP * BUCKETS))),
-        )
+        return _grid(self.global_shape)
+
+
+@lru_cache(maxsize=1 << 14)
+def _grid(shape: tuple[int, ...]) -> Grid:
+    inner = shape[1:] if shape[:1] == (OPEN,) else shape
+    if len(inner) <= 1:
+        rows, columns = 1, inner[0] if inner else 1
+    else:
+        rows, columns = inner[0], prod(inner[1:])
+    return Grid(
+        columns=max(1, columns),
+        row_block=max(1, -(-rows // BUCKETS)),
+        column_block=COLUMN_STEP * max(1, -(-columns // (COLUMN_STEP * BUCKETS))),
+    )
 
 
 @lru_cache(maxsize=1 << 14)

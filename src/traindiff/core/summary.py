@@ -52,8 +52,10 @@ SMALLEST_NORMAL = {"float64": 2.0**-1022, "float32": 2.0**-126, "float16": 2.0**
 
 def rounding(dtype: str) -> float:
     """Noise floor of one operation in `dtype`: `c * u`; 0 for dtypes without fractions."""
-    u = UNIT_ROUNDOFF.get(dtype, 0.0)
-    return (32.0 if u <= UNIT_ROUNDOFF["float32"] else 2.0) * u
+    return _ROUNDING.get(dtype, 0.0)
+
+
+_ROUNDING = {dtype: (32.0 if u <= UNIT_ROUNDOFF["float32"] else 2.0) * u for dtype, u in UNIT_ROUNDOFF.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,11 +207,27 @@ def differences(after: Summaries, before: Summaries, same: NDArray[np.bool_]) ->
 
 def norm(summaries: Any) -> NDArray[np.float64]:
     """Euclidean norm of the finite elements; NaN if the sum of squares is NaN."""
-    squares = summaries["sum_of_squares"]
-    if squares.ndim == 0 and squares >= 0.0:  # of one tensor, as a rule: nothing to be ignored
-        return np.asarray(np.sqrt(squares))
     with np.errstate(invalid="ignore"):
-        return np.asarray(np.sqrt(squares))
+        return np.asarray(np.sqrt(summaries["sum_of_squares"]))
+
+
+def norm_of(summary: Any) -> float:
+    """The `norm` of one summary. As a square root is rounded correctly, it is that of `norm` to the bit."""
+    squares = float(summary["sum_of_squares"])
+    return math.sqrt(squares) if squares >= 0.0 else math.nan
+
+
+def norms_of(summaries: Sequence[Any]) -> list[float]:
+    """The `norm` of each of many summaries, which need not lie in one array."""
+    squares = np.array([one["sum_of_squares"] for one in summaries], dtype=np.float64)
+    with np.errstate(invalid="ignore"):
+        found: list[float] = np.sqrt(squares).tolist()
+    return found
+
+
+def is_finite(summary: Any) -> bool:
+    """True if no element of a tensor is NaN or infinite."""
+    return not (summary["nan"] or summary["positive_infinity"] or summary["negative_infinity"])
 
 
 def largest(summaries: Any) -> NDArray[np.float64]:

@@ -15,9 +15,7 @@ from contextlib import ExitStack
 from functools import cache
 from typing import Any
 
-import fsspec
-from fsspec.implementations.local import LocalFileSystem
-
+from traindiff.core.untrusted.local_files import LocalFiles, local_path
 from traindiff.errors import ConfigError, Problem
 from traindiff.storage import manifest, stores
 from traindiff.storage.gap import GAP_FILE
@@ -78,10 +76,10 @@ def segment_name(first: int, length: int) -> str:
 
 
 def file_system(path: str) -> tuple[Any, str]:
-    """The fsspec file system of a path or URL, and the path in it.
+    """The file system of a path or URL, and the path in it.
 
     Returns:
-        A `LocalFileSystem`, or a `Store` for any other one.
+        `LocalFiles`, or a `Store` for any other one.
 
     Raises:
         ConfigError: The protocol is not known or needs a package that is not installed, its credentials or settings
@@ -89,7 +87,10 @@ def file_system(path: str) -> tuple[Any, str]:
     """
     protocol = stores.protocol_of(path)
     try:
-        file_system, root = fsspec.core.url_to_fs(path)
+        local = local_path(path)
+        if local is not None:
+            return LocalFiles(), local
+        file_system, root = stores.opened(path)
     except ImportError as error:
         raise _unreachable(path, f"cannot be reached: {error}.", stores.missing_package(path)) from None
     except OSError as error:  # the working directory was deleted
@@ -101,9 +102,9 @@ def file_system(path: str) -> tuple[Any, str]:
             raise _unreachable(path, f"cannot be reached: {said.what}.", said.fix) from error
         if not isinstance(error, ValueError):
             raise
-        fix = f"Write a local path, or a URL of one of: {', '.join(sorted(fsspec.available_protocols())[:12])}, ..."
+        fix = f"Write a local path, or a URL of one of: {', '.join(sorted(stores.known())[:12])}, ..."
         raise _unreachable(path, f"cannot be reached: {error}.", fix) from None
-    return (file_system, root) if isinstance(file_system, LocalFileSystem) else (Store(file_system, protocol), root)
+    return (LocalFiles(), root) if stores.is_local(file_system) else (Store(file_system, protocol), root)
 
 
 def lacks_container(file_system: Any, root: str) -> stores.StoreError | None:
@@ -169,7 +170,7 @@ def make_room(
         )
     stale = sorted(({mine, *beyond} if leads else {mine}) & names)
     with ExitStack() as locks:
-        if isinstance(file_system, LocalFileSystem):
+        if isinstance(file_system, LocalFiles):
             for name in stale:  # nobody else may take one over before it is removed
                 locks.callback(_take_over(posixpath.join(root, name), path=path).release)
         # Other ranks of this run may have been faster, so their directories are no reason to refuse.

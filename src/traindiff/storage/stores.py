@@ -9,12 +9,9 @@ import errno
 import functools
 import posixpath
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
-
-import fsspec
-from fsspec.asyn import AsyncFileSystem
 
 from traindiff.storage.written_files import UNFINISHED
 
@@ -107,7 +104,10 @@ class Store:
     def put_files(self, files: Mapping[str, bytes]) -> None:
         """Write whole files, several at once where the store can: a reader sees an old or a new one, never a part."""
         if self.protocol in _ATOMIC:
-            self._pipe(dict(files))
+            try:
+                self._pipe(dict(files))
+            except FileNotFoundError as error:  # what gcsfs says of a bucket
+                raise self.lacks_container(next(iter(files))) or error from error
             return
         for path, content in files.items():
             self._calling("makedirs")(posixpath.dirname(path), exist_ok=True)
@@ -178,6 +178,8 @@ def _connect_without_threads(file_system: Any) -> None:
     A new connection looks up an address by an executor of asyncio. Executors take nothing more once the main thread
     has ended, and that is before functions of `atexit` are called.
     """
+    from fsspec.asyn import AsyncFileSystem
+
     if isinstance(file_system, AsyncFileSystem):
         loop = file_system.loop
         loop.call_soon_threadsafe(loop.set_default_executor, _Here())
@@ -259,6 +261,32 @@ def missing_package(path: str) -> str:
     return f"Run pip install 'traindiff[{extra}]' where traindiff is installed."
 
 
+def opened(path: str) -> tuple[Any, str]:
+    """The fsspec file system of a URL, and the path in it. fsspec is loaded for URLs only: it takes 60 ms.
+
+    Raises:
+        Exception: The package of the protocol is missing, or it raised an error of its own.
+    """
+    import fsspec
+
+    file_system, root = fsspec.core.url_to_fs(path)
+    return file_system, root
+
+
+def known() -> Collection[str]:
+    """The protocols that fsspec knows, whether or not their packages are installed."""
+    import fsspec
+
+    return frozenset(fsspec.available_protocols())
+
+
 def is_known(protocol: str) -> bool:
     """True if fsspec knows a protocol, whether or not its package is installed."""
-    return protocol in fsspec.available_protocols()
+    return protocol in known()
+
+
+def is_local(file_system: Any) -> bool:
+    """True if a file system of fsspec is that of this machine."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    return isinstance(file_system, LocalFileSystem)

@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from tests.made_up import Array, random, summary_of
-from traindiff.analyse.merge.distance import Pair, best_fit, difference, equal_bits, rescaled, same_bits
+from traindiff.analyse.merge.distance import Pair, best_fit, difference, equal_bits, measure, rescaled, same_bits
 from traindiff.analyse.merge.site import MergedSite, RankPart, SiteKey
 from traindiff.core.shards import Shard
 
@@ -128,3 +131,19 @@ Y = random(8, 6, seed=1)
 )
 def test_bits_are_the_same_or_others_or_unknown(baseline: MergedSite, candidate: MergedSite, same: bool | None) -> None:
     assert same_bits(Pair(baseline=baseline, candidate=candidate)) is same
+
+
+@given(arrays(np.float64, (5, 2, 64), elements=st.floats(width=64)))
+def test_many_pairs_measured_at_once_differ_as_each_of_them_does(sketches: Array) -> None:
+    """To the bit, with numbers whose squares overflow, infinities and NaN."""
+    pairs = [[], []]
+    for both in sketches:
+        sides = [entry(X + number) for number in (0.0, 1.0)]
+        for side, sketch in zip(sides, both, strict=True):
+            side.summary["sketch"] = sketch
+        for one in pairs:
+            one.append(Pair(baseline=sides[0], candidate=sides[1]))
+    measure(pairs[0])
+
+    assert [one.known_apart is not None for one in pairs[0]] == [True] * 5
+    assert repr([difference(one) for one in pairs[0]]) == repr([difference(one) for one in pairs[1]])

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.made_up import Compared, Seen, Step, at, random, record, same, summary_of
@@ -18,6 +20,7 @@ from traindiff.analyse.merge.site import MergedSite, SiteKey
 from traindiff.analyse.noise.gradients import (
     FEW_TURNED,
     gradient_floor,
+    median,
     share_of_noise,
     terms_by_module,
     turned_share,
@@ -268,3 +271,9 @@ def test_the_terms_of_a_backward_pass_that_was_not_observed_follow_from_the_grad
 )
 def test_other_sites_tell_nothing_of_terms(pair: Pair) -> None:
     assert terms_by_module([pair]) == {}
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
+@given(st.lists(st.floats(width=64), min_size=1, max_size=9))
+def test_the_median_is_that_of_numpy_to_the_bit(numbers: list[float]) -> None:
+    assert repr(median(numbers)) == repr(float(np.median(numbers)))

@@ -14,7 +14,7 @@ from traindiff.analyse.merge.placed_parts import ranks_of
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at, num_micro_steps, only_rank
 from traindiff.core.observation import MASTER, NO_GRADIENT, NOT_CALLED, SKIPPED
 from traindiff.core.site import ROOT, label
-from traindiff.core.summary import norm
+from traindiff.core.summary import norm_of
 from traindiff.core.tap_registry import asked_for_as
 
 
@@ -320,7 +320,7 @@ def _is_output(entry: MergedSite) -> bool:
 def _rests(entries: Sequence[MergedSite]) -> bool:
     """True if updates are known, and none of them moves its parameter."""
     updates = [entry for entry in entries if entry.key[:2] == ("update", "")]
-    return bool(updates) and not any(float(norm(entry.summary)) for entry in updates)
+    return bool(updates) and not any(norm_of(entry.summary) for entry in updates)
 
 
 def _skipped(entry: MergedSite, *, side: int, step: int) -> Finding:

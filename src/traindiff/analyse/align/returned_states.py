@@ -25,10 +25,11 @@ class ReturnedStates:
 
     Attributes:
         sources: By input, in the latest step: the output that it is, in words.
+        before: The outputs of the latest evaluation, in words, by their elements.
     """
 
     sources: dict[tuple[str, str], str] = field(default_factory=dict)
-    _before: Mapping[_Elements, str] = field(default_factory=dict)
+    before: Mapping[_Elements, str] = field(default_factory=dict)
 
     def see(self, tables: Sequence[StepTable]) -> None:
         """Note a step, with a table for each evaluation of the loss; steps must be given in order."""
@@ -39,11 +40,15 @@ class ReturnedStates:
                 for key, elements in _whole(table, "forward").items()
                 if elements is not None
             }
-            known = {**self._before, **outputs}
+            known = {**self.before, **outputs}
             for key, elements in _whole(table, "batch").items():
                 if elements is not None and elements in known:
                     self.sources[key.path, key.slot] = known[elements]
-            self._before = outputs
+            self.before = outputs
+
+    def follow(self, other: ReturnedStates) -> None:
+        """Take over what is known of the other run, which had the same bits in all that this depends on."""
+        self.sources, self.before = dict(other.sources), other.before
 
 
 Sources = tuple[Mapping[tuple[str, str], str], Mapping[tuple[str, str], str]]

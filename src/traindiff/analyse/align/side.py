@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Generic, Protocol, TypeVar
 
 from traindiff.analyse.align.site_map import SideNames
@@ -96,6 +97,8 @@ class Side:
         model: Class name of the model.
         goes_on_elsewhere: What steps in place of the recorded optimizers; empty if unknown.
         paths: Canonical paths of modules and parameters, under the baseline's names.
+        derived: Makes its updates.
+        buffers: What each buffer held when the run last showed it.
 
     Raises:
         ConfigError: Two of the run's paths get one name.
@@ -105,9 +108,9 @@ class Side:
         self.recording = recording
         self._rename = rename
         self._names = names
-        self._updates = Updates()
+        self.derived = Updates()
         self._known: frozenset[str] = frozenset()
-        self._buffers: dict[SiteKey, MergedSite] = {}
+        self.buffers: dict[SiteKey, MergedSite] = {}
         contents = [recording.rank_content(rank) for rank in recording.ranks]
         paths = {path for one in contents for part in ("modules", "parameters") for path in one.get(part, {})}
         self.paths = frozenset(map(names.common, _renamed(paths, rename)))
@@ -128,15 +131,16 @@ class Side:
             first: False if the two runs have parameters of their own by now.
         """
         table = self._renamed(step.table)
-        updates, before = self._updates.derive(table, step=step.step)
-        self._known |= {key.path for key in table if key.phase == "param"}
+        updates, before = self.derived.derive(table, step=step.step)
+        if not (shows := {key.path for key in table if key.phase == "param"}) <= self._known:
+            self._known |= shows
         shown = {
             key: entry for key, entry in table.items()
             if key.phase == "param" and key.slot == "buffer" and not entry.unobserved
         }  # fmt: skip
         for key in sorted(shown, key=lambda key: key.stage != BEFORE):  # what the step wrote comes last
             after = key._replace(stage="")
-            self._buffers[after] = replace(shown[key], key=after, parts=())
+            self.buffers[after] = replace(shown[key], key=after, parts=())
         earlier = []
         for one in step.earlier:
             moved = {self._rename(path): entry for path, entry in one.moved.items() if not entry.unobserved}
@@ -148,10 +152,24 @@ class Side:
             for key in [key for key in table if key[:2] == ("param", BEFORE)]:
                 earlier[0].table[key] = table.pop(key)
         one_step = SideStep(
-            table=table, updates=tuple(updates), before=before, known=self._known, buffers=dict(self._buffers),
+            table=table, updates=tuple(updates), before=before, known=self._known, buffers=dict(self.buffers),
             earlier=tuple(earlier),
         )  # fmt: skip
         return self._in_common(one_step, first=first)
+
+    def like(self, other: SideStep) -> SideStep:
+        """The run's part of a step in which it has the bits of the other run, since the steps before."""
+        values, buffers = _parameters_in(other.table)
+        before = {path: entry for path, entry in self.derived.known.items() if path not in values}
+        before.update((path, other.before[path]) for path in values if path in other.before)
+        held = {key: other.buffers[key] for key in buffers if key in other.buffers}
+        return replace(other, before=before, known=self._known, buffers={**self.buffers, **held})
+
+    def follow(self, other: Side, sites: Iterable[SiteKey]) -> None:
+        """Take over what the other run knows, after steps with these sites in which both runs have the same bits."""
+        values, buffers = _parameters_in(sites)
+        self.derived.follow(other.derived, values)
+        self.buffers.update((key, other.buffers[key]) for key in buffers if key in other.buffers)
 
     def _in_common(self, one: SideStep, *, first: bool) -> SideStep:
         """A step under the names that both runs have in common: updates are derived, so parts may be merged."""
@@ -196,6 +214,13 @@ class Side:
         settings = self.recording.run["settings"]
         chosen = parse_steps(settings.get("steps"), where="run.json")
         return step % settings.get("every", 1) == 0 and (not isinstance(chosen, StepSelection) or step in chosen)
+
+
+def _parameters_in(sites: Iterable[SiteKey]) -> tuple[set[str], set[SiteKey]]:
+    """Paths of the parameters of a step, and sites of its buffers after it."""
+    found = [key for key in sites if key.phase == "param"]
+    values = {key.path for key in found if key.slot == "value"}
+    return values, {key._replace(stage="") for key in found if key.slot == "buffer"}
 
 
 def _renamed(paths: Iterable[str], rename: Rename) -> frozenset[str]:
@@ -248,13 +273,15 @@ def sites_in_order(table: StepTable) -> dict[SiteKey, MergedSite]:
     loss scales, boundaries of pipelines, recomputed activations, edited parameters, modes of modules, and gradients
     that were not cleared, or cleared too early.
     """
-    sites = (
-        (key, entry)
-        for key, entry in table.items()
-        if not (key.group or key.stage in _NOT_PAIRED or is_clip(key) or is_loss_scale(key))
-        and not (key.phase == "update" and key.stage)
-    )
+    sites = ((key, entry) for key, entry in table.items() if _is_paired(key))
     return dict(sorted(sites, key=lambda item: item[1].order))
+
+
+@lru_cache(maxsize=1 << 16)
+def _is_paired(key: SiteKey) -> bool:
+    if key.group or key.stage in _NOT_PAIRED or is_clip(key) or is_loss_scale(key):
+        return False
+    return not (key.phase == "update" and key.stage)
 
 
 def with_gradient_stages(table: StepTable, other: StepTable, *, asked: bool) -> dict[SiteKey, MergedSite]:
@@ -300,28 +327,12 @@ def step_pairs(
     Both runs take their steps in ascending order per optimizer. A step that the other run lacks is yielded as soon as
     the other run is past it. If only one run finished a step, the step counts as present in that run alone.
     """
-    for own, other in _with_one_number(baseline, candidate):
+    for own, other in with_one_number(baseline, candidate):
         if own and other and own.finished != other.finished:
             yield own, None
             yield None, other
         else:
             yield own, other
-
-
-def _with_one_number(
-    baseline: Iterator[RunStep], candidate: Iterator[RunStep]
-) -> Iterator[tuple[RunStep | None, RunStep | None]]:
-    others = StepsOnDemand(candidate)
-    for step in baseline:
-        same: RunStep | None = None
-        for other in others.until(step.optimizer, step.step):
-            if other.step == step.step:
-                same = other
-            else:
-                yield None, other
-        yield step, same
-    for rest in others.rest():
-        yield None, rest
 
 
 class _Step(Protocol):
@@ -369,3 +380,20 @@ class StepsOnDemand(Generic[StepType]):
             while passed:
                 yield passed.popleft()
         yield from self._steps
+
+
+def with_one_number(
+    baseline: Iterator[StepType], candidate: Iterator[StepType]
+) -> Iterator[tuple[StepType | None, StepType | None]]:
+    """Pairs of steps with the same optimizer and number; None for a run that does not have the step."""
+    others = StepsOnDemand(candidate)
+    for step in baseline:
+        same: StepType | None = None
+        for other in others.until(step.optimizer, step.step):
+            if other.step == step.step:
+                same = other
+            else:
+                yield None, other
+        yield step, same
+    for rest in others.rest():
+        yield None, rest

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import is_
 
 from traindiff.analyse.align.continuation import with_beginning
 from traindiff.analyse.align.micro_losses import with_added_losses, with_combined_losses, with_summed_passes
 from traindiff.analyse.align.pairs import Aligned, Presence, align
 from traindiff.analyse.align.returned_states import ReturnedStates, Sources
 from traindiff.analyse.align.side import Side, SideStep, Tables, join, sites_in_order, with_gradient_stages
+from traindiff.analyse.align.singleton_dims import SingletonDims
 from traindiff.analyse.align.site_map import SiteMap
+from traindiff.analyse.align.slot_names import with_common_slots
 from traindiff.analyse.align.uneven import Unplaced
 from traindiff.analyse.align.used_passes import UsedPasses
 from traindiff.analyse.findings import Finding
@@ -102,6 +105,51 @@ class AlignedStep:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatedStep:
+    """A step of which both runs recorded the same bits, with the sites of the step before, of which that is true, too.
+
+    It is the same in both runs, and is aligned only if it is judged; see `TwoRuns.aligned`.
+
+    Attributes:
+        step: Its number.
+        steps: The step in each run, as it was recorded.
+        side: The step in the baseline.
+        table: Its sites, with updates.
+        sources: Inputs that are the run's own outputs, as `ReturnedStates.sources`.
+    """
+
+    step: int
+    steps: tuple[RunStep, RunStep]
+    side: SideStep
+    table: dict[SiteKey, MergedSite]
+    sources: Mapping[tuple[str, str], str]
+
+    @property
+    def tables(self) -> Tables:
+        """Its sites in each run."""
+        return self.table, self.table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Repeatable:
+    """What a step must have to repeat the one before: how it was merged, its sites, and which have no numbers, and why.
+
+    Attributes:
+        layout: As `RunStep.layout`.
+        sites: The sites, in order.
+        unobserved: Reasons by site.
+    """
+
+    layout: object
+    sites: list[SiteKey]
+    unobserved: dict[SiteKey, str]
+
+
+def _unobserved(table: StepTable) -> dict[SiteKey, str]:
+    return {key: entry.unobserved for key, entry in table.items() if entry.unobserved}
+
+
 def _are_same(tables: Tables) -> bool:
     """True if two tables hold the same entries: those that were merged once for both runs, and equal updates."""
     baseline, candidate = tables
@@ -149,6 +197,7 @@ class TwoRuns:
         alone: Selected steps that only one run has.
         uneven: Sites whose rows could not be brought together.
         passes: Passes that were left out of steps in which only one run has them.
+        singletons: Activations whose shapes differ in dims of length 1.
         behind: By run and rank: the first step that the rank lacks although its run has it.
 
     Raises:
@@ -178,7 +227,10 @@ class TwoRuns:
         modules = [run.rank_content(rank).get("modules", {}) for run in runs for rank in run.ranks]
         self.uneven = Unplaced(classes={name for one in modules for name in one.values()})
         self.passes = UsedPasses(rename)
+        self.singletons = SingletonDims()
         self._states = (ReturnedStates(), ReturnedStates())
+        self._repeatable: _Repeatable | None = None  # the step before, if the next one may repeat it
+        self._is_ahead = False  # whether the baseline knows steps that the candidate does not know yet
 
     def pair(self, baseline: RunStep | None, candidate: RunStep | None) -> AlignedStep | None:
         """Bring together one step of both runs. Steps must be given in order: later ones follow from earlier ones.
@@ -192,10 +244,61 @@ class TwoRuns:
         """
         if baseline is not None and candidate is not None:
             return self._both(baseline, candidate)
+        self._go_on()
         for side, alone in enumerate((baseline, candidate)):
             if alone is not None:
                 self._one(side, alone)
         return None
+
+    def again(self, baseline: RunStep | None, candidate: RunStep | None) -> RepeatedStep | None:
+        """A step of both runs that repeats the one before; None if it must be given to `pair`, which was not done yet.
+
+        Args:
+            baseline: As for `pair`.
+            candidate: As for `pair`.
+        """
+        if baseline is None or candidate is None or not self._repeats(baseline, candidate):
+            return None
+        side = self.sides[0].step(baseline, first=False)
+        self._states[0].see([side.table])
+        self._is_ahead = True
+        self._note(baseline, candidate)
+        updates = ((entry.key, entry) for entry in side.updates)
+        return RepeatedStep(
+            step=baseline.step, steps=(baseline, candidate), side=side, table={**side.table, **dict(updates)},
+            sources=dict(self._states[0].sources),
+        )  # fmt: skip
+
+    def aligned(self, repeated: RepeatedStep) -> AlignedStep:
+        """A step that repeats the one before, aligned. It must be the latest one."""
+        sides = repeated.side, self.sides[1].like(repeated.side)
+        given = self._aligned(sides, repeated.steps, evaluation=None)
+        return replace(given, sources=(repeated.sources, repeated.sources))
+
+    def _repeats(self, baseline: RunStep, candidate: RunStep) -> bool:
+        """True if a step has the sites of the one before, and the same bits in both runs."""
+        like, tables = self._repeatable, (baseline.table, candidate.table)
+        if like is None or baseline.layout is not like.layout or baseline.step not in self._selection:
+            return False
+        if any(one.earlier or one.without_idle or one.missing for one in (baseline, candidate)):
+            return False
+        if len(tables[0]) != len(tables[1]) or not all(map(is_, tables[0].values(), tables[1].values())):
+            return False
+        return list(tables[0]) == like.sites and _unobserved(tables[0]) == like.unobserved
+
+    def _go_on(self) -> None:
+        """End a row of steps that repeat the one before: the candidate knows what the baseline does."""
+        if self._is_ahead and self._repeatable is not None:
+            self.sides[1].follow(self.sides[0], self._repeatable.sites)
+            self._states[1].follow(self._states[0])
+        self._is_ahead, self._repeatable = False, None
+
+    def _note(self, baseline: RunStep, candidate: RunStep) -> None:
+        """Note a step that is compared."""
+        self.compared.append(baseline.step)
+        if baseline.finished or candidate.finished:
+            self.finished.add(baseline.step)
+        self.stepped |= baseline.finished and candidate.finished
 
     def _one(self, side: int, step: RunStep) -> None:
         self.sides[side].step(step)  # later updates need it
@@ -203,6 +306,8 @@ class TwoRuns:
             self.alone[side].append(step.step)
 
     def _both(self, baseline: RunStep, candidate: RunStep) -> AlignedStep | None:
+        self._go_on()
+        recorded = baseline
         baseline, candidate = steps = self.passes.in_common(baseline, candidate)
         first = not self.compared
         sides = self.sides[0].step(baseline, first=first), self.sides[1].step(candidate, first=first)
@@ -212,10 +317,7 @@ class TwoRuns:
         self.failed[1].see(sides[1].table, sides[0].table, step=candidate.step)
         if baseline.step not in self._selection:
             return None
-        self.compared.append(baseline.step)
-        if baseline.finished or candidate.finished:
-            self.finished.add(baseline.step)
-        self.stepped |= baseline.finished and candidate.finished
+        self._note(baseline, candidate)
         if baseline.missing != candidate.missing:
             for behind, run, step in zip(self.behind, self.runs, steps, strict=True):
                 for rank in [rank for rank in step.missing if rank in run.ranks]:
@@ -232,6 +334,14 @@ class TwoRuns:
             last = self._aligned(sides, steps, evaluation=count if count else None)
         else:
             last = self._aligned((_evaluation(sides[0], count), _evaluation(sides[1], count)), steps, evaluation=count)
+        if (
+            last.same
+            and not (earlier or first or self.failed[0].lost or self.failed[1].lost)
+            and recorded.layout is not None
+        ):
+            self._repeatable = _Repeatable(
+                layout=recorded.layout, sites=list(recorded.table), unobserved=_unobserved(recorded.table)
+            )
         return replace(last, earlier=earlier, recorded=sides)
 
     def _aligned(
@@ -240,7 +350,7 @@ class TwoRuns:
         """One evaluation of a step of both runs; with the last one goes everything else of the step."""
         if len(self.compared) == 1 and not evaluation:
             sides = with_beginning(sides[0], sides[1]), with_beginning(sides[1], sides[0])
-        tables = join(sides)
+        tables = self.singletons.without(with_common_slots(join(sides)))
         unmapped = not any(side.unmapped for side in sides)
         same = unmapped and steps[0].missing == steps[1].missing and _are_same(tables)
         if same:  # nothing is divided otherwise

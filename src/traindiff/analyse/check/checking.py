@@ -8,16 +8,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from traindiff.analyse import next_commands
+from traindiff.analyse.blocks.steps import steps_of
+from traindiff.analyse.blocks.tasks import Workers, refuse_following
 from traindiff.analyse.check.chosen_rules import CONSEQUENCE, chosen_rules
 from traindiff.analyse.findings import Finding, also_text, grouped, phase_text, ranks_text, steps_text, where_text
 from traindiff.analyse.merge.history import RunHistory
 from traindiff.analyse.merge.parameters import Updates
-from traindiff.analyse.merge.run_steps import RunStep, run_steps
+from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.unobserved import FailedTaps, unrecorded_of, without_lost
 from traindiff.analyse.products import ProductTable, product_checks
 from traindiff.analyse.rules import run_facts
-from traindiff.analyse.rules.rule import RunJudge
+from traindiff.analyse.rules.rule import AskedRule, RunJudge
 from traindiff.core.observation import Observation
+from traindiff.core.shown import Shown
 from traindiff.core.site import label
 from traindiff.core.steps import ALL_STEPS, StepSelection, parse_steps
 from traindiff.errors import ConfigError
@@ -40,8 +43,8 @@ MEANINGS: Mapping[Word, str] = {
 """Meaning of each word."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Verdict(Shown):
     """The result of checking one recording; `str()` of it is the report in the terminal.
 
     Attributes:
@@ -56,6 +59,7 @@ class Verdict:
         history: The size of every site in every step; None unless requested. Not part of the JSON.
         products: How exact matrix products and convolutions are, by operator and line; None if the run did not record
             that.
+        rules: The rules that were asked, with their answers.
     """
 
     recording: str
@@ -67,6 +71,7 @@ class Verdict:
     notes: tuple[str, ...]
     history: RunHistory | None = field(default=None, compare=False, repr=False)
     products: ProductTable | None = None
+    rules: tuple[AskedRule, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -86,6 +91,7 @@ class Verdict:
             "notes": list(self.notes),
             "products": None if self.products is None else self.products.to_json(),
             "next": next_commands.of_check(self.recording, self.findings or self.warnings),
+            "rules": [rule.to_json() for rule in self.rules],
         }
 
     def sentence(self) -> str:
@@ -117,6 +123,7 @@ def check(
     history: bool = False,
     progress: Callable[[int], None] | None = None,
     follow: Follower | None = None,
+    workers: Workers = None,
 ) -> Verdict:
     """Check one run by itself: no baseline is needed.
 
@@ -136,6 +143,8 @@ def check(
         history: Keep the size of every site in every step, in bounded memory, for a report that shows them.
         progress: Called with the number of each step after it was checked.
         follow: Waits for steps of a run that goes on. The verdict is given at the first finding, or when the run ends.
+        workers: Number of worker processes on this machine that read the recording, or `"ray"` for those of a Ray
+            cluster. The verdict is the same.
 
     Returns:
         The verdict; `print` it, or see `verdict`, `findings` and `warnings`.
@@ -143,7 +152,9 @@ def check(
     Raises:
         ConfigError: `steps` or `config` cannot be read, or names a rule or a limit that there is not.
         RecordingError: The recording cannot be used.
+        WorkerError: Worker processes died again and again.
     """
+    refuse_following(workers, follow)
     selection = parse_steps(steps, where="check(steps=...)")
     if not isinstance(selection, StepSelection):
         raise ConfigError("check(...)", [selection], consequence=CONSEQUENCE)
@@ -161,7 +172,7 @@ def check(
     products = ProductTable() if "products" in run.run["settings"].get("observe", ()) else None
     endings = Endings(run, selection)
     several = False
-    for step in run_steps(run):
+    for step in steps_of(run, workers):
         endings.see(step)
         if step.step not in selection:
             continue
@@ -212,6 +223,7 @@ def check(
         ),
         history=kept,
         products=products,
+        rules=judge.asked(everything),
     )
 
 

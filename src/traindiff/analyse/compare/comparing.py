@@ -8,8 +8,10 @@ factor of 2 keeps it. The verdict rests on floors.
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
 
@@ -18,13 +20,15 @@ from traindiff.analyse.align.optimizer_names import with_names_of
 from traindiff.analyse.align.side import step_pairs
 from traindiff.analyse.align.site_map import SideNames, SiteMap
 from traindiff.analyse.align.two_runs import AlignedStep, TwoRuns
+from traindiff.analyse.blocks.steps import streams_of
+from traindiff.analyse.blocks.tasks import Workers, refuse_following, tasks_of
 from traindiff.analyse.compare.earlier_states import with_earlier_states
 from traindiff.analyse.compare.incremental import Noise, RunningComparison
 from traindiff.analyse.compare.verdict import Comparison
 from traindiff.analyse.findings import more_text, steps_text
 from traindiff.analyse.merge.history import DifferenceHistory
 from traindiff.analyse.merge.renames import parse_renames
-from traindiff.analyse.merge.run_steps import RunStep, StepMerger, run_steps
+from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.site import Part
 from traindiff.analyse.merge.span import WHOLE_RUN, span_of
 from traindiff.analyse.noise.hold_out import calibration_of, following
@@ -107,8 +111,10 @@ def compare(
     offset: int | None = None,
     map: str | os.PathLike[str] | None = None,  # noqa: A002  as the option of the command
     accept: str | os.PathLike[str] | None = None,
+    ignore: str | Iterable[str] | None = None,
     progress: Progress | None = None,
     follow: Follower | None = None,
+    workers: Workers = None,
 ) -> Comparison:
     """Compare two recordings and name the first divergence.
 
@@ -132,9 +138,13 @@ def compare(
         map: File that says which tensors and modules of the two runs are which, or the name of a map that traindiff
             has (traindiff explain maps).
         accept: File of intended differences, which are listed and not judged (traindiff explain maps).
+        ignore: Globs over sites (a path, or a path and a slot) whose differences are counted and are no findings. If
+            other sites may follow from such a difference, the verdict is `incomplete` at best.
         progress: Called after each step.
         follow: Waits for steps of a candidate that goes on. The verdict is given at its first divergence, or when it
             ends. Steps are then compared by their numbers.
+        workers: Number of worker processes on this machine that read the recordings, or `"ray"` for those of a Ray
+            cluster. The verdict is the same.
 
     Returns:
         The comparison; `print` it, or see `verdict`, `first_divergence` and `findings`.
@@ -142,12 +152,14 @@ def compare(
     Raises:
         ConfigError: A setting is wrong.
         RecordingError: One of the recordings cannot be used.
+        WorkerError: Worker processes died again and again.
     """
     selection = parse_steps(steps, where="compare(steps=...)")
     if not isinstance(selection, StepSelection):
         raise ConfigError("compare(...)", [selection], consequence="nothing was compared")
     tolerance = parse_tolerance(rtol, atol)
-    renames, entries, accepted = parse_renames(rename), map_of(map), accepted_of(accept)
+    refuse_following(workers, follow)
+    renames, entries, accepted = parse_renames(rename), map_of(map), accepted_of(accept, ignore)
     follower = follow or not_following()
     runs = (open_recording(os.fspath(baseline)), open_followed(os.fspath(candidate), follower))
     sites = SiteMap(entries, runs, renames)
@@ -170,18 +182,16 @@ def compare(
         history=DifferenceHistory() if history else None, accepted=accepted,
     )  # fmt: skip
     span = WHOLE_RUN if replicas else span_of(runs, selection)  # replicas are held against each other from the first on
-    own = StepMerger(runs[0], comparison.runs.copies[0])
-    mergers = own, StepMerger(runs[1], comparison.runs.copies[1], like=own)
-    streams = (run_steps(run, span, merger) for run, merger in zip(runs, mergers, strict=True))
-    for both in step_pairs(*streams):
-        step, has_findings = _compared(comparison, *both)
-        for one in both:
-            if one is not None:
-                one.release()
-        if step is not None and progress:
-            progress(step)
-        if follower.is_enough(has_findings and bool(comparison.result().findings)):
-            break
+    with tasks_of(workers) as tasks, few_collections():
+        for both in step_pairs(*streams_of(runs, span, copies=comparison.runs.copies, tasks=tasks)):
+            step, has_findings = _compared(comparison, *both)
+            for one in both:
+                if one is not None:
+                    one.release()
+            if step is not None and progress:
+                progress(step)
+            if follower.is_following and follower.is_enough(has_findings and bool(comparison.result().findings)):
+                break
     directions = compare_directions(*runs, rename=named, selection=selection)
     found = with_directions(comparison.result(), directions)
     found = with_earlier_states(found, runs, named)
@@ -189,12 +199,28 @@ def compare(
     return replace(found, notes=(*notes, *found.notes)) if notes else found
 
 
+_NEW_OBJECTS = 10_000
+"""Objects after which the garbage collector looks for cycles, in place of 700. Until then, what cycles hold stays."""
+
+
+@contextmanager
+def few_collections() -> Iterator[None]:
+    """Inside this context, Python looks for cycles less often: a step makes many objects, and no cycles."""
+    before = gc.get_threshold()
+    if 0 < before[0] < _NEW_OBJECTS:
+        gc.set_threshold(_NEW_OBJECTS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
 def _compared(
     comparison: RunningComparison, baseline: RunStep | None, candidate: RunStep | None
 ) -> tuple[int | None, bool]:
     """Number of a step that was compared, and whether it has findings. Nothing else of it is kept."""
     compared = comparison.feed(baseline, candidate)
-    return (None, False) if compared is None else (compared.aligned.step, bool(compared.findings))
+    return (None, False) if compared is None else (compared.step, bool(compared.findings))
 
 
 def _refuse_candidate_as_noise(candidate: Recording, noise: Sequence[Recording]) -> None:

@@ -18,7 +18,7 @@ from traindiff.analyse.merge.distance import Pair, best_fit, rounded_to
 from traindiff.analyse.merge.site import MergedSite
 from traindiff.analyse.noise.lost import num_lost_rows
 from traindiff.core.shards import BUCKETS, OPEN, Shard
-from traindiff.core.summary import SKETCH_SIZE, UNIT_ROUNDOFF, distance, finite_count, nonfinite_count, norm, number
+from traindiff.core.summary import SKETCH_SIZE, UNIT_ROUNDOFF, distance, finite_count, nonfinite_count, norm_of, number
 
 
 def diagnose(case: Case) -> Diagnosis:
@@ -73,12 +73,12 @@ def whole_numbers(case: Case) -> Diagnosis | None:
 
 def vanished(case: Case) -> Diagnosis | None:
     """All zero on one side only."""
-    if float(norm(case.candidate.summary)) == 0.0:
+    if norm_of(case.candidate.summary) == 0.0:
         if case.candidate.key.phase == "update":
             message = "The candidate's step did not change this parameter; the baseline's did."
             return Diagnosis(kind="never-updated", message=message)
         return Diagnosis(kind="zero", message="The candidate's is all zero; the baseline's is not.")
-    if float(norm(case.baseline.summary)) == 0.0:
+    if norm_of(case.baseline.summary) == 0.0:
         return Diagnosis(kind="zero", message="The baseline's is all zero; the candidate's is not.")
     return None
 

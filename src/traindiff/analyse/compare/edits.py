@@ -15,7 +15,7 @@ from traindiff.analyse.merge.distance import difference
 from traindiff.analyse.merge.site import MergedSite, SiteKey, finding_at
 from traindiff.analyse.rules.rule import RunFacts
 from traindiff.core.observation import BEFORE, EDITED, MASTER
-from traindiff.core.summary import UNIT_ROUNDOFF, distance, norm
+from traindiff.core.summary import UNIT_ROUNDOFF, distance, norm_of
 
 _GAIN = 8.0
 """How far the same edit may pull apart parameters that differ already: clipping does not, scaling by 2 does twice."""
@@ -86,7 +86,7 @@ class EditsApart:
             return []
         now = (pair.baseline.summary, pair.candidate.summary)
         moved = [float(distance(*both)) for both in zip(left, now, strict=True)]
-        size, before, whole = float(distance(*now)), float(distance(*left)), float(norm(now[0]))
+        size, before, whole = float(distance(*now)), float(distance(*left)), norm_of(now[0])
         u = max(UNIT_ROUNDOFF.get(one.dtype, 0.0) for one in (pair.baseline, pair.candidate))
         roundings = _ROUNDINGS
         if path in self._unheld and path not in self._gradients and path not in self._mastered:

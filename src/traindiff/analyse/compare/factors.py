@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from traindiff.analyse.findings import micro_steps_text
 from traindiff.analyse.merge.site import MergedSite
+from traindiff.analyse.noise.gradients import median
 from traindiff.core.summary import UNIT_ROUNDOFF
 
 
@@ -99,7 +100,7 @@ def _common(factors: NDArray[np.float64]) -> float:
     Of two terms that are both there, either could be the odd one, and each should have the factor 1.
     """
     if len(factors) > 2:
-        return float(np.median(factors))
+        return median(factors.tolist())
     small, large = sorted(map(float, factors), key=abs)
     return large if abs(small) < LOST * abs(large) else 1.0
 

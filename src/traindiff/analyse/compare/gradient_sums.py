@@ -13,7 +13,7 @@ from traindiff.analyse.compare.mixtures import DISTINCT, FEW, Mixture, mixture
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import best_fit
 from traindiff.analyse.rules.carried import GradientsAreCleared
-from traindiff.core.summary import distance, finite_count, norm
+from traindiff.core.summary import distance, finite_count, norm_of
 
 LATE = 0.02
 """A tensor is one step late if its difference from the step before is at most this part of its difference."""
@@ -23,7 +23,7 @@ def late(case: Case) -> Diagnosis | None:
     """The baseline's tensor of the step before; a gradient may also be a multiple of it, as clipping makes it."""
     if case.previous is None or int(case.previous["count"]) != int(case.candidate.summary["count"]):
         return None
-    size = float(norm(case.previous))
+    size = norm_of(case.previous)
     apart = float(distance(case.previous, case.candidate.summary)) / size if size else math.inf
     if apart <= LATE * min(case.difference, 1.0):
         return Diagnosis(

@@ -11,7 +11,7 @@ from typing import Any
 from traindiff.analyse.align.exact import EXACT_KINDS, SettingChanges, check_random_state, other_buffers
 from traindiff.analyse.align.pairs import in_baseline_order
 from traindiff.analyse.align.side import RUNS, gradient_norms
-from traindiff.analyse.align.two_runs import AlignedStep, TwoRuns
+from traindiff.analyse.align.two_runs import AlignedStep, RepeatedStep, TwoRuns
 from traindiff.analyse.compare.accepted import without_accepted
 from traindiff.analyse.compare.bits import ASKED, unknown_bits_note
 from traindiff.analyse.compare.circumstances import (
@@ -72,9 +72,16 @@ from traindiff.core.site import label
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedStep:
-    """One step of two runs, compared: the aligned step, and its findings in execution order."""
+    """One step of two runs, compared: its findings, in execution order.
 
-    aligned: AlignedStep
+    Attributes:
+        step: Its number.
+        aligned: The step; None if it only repeats the one before, and has no findings.
+        findings: Its findings.
+    """
+
+    step: int
+    aligned: AlignedStep | None
     findings: tuple[Finding, ...]
 
 
@@ -160,27 +167,38 @@ class RunningComparison:
 
     def feed(self, baseline: RunStep | None, candidate: RunStep | None) -> ComparedStep | None:
         """Compare one step of both runs (see `TwoRuns.pair`); None if it was not compared."""
-        given = self.runs.pair(baseline, candidate)
-        if given is None:
+        seen = self._seen(baseline, candidate)
+        if seen is None:
             if baseline is not None:
                 self._judge.remember(baseline.optimizer, baseline.table.values())
             return None
         assert baseline is not None
         assert candidate is not None
-        turns, own = self._turns.findings(baseline, candidate), self._of_one_run(given)
-        if self._same is not None and not (turns or own) and self._same.waits(given, baseline):
-            return ComparedStep(aligned=given, findings=())
+        turns, own = self._turns.findings(baseline, candidate), self._of_one_run(seen)
+        if self._same is not None and not (turns or own) and self._same.waits(seen, baseline):
+            aligned = None if isinstance(seen, RepeatedStep) else seen
+            return ComparedStep(step=seen.step, aligned=aligned, findings=())
+        given = self.runs.aligned(seen) if isinstance(seen, RepeatedStep) else seen
         self._judge_waiting()
         findings = self._step(given, turns, own)
         if self._same is not None:
             self._same.judged(given, baseline)
         if baseline.operators or candidate.operators:
             self._search_operators(findings, baseline, candidate)
-        return ComparedStep(aligned=given, findings=tuple(findings))
+        return ComparedStep(step=given.step, aligned=given, findings=tuple(findings))
+
+    def _seen(self, baseline: RunStep | None, candidate: RunStep | None) -> AlignedStep | RepeatedStep | None:
+        """A step of both runs; None if only one has it. It is aligned if it does not only repeat the one before."""
+        if self._same is None:
+            return self.runs.pair(baseline, candidate)
+        if (repeated := self.runs.again(baseline, candidate)) is not None:
+            return repeated
+        self._same.align(self.runs)
+        return self.runs.pair(baseline, candidate)
 
     def _judge_waiting(self) -> None:
         """Judge the latest of the steps that wait, for all of them."""
-        if self._same is not None and (given := self._same.taken()) is not None:
+        if self._same is not None and (given := self._same.taken(self.runs)) is not None:
             self._step(given, (), ())
             self._same.count(given.step)
 
@@ -189,7 +207,9 @@ class RunningComparison:
         self._judge_waiting()
         baseline, candidate = self.runs.runs
         calibration = self._measured.calibration
-        found, alone, listed = without_accepted(self._accepted, self._judge.findings, self.runs.presence.sides())
+        rows = self._judge.sites.rows()
+        left = without_accepted(self._accepted, self._judge.findings, self.runs.presence.sides(), rows)
+        alone = left.alone
         losses = [any(one.phase == "loss" for one in side) for side in alone]
         self._judge.loss_of_one_run = losses[0] != losses[1]
         self._judge.regrouped = self.runs.uneven.calls.keys()
@@ -207,16 +227,17 @@ class RunningComparison:
             *notes,
             *self._further_notes(),
             *self._other_evaluations.notes(),
-            *listed,
+            *left.notes,
+            *filter(None, [left.follows]),
         ]
-        findings, representation = self._explained(found), ()
+        findings, representation = self._explained(left.findings), ()
         if self._judge.only_representation_differs:
             findings, representation = (), findings
             notes.insert(0, representation_note(representation))
         return Comparison(
             baseline=baseline.path,
             candidate=candidate.path,
-            verdict=self._word(findings, incomplete=incomplete or bool(self._other_evaluations.steps)),
+            verdict=self._word(findings, incomplete=incomplete or bool(self._other_evaluations.steps or left.follows)),
             calibrated=calibration.is_known and not (self._uncovered or calibration.is_partial),
             noise=calibration.to_json(),
             findings=findings,
@@ -224,7 +245,9 @@ class RunningComparison:
             unaligned=alone,
             steps=self._steps(findings),
             notes=tuple(notes),
-            differences=self._judge.sites.rows(),
+            differences=rows,
+            accepted_sites=left.accepted,
+            ignored_sites=left.ignored,
             history=self._history,
             zooms=tuple(self._operators.found),
             first_bit_difference=self._judge.first_bit_difference,
@@ -266,14 +289,16 @@ class RunningComparison:
         self._judge.add(others)
         return [*found, *others]
 
-    def _of_one_run(self, given: AlignedStep) -> list[Finding]:
+    def _of_one_run(self, given: AlignedStep | RepeatedStep) -> list[Finding]:
         """Faults that only one run has; each run is judged with its own tensors, before a map joins any."""
-        tables = [
-            own.own.table if own.unmapped else table for own, table in zip(given.sides, given.tables, strict=True)
-        ]
+        if isinstance(given, RepeatedStep):  # there is no map
+            tables, same = list(given.tables), True
+        else:
+            sides = zip(given.sides, given.tables, strict=True)
+            tables, same = [own.own.table if own.unmapped else table for own, table in sides], given.same
         return [
             with_names(one, self.runs.copies[RUNS.index(one.evidence["run"])], self._rename)
-            for one in self._both.findings(tables, step=given.step, same=given.same)
+            for one in self._both.findings(tables, step=given.step, same=same)
         ]
 
     def _evaluation(
@@ -407,7 +432,7 @@ class RunningComparison:
         if self._judge.nan_in_both:
             notes.append(f"NaN at the same places in both runs, first at {self._judge.nan_in_both[0]}.")
         notes += [f"--rename {rule} changes no path of the candidate." for rule in self._rename.unused]
-        notes += [*filter(None, [self.runs.map.note()]), *self.runs.map.notes]
+        notes += [*filter(None, [self.runs.singletons.note(), self.runs.map.note()]), *self.runs.map.notes]
         notes += other_models(*self.runs.sides)
         notes += other_dtypes(self._other_dtypes)
         notes += self._notes
@@ -421,7 +446,8 @@ class RunningComparison:
             return "misaligned" if findings[0].kind in EXACT_KINDS else "diverged"
         if incomplete or (self._identical and self._judge.unknown_bits):
             return "incomplete"
-        equal = self._judge.all_equal and not self._judge.findings and not self.runs.map.is_unplaced
+        in_parts = self.runs.map.is_unplaced or self.runs.singletons.sites
+        equal = self._judge.all_equal and not self._judge.findings and not in_parts
         return "identical" if equal else "equivalent"
 
 

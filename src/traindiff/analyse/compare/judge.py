@@ -320,7 +320,8 @@ class BothRuns:
         self._common = common
         rules = [rule for rule in RULES if rule.tells_runs_apart]
         self._strict = [RunJudge(rules, one) for one in facts]
-        self._lenient = [RunJudge(rules, one, strictness=LENIENT) for one in facts]
+        sizes = [rule for rule in rules if rule.judges_sizes]
+        self._lenient = [RunJudge(sizes, one, strictness=LENIENT) for one in facts]
         self.shared: dict[str, str] = {}
         self._facts = facts
         self._alike = facts[0] == facts[1]
@@ -353,7 +354,8 @@ class BothRuns:
         strict = [judge.step(table, step=step) for judge, table in zip(self._strict, tables, strict=False)]
         lenient = [
             {(one.kind, common(one.path)) for one in judge.step(table, step=step)}
-            for judge, table, common in zip(self._lenient, tables, self._common, strict=False)
+            | {(kind, common(path)) for kind, path in strictly.of_any_strictness}
+            for judge, strictly, table, common in zip(self._lenient, self._strict, tables, self._common, strict=False)
         ]
         if self._alike:
             strict, lenient = strict * 2, lenient * 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from traindiff.analyse.compare.case import Diagnosis
 from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.noise.moments import Moved
-from traindiff.core.summary import norm
+from traindiff.core.summary import norm_of
 
 KIND = "systematic"
 """Kind of a finding about a norm or a sum."""
@@ -17,7 +17,7 @@ def systematic(pair: Pair, moved: Moved) -> Diagnosis:
     times = f"{moved.apart / moved.unit:.3g} x what rounding would change it"
     evidence = {"statistic": moved.statistic, "units": moved.apart / moved.unit}
     if moved.statistic == "norm":
-        factor = float(norm(candidate)) / float(norm(baseline))
+        factor = norm_of(candidate) / norm_of(baseline)
         message = f"The norm is {factor:.6g} x the baseline's: {times}."
         return Diagnosis(kind=KIND, message=message, evidence={**evidence, "factor": factor})
     sums = float(baseline["sum"]), float(candidate["sum"])

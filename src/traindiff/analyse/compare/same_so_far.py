@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from traindiff.analyse.align.side import gradient_norms
-from traindiff.analyse.align.two_runs import AlignedStep
+from traindiff.analyse.align.two_runs import AlignedStep, RepeatedStep, TwoRuns
 from traindiff.analyse.compare.judge import Judge
 from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.recorded_calls import clips
 from traindiff.analyse.merge.run_steps import RunStep
-from traindiff.analyse.merge.site import SiteKey
-from traindiff.analyse.noise.lost import lost_in_rounding
+from traindiff.analyse.merge.site import MergedSite, SiteKey
+from traindiff.analyse.noise.lost import FLOWING, lost_in_rounding
 from traindiff.analyse.noise.nonlinear import FEW
 
 
@@ -34,21 +34,24 @@ class SameSoFar:
         self._layout: object = None  # of the step that was judged last, if later ones may wait
         self._sites: list[SiteKey] = []  # of it
         self._lost: frozenset[SiteKey] = frozenset()  # sites that have no floor in the waiting step
-        self._waiting: AlignedStep | None = None
+        self._waiting: AlignedStep | RepeatedStep | None = None
         self._num_waiting = 0
 
-    def waits(self, given: AlignedStep, baseline: RunStep) -> bool:
+    def waits(self, given: AlignedStep | RepeatedStep, baseline: RunStep) -> bool:
         """True if a step need not be judged before the next one; it is kept in place of the one before."""
-        if self._layout is None or baseline.layout is not self._layout or not given.same:
+        if self._layout is None or baseline.layout is not self._layout:
             return False
-        if not self._is_plain(given, baseline):
+        if isinstance(given, RepeatedStep):  # it has nothing but what the step before has
+            if not baseline.finite or baseline.operators or baseline.products or not self._has_sites(given):
+                return False
+        elif not (given.same and self._is_plain(given, baseline) and _sites_of(given) == self._sites):
             return False
-        lost = _without_floors(given.pairs)
-        if [pair.baseline.key for pair in given.pairs] != self._sites or (self._num_waiting and not lost <= self._lost):
+        lost = _without_floors(self._entries(given))
+        if self._num_waiting and not lost <= self._lost:
             return False  # a site keeps the floor of the latest step in which it had one
         self._lost = lost
-        if self._waiting is not None:
-            self._judge.run.note_states(self._waiting.pairs)  # the floors of running averages know the step before
+        if self._waiting is not None:  # the floors of running averages know the step before
+            self._judge.run.note_states(self._entries(self._waiting))
         self._waiting = given
         self._num_waiting += 1
         return True
@@ -59,11 +62,29 @@ class SameSoFar:
         plain = self._is_plain(given, baseline) and judge.all_equal and not judge.findings
         decided = not judge.run.mixing and not any(map(self._is_undecided, given.pairs))
         self._layout = baseline.layout if plain and decided else None
-        self._sites = [pair.baseline.key for pair in given.pairs]
+        self._sites = _sites_of(given)
 
-    def taken(self) -> AlignedStep | None:
+    def _entries(self, given: AlignedStep | RepeatedStep) -> list[MergedSite]:
+        """The baseline's sites of a step that waits, in the order in which they are judged."""
+        if isinstance(given, RepeatedStep):
+            return [given.table[key] for key in self._sites]
+        return [pair.baseline for pair in given.pairs]
+
+    def _has_sites(self, given: RepeatedStep) -> bool:
+        """True if a step has the updates that were judged last; all other sites are those of the step before."""
+        judged = {key for key in self._sites if key[:2] == ("update", "")}
+        return judged == {entry.key for entry in given.side.updates} and all(map(given.table.__contains__, self._sites))
+
+    def align(self, runs: TwoRuns) -> None:
+        """Align the step that waits, before the runs go on to one that does not repeat it."""
+        if isinstance(self._waiting, RepeatedStep):
+            self._waiting = runs.aligned(self._waiting)
+
+    def taken(self, runs: TwoRuns) -> AlignedStep | None:
         """The latest step that waits, which is judged now; None if there is none."""
+        self.align(runs)
         waiting, self._waiting = self._waiting, None
+        assert not isinstance(waiting, RepeatedStep)
         return waiting
 
     def count(self, step: int) -> None:
@@ -88,8 +109,20 @@ class SameSoFar:
         return key.phase == "update" and not known and int(pair.baseline.summary["count"]) >= FEW
 
 
-def _without_floors(pairs: Sequence[Pair]) -> frozenset[SiteKey]:
-    """Sites whose floor in a step may be no measure for later steps: what is lost in rounding, or is zero."""
-    rests = (pair for pair in pairs if pair.baseline.key.phase in ("grad", "update"))
-    zero = (pair.baseline.key for pair in rests if not pair.baseline.summary["sum_of_squares"])
+def _sites_of(given: AlignedStep) -> list[SiteKey]:
+    return [pair.baseline.key for pair in given.pairs]
+
+
+def _without_floors(entries: Sequence[MergedSite]) -> frozenset[SiteKey]:
+    """Sites whose floor in a step may be no measure for later steps: what is lost in rounding, or is zero.
+
+    Args:
+        entries: Those of the baseline; the candidate's have the same bits.
+    """
+    zero = (one.key for one in entries if one.key.phase in _RESTS and not one.summary["sum_of_squares"])
+    pairs = [Pair(baseline=one, candidate=one) for one in entries if one.key.phase in FLOWING]
     return frozenset((*lost_in_rounding([*pairs, *gradient_norms(pairs)]), *zero))
+
+
+_RESTS = ("grad", "update")
+"""Phases in which a tensor may be zero because nothing moves."""

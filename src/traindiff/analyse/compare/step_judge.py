@@ -24,6 +24,7 @@ from traindiff.analyse.merge.distance import (
     best_fit,
     difference,
     differing_ranks,
+    measure,
     num_losses,
     rescaled,
 )
@@ -32,7 +33,7 @@ from traindiff.analyse.noise.gradients import common_factor
 from traindiff.analyse.noise.moments import Moved
 from traindiff.analyse.noise.site_floors import SiteFloors
 from traindiff.core.observation import ALL_GRADIENTS, is_of_evaluation
-from traindiff.core.summary import norm, rounding
+from traindiff.core.summary import norm_of, rounding
 
 LOGGED = "logged"
 """Slot of the numbers that a training reports."""
@@ -40,6 +41,7 @@ LOGGED = "logged"
 
 def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
     """Judge a step, add it to `judge`, and return its own findings in order. Steps must be given in order."""
+    measure(given.pairs)
     judge.run.settings_differ |= any(finding.kind == "hyper-parameter" for finding in given.found)
     judge.every_bit = bool(given.every_bit)
     if given.first:
@@ -286,7 +288,7 @@ class StepJudge:
         if factor is not None:
             return factor, floors
         limits = {
-            pair.baseline.key: (limit, float(norm(pair.candidate.summary)) / float(norm(pair.baseline.summary)))
+            pair.baseline.key: (limit, norm_of(pair.candidate.summary) / norm_of(pair.baseline.summary))
             for pair in pairs
             if (limit := self._floors.norm_limit(pair, floors[pair.baseline.key])) is not None
         }
@@ -379,8 +381,8 @@ class StepJudge:
                 **shape.evidence,
                 **({"losses": losses} if losses[0] != losses[1] else {}),
                 "dtype": pair.baseline.dtype,
-                "baseline_norm": float(norm(pair.baseline.summary)),
-                "candidate_norm": float(norm(pair.candidate.summary)),
+                "baseline_norm": norm_of(pair.baseline.summary),
+                "candidate_norm": norm_of(pair.candidate.summary),
             },
         )  # fmt: skip
 

@@ -6,7 +6,7 @@ import math
 
 from traindiff.analyse.compare.case import Diagnosis
 from traindiff.analyse.merge.distance import Pair, difference, is_transposed
-from traindiff.core.summary import nonfinite_count, norm
+from traindiff.core.summary import nonfinite_count, norm_of
 
 
 def unlike(pair: Pair, *, broken: bool) -> Diagnosis | None:
@@ -21,7 +21,7 @@ def unlike(pair: Pair, *, broken: bool) -> Diagnosis | None:
         return _unplaced(pair)
     size = difference(pair)
     if is_transposed(pair) and not broken and size is not None and math.isfinite(size):
-        norms = f"{float(norm(baseline.summary)):.6g} in the baseline and {float(norm(candidate.summary)):.6g}"
+        norms = f"{norm_of(baseline.summary):.6g} in the baseline and {norm_of(candidate.summary):.6g}"
         message = f"One run holds it transposed, and the norms differ: {norms} in the candidate."
         return Diagnosis(kind="value", message=message)
     if baseline.shape != candidate.shape:
@@ -45,8 +45,8 @@ def _unplaced(pair: Pair) -> Diagnosis:
     of_rows = pair.baseline.key.phase in ("batch", "forward", "backward")
     its = "Over all micro-batches together, its" if of_rows else "Its"
     message = (
-        f"{its} norm is {float(norm(baseline)):.6g} in the baseline and "
-        f"{float(norm(candidate)):.6g} in the candidate, its sum {float(baseline['sum']):.6g} and "
+        f"{its} norm is {norm_of(baseline):.6g} in the baseline and "
+        f"{norm_of(candidate):.6g} in the candidate, its sum {float(baseline['sum']):.6g} and "
         f"{float(candidate['sum']):.6g}."
     )
     return Diagnosis(kind="value", message=message)

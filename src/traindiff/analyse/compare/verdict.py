@@ -13,6 +13,7 @@ from traindiff.analyse.findings import SITE_WORDS, Finding, SiteWord, finite, ra
 from traindiff.analyse.merge.history import DifferenceHistory
 from traindiff.analyse.signs import Similarities
 from traindiff.analyse.story import of_comparison
+from traindiff.core.shown import Shown
 from traindiff.core.site import ROOT
 
 Word = Literal["identical", "equivalent", "diverged", "misaligned", "incomplete"]
@@ -112,8 +113,8 @@ def joined_rows(rows: Iterable[SiteDifference]) -> tuple[SiteDifference, ...]:
     return tuple(found.values())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Comparison(Shown):
     """The result of comparing two recordings; `str()` of it is the report in the terminal.
 
     Attributes:
@@ -133,6 +134,8 @@ class Comparison:
         history: Every site's difference in every step; None unless it was asked for. No part of the JSON.
         directions: How many elements of gradients have the same direction in both runs; None where one has no signs.
         first_bit_difference: The first site in execution order whose bits are known to differ; None if there is none.
+        accepted_sites: Number of sites that differ and are accepted, so that they are no findings.
+        ignored_sites: The same for ignored sites.
     """
 
     baseline: str
@@ -150,6 +153,8 @@ class Comparison:
     history: DifferenceHistory | None = field(default=None, compare=False, repr=False)
     directions: Similarities | None = None
     first_bit_difference: Finding | None = None
+    accepted_sites: int = 0
+    ignored_sites: int = 0
 
     @property
     def first_divergence(self) -> Finding | None:
@@ -182,6 +187,8 @@ class Comparison:
             "unaligned": [[one.to_json() for one in side] for side in self.unaligned],
             "words": self.words,
             "sites": [row.to_json() for row in self.differences if row.word != "identical"],
+            "accepted_sites": self.accepted_sites,
+            "ignored_sites": self.ignored_sites,
             "noise": None if self.noise is None else dict(self.noise),
             "steps": list(self.steps),
             "notes": list(self.notes),

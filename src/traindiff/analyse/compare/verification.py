@@ -10,6 +10,7 @@ from traindiff.analyse import next_commands
 from traindiff.analyse.compare.verdict import EXIT_CODES, Comparison, Word
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.story import of_verification
+from traindiff.core.shown import Shown
 
 SCHEMA_NAME = "traindiff-verification"
 
@@ -194,8 +195,8 @@ def _indented(stack: str, rank: int) -> Iterator[str]:
     yield from (f"    {line}" for line in lines)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verification:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Verification(Shown):
     """The result of `traindiff.verify`; `str()` of it is the report in the terminal.
 
     Attributes:

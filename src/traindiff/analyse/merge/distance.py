@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,19 +14,49 @@ from traindiff.analyse.merge.placed_parts import are_known, hold_same_parts
 from traindiff.analyse.merge.rank_codes import Codes, codes_of, differing_rank, terms_of
 from traindiff.analyse.merge.site import MergedSite, RankPart
 from traindiff.core.shards import BUCKETS, Shard
-from traindiff.core.summary import UNIT_ROUNDOFF, distance, finite_count, nonfinite_count, norm, scale
+from traindiff.core.summary import UNIT_ROUNDOFF, distance, finite_count, nonfinite_count, norm_of, scale
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Pair:
-    """One site in both runs."""
+    """One site in both runs. What is measured of it is kept, so neither side may be replaced.
+
+    Attributes:
+        baseline: The baseline's side.
+        candidate: The candidate's side.
+        known_bits: What `equal_bits` found; None before.
+        known_apart: Distance of the sketches; None before it was measured.
+        known_difference: What `difference` found, alone in a tuple; None before.
+    """
 
     baseline: MergedSite
     candidate: MergedSite
+    known_bits: bool | None = field(default=None, init=False, repr=False, compare=False)
+    known_apart: float | None = field(default=None, init=False, repr=False, compare=False)
+    known_difference: tuple[float | None] | None = field(default=None, init=False, repr=False, compare=False)
+
+
+def measure(pairs: Iterable[Pair]) -> None:
+    """Measure the distances of the sketches of many pairs at once, for `difference`."""
+    apart = [pair for pair in pairs if pair.known_apart is None and not equal_bits(pair)]
+    if apart:
+        sides = (
+            [pair.baseline.summary["sketch"] for pair in apart],
+            [pair.candidate.summary["sketch"] for pair in apart],
+        )
+        found = distance(*({"sketch": np.array(sketches)} for sketches in sides))
+        for pair, size in zip(apart, found.tolist(), strict=True):
+            pair.known_apart = size
 
 
 def equal_bits(pair: Pair) -> bool:
     """True if both sides are known to hold the same bits, or to follow from the same bits."""
+    if pair.known_bits is None:
+        pair.known_bits = _have_equal_bits(pair)
+    return pair.known_bits
+
+
+def _have_equal_bits(pair: Pair) -> bool:
     baseline, candidate = pair.baseline, pair.candidate
     if baseline.origin or candidate.origin:
         return baseline.origin == candidate.origin
@@ -103,6 +133,12 @@ def difference(pair: Pair) -> float | None:
         0 for equal bits; inf if shapes or non-finite elements differ, or if only the baseline is all zero; None for
         whole numbers that differ, which have no distance.
     """
+    if pair.known_difference is None:
+        pair.known_difference = (_difference(pair),)
+    return pair.known_difference[0]
+
+
+def _difference(pair: Pair) -> float | None:
     baseline, candidate = pair.baseline, pair.candidate
     if equal_bits(pair):
         return 0.0
@@ -116,7 +152,9 @@ def difference(pair: Pair) -> float | None:
         return math.inf
     if baseline.exact and candidate.exact and baseline.summary["nonfinite"] != candidate.summary["nonfinite"]:
         return math.inf
-    apart, size = float(distance(baseline.summary, candidate.summary)), float(norm(baseline.summary))
+    if pair.known_apart is None:
+        pair.known_apart = float(distance(baseline.summary, candidate.summary))
+    apart, size = pair.known_apart, norm_of(baseline.summary)
     if not math.isfinite(apart):  # moments that overflowed float64
         return math.inf
     return apart / size if size else math.inf if apart else 0.0
@@ -138,7 +176,7 @@ ESTIMATED_PERMUTED_NORMS = 0.5
 
 def norms_apart(pair: Pair) -> float:
     """Relative difference of the two norms, which do not depend on the order of the elements."""
-    baseline, candidate = float(norm(pair.baseline.summary)), float(norm(pair.candidate.summary))
+    baseline, candidate = norm_of(pair.baseline.summary), norm_of(pair.candidate.summary)
     return abs(candidate - baseline) / baseline if baseline else math.inf if candidate else 0.0
 
 
@@ -175,8 +213,8 @@ def _unplaced_difference(pair: Pair) -> float:
     baseline, candidate = pair.baseline.summary, pair.candidate.summary
     if any(int(baseline[name]) != int(candidate[name]) for name in ("count", *_NONFINITE)):
         return math.inf
-    size, moved = float(norm(baseline)), abs(float(candidate["sum"] - baseline["sum"]))
-    other = float(norm(candidate))
+    size, moved = norm_of(baseline), abs(float(candidate["sum"] - baseline["sum"]))
+    other = norm_of(candidate)
     longer = abs(other - size)
     if has_estimated_norm(pair.baseline) or has_estimated_norm(pair.candidate):
         longer = 0.0 if max(size, other) <= (1.0 + ESTIMATED_NORMS) * min(size, other) else longer

@@ -15,7 +15,7 @@ from traindiff.analyse.findings import SITE_WORDS, SiteWord, ratio_of
 from traindiff.analyse.merge.distance import Pair, differences_by_rank
 from traindiff.analyse.merge.site import GRADIENT_NORM, MergedSite, SiteKey, StepTable, gradient_norm
 from traindiff.core.observation import SAMPLE
-from traindiff.core.summary import UNIT_ROUNDOFF, largest, nonfinite_count, norm, number
+from traindiff.core.summary import UNIT_ROUNDOFF, largest, nonfinite_count, norm_of, number
 
 MAX_CELLS = 1 << 21
 """Limit of sites times columns: 2 million take 8 MB for each number."""
@@ -272,4 +272,4 @@ class DifferenceHistory:
 def _size(entry: MergedSite) -> float:
     if entry.shape == () and int(entry.summary["count"]) == 1:
         return number(entry.summary)
-    return float(norm(entry.summary))
+    return norm_of(entry.summary)

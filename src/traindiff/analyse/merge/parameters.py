@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -18,11 +18,15 @@ class Updates:
 
     The sketch of an update is the difference of two sketches. In float64 that leaves about ten digits of an update a
     millionth the size of its parameter.
+
+    Attributes:
+        parameters: By path: the parameters as they were seen last.
+        ended: By path: the last step after which a parameter was seen.
     """
 
     def __init__(self) -> None:
-        self._parameters: dict[str, MergedSite] = {}
-        self._ended: dict[str, int] = {}  # by path: the last step after which a parameter was seen
+        self.parameters: dict[str, MergedSite] = {}
+        self.ended: dict[str, int] = {}
 
     def derive(self, table: dict[SiteKey, MergedSite], *, step: int) -> tuple[list[MergedSite], dict[str, MergedSite]]:
         """Entries of phase `update`, and the parameters as this step found them, by path."""
@@ -32,12 +36,12 @@ class Updates:
                 if key.stage == EDITED and not _of_same_copy(entry, table.get(key._replace(stage=""))):
                     elsewhere[key.path] = entry.without_parts()
                     continue
-                if key.stage == "before" and self._ended.get(key.path, -1) >= step:
+                if key.stage == "before" and self.ended.get(key.path, -1) >= step:
                     continue  # of another optimizer, which has taken this step before: what it found is past
-                self._parameters[key.path] = entry.without_parts(np.array(entry.summary)[()])
-                self._ended.pop(key.path, None)
+                self.parameters[key.path] = entry.without_parts(np.array(entry.summary)[()])
+                self.ended.pop(key.path, None)
         # An update is unknown if ranks are missing before or after it.
-        before = {path: entry for path, entry in self._parameters.items() if not entry.unobserved}
+        before = self.known
         moved: list[tuple[MergedSite, MergedSite]] = []
         after = [entry for key, entry in table.items() if key[:2] == ("param", "") and key.slot == "value"]
         kept = np.array([entry.summary for entry in after], dtype=SUMMARY)  # a view would keep the step in memory
@@ -47,12 +51,26 @@ class Updates:
                 old is not None
                 and not entry.unobserved
                 and old.shape == entry.shape
-                and self._ended.get(path, step - 1) == step - 1
+                and self.ended.get(path, step - 1) == step - 1
             ):
                 moved.append((old, entry))
-            self._parameters[path] = entry.without_parts(summary)
-            self._ended[path] = step
+            self.parameters[path] = entry.without_parts(summary)
+            self.ended[path] = step
         return _updates(moved), {**before, **{path: entry for path, entry in elsewhere.items() if not entry.unobserved}}
+
+    def follow(self, other: Updates, paths: Iterable[str]) -> None:
+        """Take over what another run knows of parameters, after steps in which both runs had the same of them."""
+        for path in paths:
+            if path in other.parameters:
+                self.parameters[path] = other.parameters[path]
+            self.ended.pop(path, None)
+            if path in other.ended:
+                self.ended[path] = other.ended[path]
+
+    @property
+    def known(self) -> dict[str, MergedSite]:
+        """Those of `parameters` that have numbers."""
+        return {path: entry for path, entry in self.parameters.items() if not entry.unobserved}
 
 
 def _of_same_copy(edited: MergedSite, after: MergedSite | None) -> bool:

@@ -13,7 +13,7 @@ from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.placed_parts import Abridged, PlacedParts, ranks_of
 from traindiff.analyse.merge.placed_parts import RankPart as RankPart
 from traindiff.core.observation import ALL_GRADIENTS, LOSS_SCALE, Observation
-from traindiff.core.summary import empty, nonfinite_count, number
+from traindiff.core.summary import empty, is_finite, number
 from traindiff.storage import Places
 
 _GROUP = re.compile(r"(.*)\.groups\[(\d{1,9})\]")
@@ -139,7 +139,7 @@ GRADIENT_NORM = SiteKey("grad", "", ALL_GRADIENTS, "norm")
 
 def gradient_norm(gradients: Sequence[MergedSite]) -> MergedSite:
     """The norm of several gradients, recomputed from their summaries; NaN if one of them is not finite."""
-    broken = any(nonfinite_count(one.summary) for one in gradients)
+    broken = not all(is_finite(one.summary) for one in gradients)
     value = math.nan if broken else math.sqrt(sum(float(one.summary["sum_of_squares"]) for one in gradients))
     order = max(one.order for one in gradients)
     return MergedSite(

@@ -89,11 +89,15 @@ class FailedTaps:
         """Note the gaps of a step; `other` is the same step of the run that it is compared with, if any."""
         self.in_step = {}
         for key, entry in table.items():
+            if not entry.unobserved:
+                continue
             if _is_fault(key, entry):
                 fault = _Fault(key.slot, step, entry.unobserved)
                 self.ranks.setdefault(fault, []).extend(part.rank for part in entry.parts)
             elif entry.unobserved.startswith((UNSEEN, MAYBE_UNSEEN)):
                 self.in_step[_lost_with(key)] = entry
+        if not self.in_step:
+            return
         seen = [key for one in (table, other or {}) for key, entry in one.items() if not entry.unobserved]
         unseen = [lost for lost, entry in self.in_step.items() if entry.unobserved.startswith(UNSEEN)]
         for lost, entry in self.in_step.items():
@@ -129,13 +133,13 @@ def without_lost(table: StepTable, lost: Iterable[Lost]) -> dict[SiteKey, Merged
     for one in lost:
         if one.path != ITSELF:
             at.setdefault(one.path, []).append(one)
+    some = bool(everywhere or at)
     return {
         key: entry
         for key, entry in table.items()
         if not (
-            _is_fault(key, entry)
-            or entry.unobserved.startswith((UNSEEN, MAYBE_UNSEEN))
-            or any(_covers(one, key) for one in (*everywhere, *at.get(key.path, ())))
+            (entry.unobserved and (_is_fault(key, entry) or entry.unobserved.startswith((UNSEEN, MAYBE_UNSEEN))))
+            or (some and any(_covers(one, key) for one in (*everywhere, *at.get(key.path, ()))))
         )
     }
 

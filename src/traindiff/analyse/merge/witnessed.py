@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from traindiff.analyse.merge.recorded_calls import clips
 from traindiff.analyse.merge.site import MergedSite, RankPart, SiteKey, StepTable
 from traindiff.core.observation import WITNESS
-from traindiff.core.summary import UNIT_ROUNDOFF, norm
+from traindiff.core.summary import UNIT_ROUNDOFF, norm_of
 from traindiff.core.witness import (
     CONTRIBUTED,
     CONVERTED,
@@ -110,7 +110,7 @@ def witnessed(table: StepTable) -> list[Witnessed]:
 
 
 def _norm(entry: MergedSite | None) -> float:
-    return 0.0 if entry is None or entry.unobserved else float(norm(entry.summary))
+    return 0.0 if entry is None or entry.unobserved else norm_of(entry.summary)
 
 
 def _witnessed(expected: MergedSite, given: MergedSite, gradient: MergedSite, size: float) -> Witnessed | None:

@@ -86,6 +86,8 @@ class TurnedChoices:
 
     def at(self, pair: Pair) -> Choice | None:
         """The choice of rows that a module computes, if rounding turned a part of it: then rows do not correspond."""
+        if not self._choices:
+            return None
         of_module = (one for one in self._before(pair) if one.gathered and pair.baseline.key.path in one.chosen)
         return next(of_module, None)
 
@@ -97,6 +99,8 @@ class TurnedChoices:
             inputs: Relative difference at the inputs.
             precision: Rounding of what a choice compares, if that is not observed.
         """
+        if not self._choices:
+            return 0.0
         key, summary = pair.baseline.key, pair.baseline.summary
         power, shares = float(summary["sum_of_squares"]), [0.0]
         gradient = key.phase == "backward" and power > 0.0

@@ -9,7 +9,7 @@ from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.site import SiteKey
 from traindiff.analyse.noise.gradients import Terms
 from traindiff.analyse.noise.measured import SAFETY
-from traindiff.core.summary import UNIT_ROUNDOFF, norm
+from traindiff.core.summary import UNIT_ROUNDOFF, norm_of
 
 HANDED_ON = 2.0
 """Multiple of a coherent error that the operations between it and a sum of rows may make of it."""
@@ -33,7 +33,7 @@ def canceled_means(pairs: Iterable[Pair]) -> dict[SiteKey, float]:
     for key, mean in buffers.items():
         module, _, name = key.path.rpartition(".")
         variance = buffers.get(key._replace(path=f"{module}.running_var")) if name == "running_mean" else None
-        size = float(norm(mean))
+        size = norm_of(mean)
         terms = math.sqrt(max(0.0, float(variance["sum"]))) if variance is not None else 0.0
         if 0.0 < size <= terms * UNIT_ROUNDOFF["bfloat16"]:  # what is larger is no rounding in any dtype
             found[key] = math.hypot(terms, size) / size
@@ -63,6 +63,10 @@ class CoherentErrors:
         self._own = max((SAFETY * math.sqrt(one.summed) * u for one in normalized), default=0.0)
         self._most = max((one.count for one in normalized), default=0)
 
+    def __bool__(self) -> bool:
+        """True if the step has batch statistics."""
+        return bool(self._own)
+
     def floor(self, pair: Pair, inputs: float, own: float) -> float:
         """Floor of a pair because of coherent errors; 0 in a step without batch statistics.
 
@@ -72,7 +76,7 @@ class CoherentErrors:
                 such a kernel makes.
             own: Relative difference of the module's own parameters, for an output.
         """
-        if not self._own or UNIT_ROUNDOFF.get(pair.baseline.dtype, 0.0) < UNIT_ROUNDOFF["float32"]:
+        if not self or UNIT_ROUNDOFF.get(pair.baseline.dtype, 0.0) < UNIT_ROUNDOFF["float32"]:
             return 0.0
         key, carried = pair.baseline.key, HANDED_ON * min(self._own, inputs)
         if key.phase == "backward":
@@ -89,7 +93,7 @@ class CoherentErrors:
         terms, shape = self._terms.get(pair.baseline.key.path.rpartition(".")[0]), pair.baseline.shape
         if terms is None or not shape or not shape[0]:
             return 0.0
-        size, rows = float(norm(pair.baseline.summary)), max(1.0, terms.count / shape[0])
+        size, rows = norm_of(pair.baseline.summary), max(1.0, terms.count / shape[0])
         cancellation = max(1.0, terms.norm / size) if len(shape) == 1 and size else 1.0
         own = SAFETY * KERNELS * math.sqrt(rows) * UNIT_ROUNDOFF["float32"] * cancellation
         summed = math.sqrt(max(1.0, self._most / terms.count)) if terms.count else 1.0

@@ -14,7 +14,7 @@ from traindiff.analyse.merge.distance import Pair, equal_bits
 from traindiff.analyse.merge.site import MergedSite, SiteKey
 from traindiff.analyse.noise.uncalibrated import Floors
 from traindiff.core.shards import Shard
-from traindiff.core.summary import UNIT_ROUNDOFF, largest, norm
+from traindiff.core.summary import UNIT_ROUNDOFF, largest, norm_of
 
 NOISE_SIZE = 8.0
 """An element that is mathematically zero is at most this many times the gradient's error per element."""
@@ -36,12 +36,21 @@ def common_factor(fits: Sequence[float], limits: Sequence[float]) -> float | Non
     """
     if len(fits) < 3:
         return None
-    factor = float(np.median(fits))
+    factor = median(fits)
     # A common factor is visible if it exceeds the floor of the least noisy gradient.
     if factor == 0.0 or not math.isfinite(factor) or abs(factor - 1.0) <= min(limits):
         return None
     near = sum(abs(s / factor - 1.0) <= max(limit, 1e-6) for s, limit in zip(fits, limits, strict=True))
     return factor if near >= COMMON_SHARE * len(fits) else None
+
+
+def median(numbers: Iterable[float]) -> float:
+    """The median of at least one number; NaN if one is NaN. Not by NumPy, which loads its masked arrays for it."""
+    ordered = sorted(numbers)
+    if any(map(math.isnan, ordered)):
+        return math.nan
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2.0
 
 
 Kernel = Literal["accurate", "one by one", "lookup", "bag"]
@@ -103,7 +112,7 @@ def terms_by_module(
             channels[key.path.rpartition(".")[0]] = pair.baseline.shape[0]
         if key.phase == "backward" and key.slot == "output[0]":
             before = found.get(key.path, Terms(norm=0.0, count=0))
-            size, count = math.hypot(before.norm, float(norm(summary))), before.count + int(summary["count"])
+            size, count = math.hypot(before.norm, norm_of(summary)), before.count + int(summary["count"])
             dtype = shorter(before.dtype, pair.baseline.dtype, pair.candidate.dtype)
             found[key.path] = Terms(norm=size, count=count, dtype=dtype)
             name = classes.get(key.path, "")
@@ -136,7 +145,7 @@ def _by_weights(pairs: Iterable[Pair]) -> dict[str, Terms]:
     shows: in a generator before BatchNorm, its gradient is 1e-7 of the weight's.
     """
     return {
-        key.path.rpartition(".")[0]: Terms(norm=float(norm(pair.baseline.summary)) / math.sqrt(inputs), count=shape[0])
+        key.path.rpartition(".")[0]: Terms(norm=norm_of(pair.baseline.summary) / math.sqrt(inputs), count=shape[0])
         for pair in pairs
         if (key := pair.baseline.key).phase == "grad" and key.path.endswith(".weight") and not key.stage
         and len(shape := pair.baseline.shape) > 1 and shape[0] and (inputs := math.prod(shape[1:]))
@@ -183,7 +192,7 @@ def share_of_noise(gradient: Any, shape: Sequence[int], difference: float) -> fl
     count = int(gradient["count"])
     if used < 2 or not count:
         return 0.0
-    error = NOISE_SIZE * difference * float(norm(gradient)) / math.sqrt(count)
+    error = NOISE_SIZE * difference * norm_of(gradient) / math.sqrt(count)
     return float(np.count_nonzero(largest[:used] <= error)) / used
 
 
@@ -203,7 +212,7 @@ def turned_share(gradient: Pair, difference: float) -> float:
     """
     sides = (gradient.baseline.summary, gradient.candidate.summary)
     share = share_of_noise(sides[0], gradient.baseline.shape, difference)
-    count, size = int(sides[0]["count"]), float(norm(sides[0]))
+    count, size = int(sides[0]["count"]), norm_of(sides[0])
     if not count or not size or equal_bits(gradient):
         return share
     error = NOISE_SIZE * difference * size / math.sqrt(count)
@@ -252,7 +261,7 @@ def gradient_floor(pair: Pair, terms: Mapping[str, Terms], floors: Floors, *, ac
     looks_up = added is not None and added.kernel in ("lookup", "bag") and len(baseline.shape) == 2
     if added is None or not baseline.shape or not baseline.shape[-1] or not (looks_up or len(baseline.shape) == 1):
         return floors.gradient(1.0, dtype=baseline.dtype, accumulated=accumulated)
-    size = float(norm(baseline.summary)) if baseline.key.phase == "grad" else added.norm
+    size = norm_of(baseline.summary) if baseline.key.phase == "grad" else added.norm
     dtype = shorter(baseline.dtype, pair.candidate.dtype, added.dtype)
     rows = max(1.0, added.count / baseline.shape[-1])
     piled = 0.0 if added.kernel == "accurate" else _piled_up(pair, added)
@@ -264,4 +273,4 @@ def gradient_floor(pair: Pair, terms: Mapping[str, Terms], floors: Floors, *, ac
     floor = floors.gradient(added.norm / size if size else 1.0, dtype=dtype, terms=rows, accumulated=accumulated)
     floor += _lost_addends(piled, dtype)
     # Terms may add up to exactly zero in one of the runs.
-    return floor if size or float(norm(pair.candidate.summary)) > floor * added.norm else math.inf
+    return floor if size or norm_of(pair.candidate.summary) > floor * added.norm else math.inf

@@ -35,7 +35,7 @@ from traindiff.analyse.noise.measured import (
 from traindiff.analyse.noise.run_floors import adaptive_parameters, is_quotient
 from traindiff.core.observation import ITSELF, NO_REPLICA
 from traindiff.core.steps import StepSelection
-from traindiff.core.summary import UNIT_ROUNDOFF, finite_count, norm
+from traindiff.core.summary import UNIT_ROUNDOFF, finite_count, norm_of
 from traindiff.errors import ConfigError, Problem
 from traindiff.storage import Recording, Run
 
@@ -264,5 +264,5 @@ def _storage(pair: Pair, before: Mapping[str, MergedSite]) -> float:
     key = pair.baseline.key
     if key.phase != "update" or key.path not in before:
         return 0.0
-    size = float(norm(pair.baseline.summary))
-    return float(norm(before[key.path].summary)) / size if size else math.inf
+    size = norm_of(pair.baseline.summary)
+    return norm_of(before[key.path].summary) / size if size else math.inf

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from traindiff.analyse.merge.distance import Pair, difference
 from traindiff.analyse.merge.site import SiteKey
-from traindiff.core.summary import UNIT_ROUNDOFF, nonfinite_count, norm
+from traindiff.core.summary import UNIT_ROUNDOFF, is_finite, norms_of
 
-_PHASES = ("backward", "grad")
+FLOWING = ("backward", "grad")
+"""Phases of gradients, of activations and of parameters."""
 
 _ABOVE_ESTIMATES = 1.5
 """Differences are estimated from sketches, to about 9 % of their size."""
@@ -24,14 +25,20 @@ def lost_in_rounding(pairs: Sequence[Pair]) -> Mapping[SiteKey, float]:
     Args:
         pairs: All pairs of the step.
     """
-    sizes = {
-        pair.baseline.key: (float(norm(pair.baseline.summary)), float(norm(pair.candidate.summary)))
+    flowing = [
+        pair
         for pair in pairs
-        if pair.baseline.key.phase in _PHASES and not (pair.baseline.unobserved or pair.candidate.unobserved)
+        if pair.baseline.key.phase in FLOWING and not (pair.baseline.unobserved or pair.candidate.unobserved)
+    ]
+    norms = [norms_of([getattr(pair, side).summary for pair in flowing]) for side in ("baseline", "candidate")]
+    sizes = {pair.baseline.key: size for pair, size in zip(flowing, zip(*norms, strict=True), strict=True)}
+    broken = {
+        pair.baseline.key
+        for pair in flowing
+        if not (is_finite(pair.baseline.summary) and is_finite(pair.candidate.summary))
     }
-    broken = {pair.baseline.key for pair in pairs if pair.baseline.key in sizes and _is_broken(pair)}
     most = {
-        phase: max((max(size) for key, size in sizes.items() if key.phase == phase), default=0.0) for phase in _PHASES
+        phase: max((max(size) for key, size in sizes.items() if key.phase == phase), default=0.0) for phase in FLOWING
     }
     return {
         key: _ABOVE_ESTIMATES * sum(size) / size[0]
@@ -79,8 +86,3 @@ def num_lost_rows(pair: Pair) -> int:
         return 0
     rows, beside = divmod(more - fewer, row)
     return rows if beside <= _BESIDE * row and rows < baseline.shape[0] else 0
-
-
-def _is_broken(pair: Pair) -> bool:
-    """True if a tensor holds NaN or infinities, of which norms know nothing."""
-    return any(nonfinite_count(entry.summary) for entry in (pair.baseline, pair.candidate))

@@ -16,7 +16,7 @@ import numpy as np
 
 from traindiff.analyse.merge.distance import Pair, norms_apart
 from traindiff.analyse.merge.site import SiteKey
-from traindiff.core.summary import UNIT_ROUNDOFF, norm
+from traindiff.core.summary import UNIT_ROUNDOFF, norm_of
 
 SCATTER = 2.5
 """How far rounding may move a norm or a sum, in units of `u / sqrt(n)` and for an L2 floor of u.
@@ -154,7 +154,7 @@ def alike(summary: Any) -> float:
 def moments_apart(pair: Pair) -> dict[Literal["norm", "sum"], float]:
     """How far norm and sum of a pair are apart, both in the units in which rounding n elements makes u / sqrt(n)."""
     baseline, candidate = pair.baseline.summary, pair.candidate.summary
-    size, count = float(norm(baseline)), max(1, int(baseline["count"]))
+    size, count = norm_of(baseline), max(1, int(baseline["count"]))
     moved = abs(float(candidate["sum"] - baseline["sum"])) / math.sqrt(count)
     return {"norm": norms_apart(pair), "sum": moved / size if size else math.inf if moved else 0.0}
 
@@ -165,7 +165,7 @@ def _are_known(pair: Pair) -> bool:
         pair.baseline.exact
         and pair.candidate.exact
         and pair.baseline.shape == pair.candidate.shape
-        and float(norm(pair.baseline.summary)) > 0.0
+        and norm_of(pair.baseline.summary) > 0.0
         and all(entry.dtype in UNIT_ROUNDOFF for entry in (pair.baseline, pair.candidate))
         and all(math.isfinite(float(entry.summary["sum"])) for entry in (pair.baseline, pair.candidate))
         and pair.baseline.summary["nonfinite"] == pair.candidate.summary["nonfinite"]

@@ -8,7 +8,7 @@ import numpy as np
 
 from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.noise.run_floors import RunFloors
-from traindiff.core.summary import UNIT_ROUNDOFF, norm
+from traindiff.core.summary import UNIT_ROUNDOFF, norm_of
 
 LEFT_OVER = 0.1
 """A linear update leaves less than this of its norm beside its terms, apart from the rounding of the parameter.
@@ -55,7 +55,7 @@ class NonlinearUpdates:
         known = self._run.nonlinear.get(key.path)
         if known is not None:
             return known
-        size, shape = float(norm(pair.baseline.summary)), pair.baseline.shape
+        size, shape = norm_of(pair.baseline.summary), pair.baseline.shape
         gradients = [one for one in self._terms.get(key.path, ()) if one.baseline.shape == shape]
         if not size or not gradients or int(pair.baseline.summary["count"]) < FEW:
             return False

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from traindiff.analyse.merge.distance import Pair, equal_bits, size_of
-from traindiff.analyse.merge.site import SiteKey, StepTable
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.noise.gradients import Terms
 from traindiff.analyse.noise.uncalibrated import GAIN, Floors
 from traindiff.core.site import is_of_no_module
-from traindiff.core.summary import distance, nonfinite_count, norm, rounding
+from traindiff.core.summary import distance, nonfinite_count, norm_of, rounding
 
 LINEAR_STATE = frozenset({"momentum_buffer", "step"})
 """State slots of optimizers whose update is linear in the gradient."""
@@ -108,7 +108,7 @@ class RunFloors:
             pair: An output, the gradient of an output, or a gradient; in execution order.
             terms: Of this step, by path of the module.
         """
-        key, size = pair.baseline.key, float(norm(pair.baseline.summary))
+        key, size = pair.baseline.key, norm_of(pair.baseline.summary)
         if key.phase == "forward":
             self._outputs[key.path, key.slot] = size
         if not self.mixing or key.phase == "forward" or not size > 0.0:
@@ -122,11 +122,11 @@ class RunFloors:
         self._least[site] = least = min(canceled, self._least.get(site, canceled))
         return max(1.0, canceled / least) if least else 1.0
 
-    def note_states(self, pairs: Iterable[Pair]) -> None:
-        """Note the norms of the states of optimizers after a step."""
-        for pair in pairs:
-            if pair.baseline.key.phase == "optimizer":
-                self.states[pair.baseline.key] = float(norm(pair.baseline.summary))
+    def note_states(self, entries: Iterable[MergedSite]) -> None:
+        """Note the norms of the states of optimizers after a step, from the baseline's sites."""
+        for entry in entries:
+            if entry.key.phase == "optimizer":
+                self.states[entry.key] = norm_of(entry.summary)
 
     def begin(self, pairs: Iterable[Pair], floors: tuple[Floors, ...]) -> None:
         """Note the floors of a step that begins.
@@ -159,7 +159,7 @@ def at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> tuple[Fl
             run.disturbed.add(path)
         calm = 0.0 if path in run.disturbed else apart
         apart = max(apart, pair.baseline.spread, pair.candidate.spread)
-        size = float(norm(pair.baseline.summary))
+        size = norm_of(pair.baseline.summary)
         if size and is_of_no_module(path):  # a loss may be proportional to it, however small it is beside the model
             alone = max(alone, apart / size)
         for owner in (path.rpartition(".")[0], "*"):
@@ -183,7 +183,7 @@ def at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> tuple[Fl
 
 def _apart_like_others(pair: Pair, squares: Mapping[str, tuple[float, float, float]], *, disturbed: bool) -> float:
     """How far two parameters without places may be apart: as far as all others are; any distance after a finding."""
-    size, known = float(norm(pair.baseline.summary)), size_of(pair)
+    size, known = norm_of(pair.baseline.summary), size_of(pair)
     if disturbed or not math.isfinite(known):
         return size
     of_all, _, whole = squares.get("*", (0.0, 0.0, 0.0))
@@ -201,11 +201,11 @@ class GradientsTogether:
     def __init__(self, run: RunFloors, pairs: Iterable[Pair]) -> None:
         self._run = run
         self._apart = self._size = self._change = 0.0  # of all gradients
-        self._moved = math.sqrt(sum(float(norm(one.baseline.summary)) ** 2 for one in pairs if _is_update(one)))
+        self._moved = math.sqrt(sum(norm_of(one.baseline.summary) ** 2 for one in pairs if _is_update(one)))
 
     def saw(self, pair: Pair, size: float) -> None:
         """Note the relative difference of a gradient."""
-        whole = float(norm(pair.baseline.summary))
+        whole = norm_of(pair.baseline.summary)
         if not math.isfinite(size) or pair.baseline.key.stage:
             return
         self._apart = math.hypot(self._apart, size * whole)
@@ -233,7 +233,7 @@ class GradientsTogether:
         if self._change:
             self._run.canceled = max(self._run.canceled, self._size / self._change)
         apart = max(self._run.learning_apart, self._apart / self._size if self._size else 0.0)
-        own = float(norm(pair.baseline.summary))
+        own = norm_of(pair.baseline.summary)
         share = self._moved / own if _is_update(pair) and own else 1.0
         return GAIN * self._run.canceled * max(apart, rounding(pair.baseline.dtype)) * max(1.0, share)
 

@@ -32,7 +32,7 @@ from traindiff.analyse.noise.run_floors import (
 )
 from traindiff.analyse.noise.uncalibrated import GAIN, SEEN_FLIPS, Floors
 from traindiff.analyse.noise.unseen import UnplacedNoise, UnseenNoise
-from traindiff.core.summary import UNIT_ROUNDOFF, finite_count, norm, rounding
+from traindiff.core.summary import UNIT_ROUNDOFF, finite_count, norm_of, rounding
 
 
 class SiteFloors:
@@ -144,7 +144,7 @@ class SiteFloors:
     def of(self, pair: Pair) -> float:
         """Floor of a pair: the largest relative difference that is not a finding."""
         key = pair.baseline.key
-        for floors in (self._floors, self._calm, self._alone):
+        for floors in (self._floors, self._calm, self._alone) if self._unplaced else ():
             self._unplaced.enter(
                 floors, until=pair.baseline.order, flows=not self._forced and floors is not self._alone
             )
@@ -244,7 +244,7 @@ class SiteFloors:
             shown = measured if key.phase == "grad" else self.measured(pair, summed=False)
             self._run.exceeded_noise |= size > (shown or 0.0)
         if key.phase == "optimizer":
-            self._run.note_states([pair])
+            self._run.note_states([pair.baseline])
             self._run.carried[key] = 0.0 if found or size > self._undisturbed.get(key, math.inf) else size
         elif key.phase == "grad" and key.slot == "grad":
             self._seen[key.path] = pair
@@ -304,13 +304,13 @@ class SiteFloors:
         Nothing bounds what follows from a divergence there.
         """
         key = pair.baseline.key
-        before, size = self._parameters.get(key.path), float(norm(pair.baseline.summary))
+        before, size = self._parameters.get(key.path), norm_of(pair.baseline.summary)
         if before is None or key.phase != "update":
             return 0.0
-        whole, u = float(norm(before.baseline.summary)), UNIT_ROUNDOFF.get(pair.baseline.dtype, 0.0)
+        whole, u = norm_of(before.baseline.summary), UNIT_ROUNDOFF.get(pair.baseline.dtype, 0.0)
         if size:
             return whole / size
-        return math.inf if self.parted or float(norm(pair.candidate.summary)) <= 2.0 * u * whole else 0.0
+        return math.inf if self.parted or norm_of(pair.candidate.summary) <= 2.0 * u * whole else 0.0
 
     def _joined(self, pair: Pair, measured: float | None, derived: float) -> float:
         """One floor from the measured one and the one that follows from rounding and inputs."""
@@ -344,6 +344,8 @@ class SiteFloors:
         return few or alone or is_quotient(key, self._run.adaptive) or self._nonlinear.has(pair, self.storage(pair))
 
     def _coherent_floor(self, pair: Pair, floors: Floors) -> float:
+        if not self._coherent:
+            return 0.0
         inputs, own = max(floors.flow, floors.parameters), floors.own.get(pair.baseline.key.path, 0.0)
         return self._coherent.floor(pair, inputs, own)
 
@@ -393,7 +395,7 @@ class SiteFloors:
 
     def _shrunk(self, pair: Pair) -> float:
         """Ratio by which a running average shrank in the step: its error was relative to its larger size."""
-        size = float(norm(pair.baseline.summary))
+        size = norm_of(pair.baseline.summary)
         return max(1.0, self._run.states.get(pair.baseline.key, 0.0) / size) if size else 1.0
 
     def _carried(self, pair: Pair) -> float:

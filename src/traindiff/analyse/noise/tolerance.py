@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from traindiff.analyse.merge.distance import Pair
-from traindiff.core.summary import norm
+from traindiff.core.summary import norm_of
 from traindiff.errors import ConfigError, Problem
 
 
@@ -44,7 +44,7 @@ class Tolerance:
 
     def floor(self, pair: Pair) -> float:
         """The tolerance relative to the baseline's norm."""
-        size = float(norm(pair.baseline.summary))
+        size = norm_of(pair.baseline.summary)
         absolute = self.atol * math.sqrt(int(pair.baseline.summary["count"]))
         if not absolute:
             return self.rtol

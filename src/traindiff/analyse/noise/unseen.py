@@ -75,6 +75,10 @@ class UnplacedNoise:
         self._precision = list(accumulate(units, max))
         self._squares = list(accumulate((unit / 2) ** 2 for unit in units))
 
+    def __bool__(self) -> bool:
+        """True if there are any."""
+        return bool(self._orders)
+
     def enter(self, floors: Floors, *, until: int, flows: bool) -> None:
         """Enter those up to a place in execution order into floors; their noise only if differences flow on."""
         passed = bisect_right(self._orders, until)

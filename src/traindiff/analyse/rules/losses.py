@@ -15,7 +15,7 @@ from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.rules.optimizers import may_be_left_out
 from traindiff.analyse.rules.rule import Limit, Rule
 from traindiff.core.site import label
-from traindiff.core.summary import norm, number
+from traindiff.core.summary import norm_of, number
 
 _LOSS = SiteKey("loss", "", "loss", "backward")
 
@@ -210,7 +210,7 @@ def _factor(usual: _Usual, size: float) -> float:
 def _size(entry: MergedSite) -> float:
     """Root mean square, so that a batch with fewer samples is not smaller."""
     count = int(entry.summary["count"])
-    return float(norm(entry.summary)) / math.sqrt(count) if count else 0.0
+    return norm_of(entry.summary) / math.sqrt(count) if count else 0.0
 
 
 SPREAD = 1.4826
@@ -327,4 +327,4 @@ def _gradient_norm(table: StepTable) -> tuple[MergedSite, float] | None:
     if not gradients:
         return None
     whole = math.sqrt(sum(float(entry.summary["sum_of_squares"]) for entry in gradients))
-    return max(gradients, key=lambda entry: float(norm(entry.summary))), whole
+    return max(gradients, key=lambda entry: norm_of(entry.summary)), whole

@@ -11,7 +11,7 @@ from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.site import StepTable
 from traindiff.analyse.rules.replay import LIMIT, LOST_SHARE, Replayed, replayed
 from traindiff.analyse.rules.rule import Limit, Rule
-from traindiff.core.summary import UNIT_ROUNDOFF, norm
+from traindiff.core.summary import UNIT_ROUNDOFF, norm_of
 
 SHORT = UNIT_ROUNDOFF["float16"]
 """Unit roundoff from which a dtype loses updates that matter. Longer dtypes only lose gradients that are
@@ -36,6 +36,7 @@ class UpdatesSurviveRounding(Rule):
     finds = "Updates are smaller than the rounding of a short dtype, and are lost."
     warns = True
     tells_runs_apart = True
+    judges_sizes = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "lost_share": Limit(
             default=LOST_SHARE,
@@ -71,15 +72,15 @@ def is_another_update(finding: Finding, tables: tuple[StepTable, StepTable], com
 
 
 def _apart(one: Replayed, other: Replayed) -> float:
-    size = max(float(norm(one.value.summary)), float(norm(other.value.summary)))
+    size = max(norm_of(one.value.summary), norm_of(other.value.summary))
     difference = one.value.summary["sketch"] - other.value.summary["sketch"]
     return math.sqrt(float((difference**2).sum())) / size if size else 0.0
 
 
 def _is_lost(one: Replayed, share: float) -> bool:
     """True if rounding loses most of a right update that would have mattered."""
-    u, size = UNIT_ROUNDOFF.get(one.dtype, 0.0), float(norm(one.value.summary))
-    stored = float(norm(one.rounding.summary))  # at least u times the parameter
+    u, size = UNIT_ROUNDOFF.get(one.dtype, 0.0), norm_of(one.value.summary)
+    stored = norm_of(one.rounding.summary)  # at least u times the parameter
     return u >= SHORT and one.lost_share > share and size > PATIENCE * stored
 
 

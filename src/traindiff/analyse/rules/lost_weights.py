@@ -13,7 +13,7 @@ from traindiff.analyse.rules.losses import loss_of
 from traindiff.analyse.rules.optimizers import largest_rate, learning_rates
 from traindiff.analyse.rules.rule import Limit, Rule
 from traindiff.analyse.rules.weights import weight_updates
-from traindiff.core.summary import distance, norm
+from traindiff.core.summary import distance, norm_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class StepsKeepWeights(Rule):
         first: tuple[float, MergedSite] | None = None
         for update, _ in weight_updates(table):
             parameter = table[SiteKey("param", "", update.key.path, "value")]
-            size = float(norm(update.summary))
+            size = norm_of(update.summary)
             moved += size**2
             before += float(distance(parameter.summary, update.summary)) ** 2
             if first is None or size > first[0]:

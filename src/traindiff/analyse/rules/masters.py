@@ -10,7 +10,7 @@ from traindiff.analyse.findings import Finding, more_text
 from traindiff.analyse.merge.site import MergedSite, StepTable
 from traindiff.analyse.rules.rule import Limit, Rule
 from traindiff.core.observation import BEFORE, MASTER
-from traindiff.core.summary import SMALLEST_NORMAL, UNIT_ROUNDOFF, distance, finite_count, norm
+from traindiff.core.summary import SMALLEST_NORMAL, UNIT_ROUNDOFF, distance, finite_count, norm_of
 
 _MOST_NAMED = 3
 
@@ -26,6 +26,7 @@ class MastersAreCopied(Rule):
     name = "master-weights"
     finds = "A parameter is not the rounded copy of its float32 master weights."
     tells_runs_apart = True
+    judges_sizes = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "roundings": Limit(
             default=4.0,
@@ -49,7 +50,7 @@ class MastersAreCopied(Rule):
         if not stale:
             return
         worst, apart, rounding = stale[0]
-        size = float(norm(table[worst.key._replace(slot=MASTER)].summary))
+        size = norm_of(table[worst.key._replace(slot=MASTER)].summary)
         others = [one.key.path for one, _, _ in stale[1:_MOST_NAMED]]
         more = more_text(len(stale) - _MOST_NAMED, "parameter")
         also = f" The same is true of {', '.join(others)}{more}." if others else ""
@@ -79,4 +80,4 @@ def _rounding(value: MergedSite, master: MergedSite) -> float:
     """The norm of the largest difference that rounding makes; numbers below the normal ones have a fixed spacing."""
     unit = UNIT_ROUNDOFF[value.dtype]
     below = unit * SMALLEST_NORMAL.get(value.dtype, 0.0) * math.sqrt(float(master.summary["count"]))
-    return unit * float(norm(master.summary)) + below
+    return unit * norm_of(master.summary) + below

@@ -50,6 +50,7 @@ class ProductsAreRight(Rule):
             message="how many times the error that its format allows a row may have; right products stay below 2.4",
         ),
     }
+    judges_sizes = True
 
     def products(self, checks: Sequence[ProductCheck], *, step: int) -> Iterator[Finding]:
         """Findings of a step: one for each operator of a module, however many ranks and micro-steps share the fault.
@@ -81,6 +82,7 @@ class ProductsAreExact(Rule):
 
     name = "product-inaccurate"
     finds = "A matrix product or convolution is less exact than its format allows."
+    judges_sizes = True
     warns = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "error": Limit(

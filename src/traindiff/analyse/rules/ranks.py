@@ -19,7 +19,7 @@ from traindiff.analyse.rules.rule import Rule
 from traindiff.core.observation import BOUNDARY, PLACE
 from traindiff.core.shards import Shard
 from traindiff.core.site import label
-from traindiff.core.summary import norm, number
+from traindiff.core.summary import norm_of, number
 
 _STAGE = re.compile(r"stage\[(\d{1,9})\]")
 _SENT = re.compile(r"sent(\[\d+\].*)")
@@ -200,7 +200,7 @@ def _how(table: StepTable, entry: MergedSite, before: Mapping[Shard, int]) -> st
         values = (f"{number(one.summary):.6g} on rank {one.rank}" for one in (usual, odd))
         return f" It is {' and '.join(values)}."
     for one in (odd, usual):
-        if float(norm(one.summary)) == 0.0:
+        if norm_of(one.summary) == 0.0:
             return f" What rank {one.rank} holds is all zero."
     # Where most ranks have moved, the odd one may have rested. Of two ranks, either may, if a step was to move it.
     tied = len(entry.apart[0]) == len(entry.apart[1])
@@ -229,7 +229,7 @@ def _was_to_move(table: StepTable, entry: MergedSite) -> bool:
     if entry.key.phase != "param":
         return True
     gradient = table.get(SiteKey("grad", "", entry.key.path, "grad"))
-    has_one = gradient is not None and not gradient.unobserved and float(norm(gradient.summary)) > 0.0
+    has_one = gradient is not None and not gradient.unobserved and norm_of(gradient.summary) > 0.0
     return has_one and moves_parameters(table)
 
 

@@ -15,7 +15,7 @@ from traindiff.analyse.rules.optimizers import learning_rates
 from traindiff.analyse.rules.orthogonal import divided_updates
 from traindiff.analyse.rules.replayed_mistakes import is_a_method, meaning
 from traindiff.analyse.rules.rule import Limit, Rule
-from traindiff.core.summary import finite_count, largest, norm
+from traindiff.core.summary import finite_count, largest, norm_of
 
 LIMIT = 2.0
 """Largest residual that is not a finding, in units of what rounding allows.
@@ -123,6 +123,7 @@ class UpdatesFollowSettings(Rule):
     finds = "The optimizer does something else than its settings say."
     kinds = ("update-rule", "never-updated")
     tells_runs_apart = True
+    judges_sizes = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "residual": Limit(
             default=LIMIT,
@@ -150,6 +151,8 @@ class UpdatesFollowSettings(Rule):
             rates[rate] = step
             if len(rates) > MOST_RATES:
                 del rates[next(iter(rates))]
+        told = {one.key.path for one in wrong}
+        found += [one for one in _wrong_states(table, step=step, limit=limit) if one.path not in told]
         found += divided_updates(table, self.facts.held_in, step=step)
         return sorted((one for one in found if one is not None), key=lambda finding: finding.order)
 
@@ -194,6 +197,32 @@ def replayed(table: StepTable) -> Iterator[Replayed]:
         )  # fmt: skip
 
 
+_STATE = "state["
+
+
+def _wrong_states(table: StepTable, *, step: int, limit: float) -> Iterator[Finding]:
+    """States that are not what the formula gives after a step, of parameters that moved as it says."""
+    for key, entry in table.items():
+        if key.phase != "update" or not key.stage.startswith(_STATE) or "=" in key.stage or entry.unobserved:
+            continue
+        worst = float(largest(entry.summary))
+        if worst <= limit:
+            continue
+        name = key.stage[len(_STATE) : -1]
+        beside = {why: _beside(table, key, f"{_STATE}{name}={why}]") for why in ("kept", "zero")}
+        why = next((why for why, one in beside.items() if one is not None and float(largest(one.summary)) <= 1.0), "")
+        what = {"kept": "leaves it as it was", "zero": "leaves it 0"}.get(why, "makes something else of it")
+        message = (
+            f"{key.slot} keeps {name} of {key.path} for later steps, and {what}: what its settings ask for is up to "
+            f"{worst:.3g} roundings away. The update of this step is right, and later ones follow from that state."
+        )
+        yield Finding(
+            step=step, phase="update", stage="replayed", path=key.path, slot="update", order=entry.order,
+            kind="update-rule", message=message,
+            evidence={"state": name, "residual": worst, "variant": f"state-{why or 'other'}"},
+        )  # fmt: skip
+
+
 def _beside(table: StepTable, key: SiteKey, stage: str) -> MergedSite | None:
     """Another stage of the same replay; ranks that agree on it have it once."""
     key = key._replace(stage=stage)
@@ -212,7 +241,7 @@ def _wrong(
         step: The step.
         limit: The largest residual that is right.
     """
-    path, size, apart = one.key.path, float(norm(one.value.summary)), _apart(one)
+    path, size, apart = one.key.path, norm_of(one.value.summary), _apart(one)
     evidence: dict[str, Any] = {"residual": one.worst, "replayed_norm": size}
     kind = "update-rule"
     off = f"What its settings ask for is up to {one.worst:.3g} roundings away"
@@ -235,9 +264,7 @@ def _wrong(
             message += f" This step does not tell it from: {'; '.join(map(meaning, others[:MOST_OTHERS]))}."
             evidence["or_variants"] = others
     elif (factor := _factor(one, limit)) is not None:
-        stale = _step_with(
-            factor, earlier, within=limit * float(norm(one.rounding.summary)) / float(norm(one.taken.summary))
-        )
+        stale = _step_with(factor, earlier, within=limit * norm_of(one.rounding.summary) / norm_of(one.taken.summary))
         where = "" if stale is None else f", which is that of step {stale}"
         message = f"{one.optimizer} moves {path} as if the learning rate were {factor:.4g} x what it is{where}. {off}."
         evidence |= {"variant": "lr", "factor": factor} | ({} if stale is None else {"step_of_rate": stale})
@@ -266,7 +293,7 @@ def _closest(one: Replayed, fitting: list[str], votes: Counter[str]) -> list[str
     A value of a setting that is that of elsewhere, e.g. of another group, is one mistake.
     """
     shared = [name for name in fitting if votes[name] == max(votes[name] for name in fitting)]
-    left = {name: float(norm(one.variants[name].summary)) for name in shared}
+    left = {name: norm_of(one.variants[name].summary) for name in shared}
     found: dict[str, str] = {}
     for name in shared:
         if left[name] <= 2.0 * min(left.values()):
@@ -278,7 +305,7 @@ def _factor(one: Replayed, limit: float) -> float | None:
     """The factor between the update that was made and the right one, if that explains it."""
     factor, left_over = best_fit(one.value, one.taken)
     left = left_over * math.sqrt(float((one.taken.summary["sketch"] ** 2).sum()))
-    allowed = limit * float(norm(one.rounding.summary)) * max(1.0, abs(factor))
+    allowed = limit * norm_of(one.rounding.summary) * max(1.0, abs(factor))
     return factor if factor and left <= allowed and int(one.value.summary["count"]) >= FEW else None
 
 
@@ -289,6 +316,6 @@ def _step_with(factor: float, earlier: Mapping[float, int], *, within: float) ->
 
 
 def _apart(one: Replayed) -> float:
-    size = float(norm(one.value.summary))
+    size = norm_of(one.value.summary)
     difference = one.taken.summary["sketch"] - one.value.summary["sketch"]
     return math.sqrt(float((difference**2).sum())) / size if size else math.inf

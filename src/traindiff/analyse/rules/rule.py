@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.parameters import Groups, parameter_groups
@@ -144,18 +144,27 @@ class Rule:
     tells_runs_apart: ClassVar[bool] = False
     """True if `traindiff compare` asks it too. Most faults it finds by itself, and better."""
 
+    judges_sizes: ClassVar[bool] = False
+    """True if its findings depend on `strictness`. `traindiff compare` asks other rules only once."""
+
     def __init_subclass__(cls) -> None:
         if not cls.kinds and hasattr(cls, "name"):
             cls.kinds = (cls.name,)
 
     def __init__(self, facts: RunFacts, *, strictness: float = 1.0, limits: Mapping[str, float] | None = None) -> None:
         self.facts = facts
-        self.strictness = strictness
+        self._strictness = strictness
         self._chosen = limits or {}
         self.begin()
 
     def begin(self) -> None:
         """Set up the state that the rule keeps from step to step: little, and not more with every step."""
+
+    @property
+    def strictness(self) -> float:
+        """What the rule divides its limits by."""
+        assert self.judges_sizes, "a rule says that it uses it"
+        return self._strictness
 
     def limit(self, name: str) -> float:
         """One of `limits`, as the user or the rule sets it."""
@@ -257,6 +266,27 @@ class RepeatedRule(Rule, ABC):
         return ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedRule:
+    """A rule that a run was held against, and its answer.
+
+    Attributes:
+        name: Its name.
+        finds: A sentence about what it finds.
+        result: `broken`, `warned`, or `nothing found`.
+        unknown: Why it could not judge a part of the run; empty if nothing is known to be missing.
+    """
+
+    name: str
+    finds: str
+    result: Literal["broken", "warned", "nothing found"]
+    unknown: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The rule in the schema of `--json`."""
+        return {"name": self.name, "result": self.result, "unknown": list(self.unknown)}
+
+
 class RunJudge:
     """Judges a run by several rules, step by step.
 
@@ -268,6 +298,7 @@ class RunJudge:
 
     Attributes:
         unknown: Sentences about what could not be judged so far, in order.
+        of_any_strictness: Kind and path of the latest step's findings that do not depend on how strict the rules are.
     """
 
     def __init__(
@@ -281,15 +312,19 @@ class RunJudge:
         chosen = limits or {}
         self._rules = [rule(facts, strictness=strictness, limits=chosen.get(rule.name)) for rule in rules]
         self._found: set[tuple[str, str]] = set()
+        self.of_any_strictness: set[tuple[str, str]] = set()
         self.unknown: dict[str, None] = {}
+        self._unknown_to: dict[str, dict[str, None]] = {}
 
     def step(
         self, table: StepTable, *, step: int, finished: bool = True, products: Sequence[ProductCheck] = ()
     ) -> list[Finding]:
         """Findings of a step, in the order of execution; fewer rules judge one without a call of the optimizer."""
         rules = [rule for rule in self._rules if finished or rule.judges_unfinished]
-        found = [finding for rule in rules for finding in rule.step(table, step=step) or ()]
-        found += [finding for rule in rules for finding in rule.products(products, step=step)]
+        by_rule = [(rule, finding) for rule in rules for finding in rule.step(table, step=step) or ()]
+        by_rule += [(rule, finding) for rule in rules for finding in rule.products(products, step=step)]
+        self.of_any_strictness = {(one.kind, one.path) for rule, one in by_rule if not rule.judges_sizes}
+        found = [finding for _, finding in by_rule]
         self._found.update((finding.kind, finding.path) for finding in found)
         return sorted(found, key=lambda finding: finding.order)
 
@@ -300,13 +335,29 @@ class RunJudge:
     def note_unknown(self, table: StepTable) -> None:
         """Remember what the rules cannot judge in a step."""
         for rule in self._rules:
-            self.unknown.update(dict.fromkeys(rule.unknown(table)))
+            said = dict.fromkeys(rule.unknown(table))
+            self.unknown.update(said)
+            if said:
+                self._unknown_to.setdefault(rule.name, {}).update(said)
 
     def end(self) -> list[Finding]:
         """Findings of the whole run that no step has shown."""
         found = [finding for rule in self._rules for finding in rule.end()]
         fresh = [finding for finding in found if (finding.kind, finding.path) not in self._found]
         return sorted(fresh, key=lambda finding: (finding.step, finding.order))
+
+    def asked(self, found: Iterable[Finding]) -> tuple[AskedRule, ...]:
+        """All rules with their answers, from all findings of the run."""
+        kinds = {finding.kind for finding in found}
+        return tuple(
+            AskedRule(
+                name=rule.name,
+                finds=rule.finds,
+                result="nothing found" if kinds.isdisjoint(rule.kinds) else "warned" if rule.warns else "broken",
+                unknown=tuple(self._unknown_to.get(rule.name, ())),
+            )
+            for rule in self._rules
+        )
 
     def notes(self) -> list[str]:
         """Notes of all rules on the finished run."""

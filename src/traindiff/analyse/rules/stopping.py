@@ -11,7 +11,7 @@ from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.rules.optimizers import largest_rate, learning_rates, may_be_left_out, optimizer_of
 from traindiff.analyse.rules.rule import Limit, Rule
 from traindiff.analyse.rules.unused_parameters import parameters_of, should_move
-from traindiff.core.summary import norm, number
+from traindiff.core.summary import norm_of, number
 
 _SETTLES = frozenset({"LBFGS", "Rprop"})
 """Optimizers that rightly stop moving parameters that still have gradients."""
@@ -93,7 +93,7 @@ class ParametersKeepMoving(Rule):
         """True if a step should change a parameter, or the optimizer's count of steps for it."""
         path = parameter.key.path
         gradient = table.get(SiteKey("grad", "", path, "grad"))
-        if gradient is None or gradient.unobserved or not float(norm(gradient.summary)):
+        if gradient is None or gradient.unobserved or not norm_of(gradient.summary):
             return False
         if not all(rates.get(group, 0.0) for group in self.facts.held_in[path]):
             return False

@@ -17,7 +17,7 @@ from traindiff.analyse.rules.optimizers import (
     moves_parameters,
 )
 from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule
-from traindiff.core.summary import UNIT_ROUNDOFF, nonfinite_count, norm
+from traindiff.core.summary import UNIT_ROUNDOFF, nonfinite_count, norm_of
 
 FEW = 16
 """Elements below which a tensor is not the weight of a layer."""
@@ -53,7 +53,7 @@ def weight_gradients(table: StepTable) -> list[WeightGradient]:
     for key, entry in table.items():
         if key[:2] != ("grad", "") or entry.unobserved or len(entry.shape) < 2:
             continue
-        count, size = int(entry.summary["count"]), float(norm(entry.summary))
+        count, size = int(entry.summary["count"]), norm_of(entry.summary)
         if count < FEW or not size or nonfinite_count(entry.summary):
             continue
         place = places.get(key.path.rpartition(".")[0], -1)
@@ -148,8 +148,8 @@ def _relative(table: StepTable, gradient: WeightGradient) -> float:
     if parameter is None or parameter.unobserved:
         return 0.0
     clipped = prod(clip.coefficient for clip in clips(table))
-    size = clipped * float(norm(parameter.summary))
-    return float(norm(gradient.entry.summary)) / size if size else inf
+    size = clipped * norm_of(parameter.summary)
+    return norm_of(gradient.entry.summary) / size if size else inf
 
 
 def weight_updates(table: StepTable) -> Iterator[tuple[MergedSite, float]]:
@@ -163,9 +163,9 @@ def weight_updates(table: StepTable) -> Iterator[tuple[MergedSite, float]]:
         parameter = table.get(SiteKey("param", "", key.path, "value"))
         if parameter is None or parameter.unobserved or nonfinite_count(parameter.summary):
             continue
-        size = float(norm(parameter.summary))
+        size = norm_of(parameter.summary)
         if size and not nonfinite_count(update.summary):
-            yield update, float(norm(update.summary)) / size
+            yield update, norm_of(update.summary) / size
 
 
 class UpdatesAreLargeEnough(RepeatedRule):
@@ -198,7 +198,7 @@ class UpdatesAreLargeEnough(RepeatedRule):
         for entry, ratio in weight_updates(table):
             path = entry.key.path
             gradient = table.get(SiteKey("grad", "", path, "grad"))
-            rests = gradient is None or gradient.unobserved or not float(norm(gradient.summary))
+            rests = gradient is None or gradient.unobserved or not norm_of(gradient.summary)
             short = UNIT_ROUNDOFF.get(entry.dtype, 0.0) >= UNIT_ROUNDOFF["float16"]
             if ratio or (short and largest_rate(path, rates, self.facts) and not rests):
                 yield entry, ratio

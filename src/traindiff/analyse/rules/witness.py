@@ -41,6 +41,7 @@ class GradientsFollow(Rule):
     name = "wrong-gradient"
     finds = "A gradient is not what the inputs and outputs of its layer give."
     tells_runs_apart = True
+    judges_sizes = True
     limits = {  # noqa: RUF012  as in all rules
         "roundings": Limit(
             default=4.0,

@@ -1,4 +1,4 @@
-"""Intended differences: names and reasons from a file of TOML. They are listed, not judged."""
+"""Differences that the user sets aside: accepted ones, with reasons from a file of TOML, and ignored sites."""
 
 from __future__ import annotations
 
@@ -9,19 +9,30 @@ from fnmatch import fnmatchcase
 
 from traindiff.core.maps.toml_files import toml_of, unusable
 from traindiff.core.site import printable
+from traindiff.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """An intended difference.
+    """A difference that is set aside.
 
     Attributes:
         name: Glob over names of tensors, modules and parameters.
-        reason: Why it is intended.
+        reason: Why it is intended; empty for an ignored site, which needs no reason.
     """
 
     name: str
     reason: str
+
+    @property
+    def is_ignored(self) -> bool:
+        """True for an ignored site."""
+        return not self.reason
+
+    def names(self, texts: Iterable[str]) -> bool:
+        """True if it names something that has these names, e.g. `h.[0-3].*`, or a slot such as `output[0]`."""
+        globs = (self.name, self.name.replace("[", "[[]"))
+        return any(fnmatchcase(text, glob) for text in texts for glob in globs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,17 +51,17 @@ class AcceptedDifferences:
         """The first entry that matches one of the names of a difference; None if there is none."""
         texts = tuple(names)
         for number, entry in enumerate(self.entries):
-            if any(fnmatchcase(text, entry.name) for text in texts):
+            if entry.names(texts):
                 self.used.add(number)
                 return entry
         return None
 
     def unused(self) -> list[str]:
-        """A warning for each entry that named no difference."""
+        """A warning for each accepted difference that is none."""
         return [
             f'Warning: nothing that differs is named "{entry.name}", as --accept says it may ({entry.reason}).'
             for number, entry in enumerate(self.entries)
-            if number not in self.used
+            if number not in self.used and not entry.is_ignored
         ]
 
 
@@ -58,14 +69,19 @@ NONE_ACCEPTED = AcceptedDifferences()
 """No difference is accepted."""
 
 
-def accepted_of(path: str | os.PathLike[str] | None) -> AcceptedDifferences:
-    """The accepted differences of a file: tables `[[accept]]` with `name` and `reason`; none without a file.
+def accepted_of(path: str | os.PathLike[str] | None, ignore: str | Iterable[str] | None = None) -> AcceptedDifferences:
+    """The accepted differences of a file, and ignored sites.
+
+    Args:
+        path: File of tables `[[accept]]` with `name` and `reason`; None for none.
+        ignore: Globs over sites: a path, or a path and a slot.
 
     Raises:
-        ConfigError: The file cannot be used.
+        ConfigError: The file cannot be used, or a glob is not one.
     """
+    ignored = [Accepted(name=one, reason="") for one in _globs(ignore)]
     if path is None:
-        return NONE_ACCEPTED
+        return AcceptedDifferences(entries=tuple(ignored))
     content = toml_of(path, "--accept")
     entries = content.get("accept")
     where = os.fspath(path)
@@ -79,4 +95,17 @@ def accepted_of(path: str | os.PathLike[str] | None) -> AcceptedDifferences:
         if extra := sorted({*entry} - {"name", "reason"}):
             raise unusable(where, "--accept", f'has "{printable(extra[0])}" in entry {number + 1}, which is unknown.')
         found.append(Accepted(name=name, reason=printable(reason.strip())))
-    return AcceptedDifferences(entries=tuple(found))
+    return AcceptedDifferences(entries=(*ignored, *found))
+
+
+def _globs(ignore: str | Iterable[str] | None) -> list[str]:
+    try:
+        globs = [ignore] if isinstance(ignore, str) else list(ignore or ())
+    except TypeError:
+        globs = [ignore]  # type: ignore[list-item]  refused below
+    for one in globs:
+        if not isinstance(one, str) or not one.strip():
+            fix = 'Write a path, or a path and a slot, e.g. ignore="transformer.h.3.*".'
+            problem = Problem(where=f"ignore={one!r}"[:120], what="is no glob over sites.", fix=fix)
+            raise ConfigError("compare(...)", [problem], consequence="nothing was compared")
+    return globs

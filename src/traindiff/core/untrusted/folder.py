@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from fsspec.implementations.local import LocalFileSystem
 from numpy.typing import NDArray
 
 from traindiff.core.untrusted.demands import Refuse, damaged
+from traindiff.core.untrusted.local_files import LocalFiles
 from traindiff.core.untrusted.ranges import ranged_file
 
 _OPEN = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOCTTY", 0)
@@ -30,21 +30,21 @@ class Folder:
     waits for them. The path of the directory itself may contain links.
 
     Args:
-        file_system: The fsspec file system that the directory is in.
+        file_system: The file system that the directory is in: `LocalFiles`, or one of fsspec.
         root: Its path there.
         refuse: Makes the error for a refused file.
     """
 
     def __init__(self, file_system: Any, root: str, *, refuse: Refuse = damaged) -> None:
         self.file_system = file_system
-        self._local = isinstance(file_system, LocalFileSystem)
+        self._local = isinstance(file_system, LocalFiles)
         self.refuse = refuse
         self.root = root
 
     @classmethod
     def of(cls, path: str | os.PathLike[str], *, refuse: Refuse = damaged) -> Folder:
         """The folder of a local directory."""
-        return cls(LocalFileSystem(), os.fspath(path), refuse=refuse)
+        return cls(LocalFiles(), os.fspath(path), refuse=refuse)
 
     def within(self, name: str) -> Folder:
         """The folder of a directory below this one. Its files must lie in *its* directory.

@@ -12,6 +12,7 @@ import numpy as np
 from mindspore import communication
 from numpy.typing import NDArray
 
+from traindiff.core.made_inside import made_inside
 from traindiff.core.settings import RecordSettings
 from traindiff.errors import ConfigError, Problem, TraindiffError
 from traindiff.observe.common.batch_axis import BatchAxis
@@ -63,6 +64,7 @@ class UnseenSteps:
         return [hash(elements(as_real(read(parameter))).bits.tobytes()) for parameter in self._held[name]]
 
 
+@made_inside
 class Recorder(Session[Observations]):
     """A recording in progress. Made by `traindiff.mindspore.record`; ended by `close` or its `with` block.
 

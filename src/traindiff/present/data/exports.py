@@ -14,7 +14,7 @@ from traindiff.analyse.merge.run_steps import run_steps
 from traindiff.analyse.merge.site import MergedSite, SiteKey
 from traindiff.core.observation import ALL_GRADIENTS, SAMPLE
 from traindiff.core.site import ROOT
-from traindiff.core.summary import UNIT_ROUNDOFF, largest, norm, number
+from traindiff.core.summary import UNIT_ROUNDOFF, largest, norm_of, number
 from traindiff.errors import ConfigError, Problem
 from traindiff.present.data.observations import Filter
 from traindiff.storage import Recording
@@ -59,7 +59,7 @@ def _of_entry(key: SiteKey, entry: MergedSite, wanted: Filter) -> Scalars:
         return {name: number(entry.summary)}
     if not wanted.site or not wanted.has(key.phase, key.path, key.slot):
         return {}
-    return {f"{name} norm": float(norm(entry.summary)), f"{name} largest": float(largest(entry.summary))}
+    return {f"{name} norm": norm_of(entry.summary), f"{name} largest": float(largest(entry.summary))}
 
 
 Steps = Iterable[tuple[int, Scalars]]

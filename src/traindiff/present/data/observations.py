@@ -16,7 +16,7 @@ from traindiff.analyse.merge.span import Span
 from traindiff.core.observation import SAMPLE, Observation
 from traindiff.core.site import PHASES, ROOT, matches
 from traindiff.core.steps import ALL_STEPS, StepSelection, parse_steps
-from traindiff.core.summary import finite_count, largest, mean, norm, std
+from traindiff.core.summary import finite_count, largest, mean, norm_of, std
 from traindiff.errors import ConfigError, Problem
 from traindiff.present.data.as_csv import CsvRows
 from traindiff.storage import Recording
@@ -51,7 +51,8 @@ class Filter:
 
     def has(self, phase: str, path: str, slot: str) -> bool:
         """True if it includes a site, in the steps that it includes."""
-        named = matches(self.site, path) or matches(self.site, f"{path or ROOT} {slot}")
+        globs = (self.site, self.site.replace("[", "[[]"))  # a range of a glob, or the bracket of a slot
+        named = matches(self.site, path) or any(matches(glob, f"{path or ROOT} {slot}") for glob in globs)
         return named and (not self.phases or phase in self.phases)
 
 
@@ -175,7 +176,7 @@ def _row(rank: int | None, seen: Observation, summary: Any) -> Row:
         numbers |= {
             "mean": float(mean(summary)) if some else None,
             "std": float(std(summary)) if some else None,
-            "norm": float(norm(summary)),
+            "norm": norm_of(summary),
         }
     return {name: _json_value((about | numbers).get(name)) for name in COLUMNS}
 
@@ -211,5 +212,9 @@ def write_json(found: Iterator[Row], file: IO[str], *, recording: Recording) -> 
 
 def write_parquet(found: Iterator[Row], file: IO[bytes]) -> None:
     """A Parquet file with the types of `COLUMNS`."""
-    schema = pa.schema(list(COLUMNS.items()))
-    pq.write_table(pa.Table.from_pylist(list(found), schema=schema), file)
+    pq.write_table(table(found), file)
+
+
+def table(found: Iterator[Row]) -> pa.Table:
+    """An Arrow table with the types of `COLUMNS`."""
+    return pa.Table.from_pylist(list(found), schema=pa.schema(list(COLUMNS.items())))

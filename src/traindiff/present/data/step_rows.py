@@ -18,7 +18,8 @@ from traindiff.core.site import ROOT, label
 from traindiff.core.steps import StepSelection, parse_steps
 from traindiff.errors import ConfigError, Problem
 from traindiff.present.data.as_csv import CsvRows
-from traindiff.present.text.results import STYLES_OF_SITES, columns
+from traindiff.present.text.layout import print_line, print_table, told_apart
+from traindiff.present.text.results import STYLES_OF_SITES
 
 FIRST = "first"
 """Stands for the step of the first divergence, or for the first compared step where nothing diverges."""
@@ -125,19 +126,23 @@ def print_rows(console: Console, rows: Sequence[StepRow]) -> None:
         apart, follow = (sum(row.word == word for row in shown) for word in ("above", "follows"))
         after = f", {follow} that follow from the first divergence" if follow else ""
         title = f"\nStep {step}: {len(shown)} sites in execution order, {apart} above their floors{after}"
-        console.print(Text(title, style="bold"), Text("(sizes are L2 norms, of single elements their values)"))
-        table = columns(left=("phase", "site"), right=("baseline", "candidate", "difference", "floor", "x floor"))
-        table.add_column("", no_wrap=True)
-        for row in shown:
-            table.add_row(*map(Text, _cells(row)), style=STYLES_OF_SITES.get(row.word))
-        console.print(table)
+        print_line(console, Text.assemble((title, "bold"), " (sizes are L2 norms, of single elements their values)"))
+        print_table(
+            console,
+            list(map(_cells, shown)),
+            left=("phase", "site"),
+            right=("baseline", "candidate", "difference", "floor", "x floor"),
+            last=("",),
+            may_lack=("difference", "floor"),
+            styles=[STYLES_OF_SITES.get(row.word) for row in shown],
+        )
 
 
 def _cells(row: StepRow) -> tuple[str, ...]:
     site = label(row.key.path, row.key.slot) + (f" call {row.key.call}" if row.key.call else "")
     site += f" micro-step {row.key.micro_step}" if row.key.micro_step else ""
-    sizes = (f"{row.baseline:.6g}", f"{row.candidate:.6g}", *map(_digits, (row.difference, row.floor, row.ratio)))
-    word = f"{row.word}  <- first divergence" if row.first else row.word
+    sizes = (*told_apart(row.baseline, row.candidate), *map(_digits, (row.difference, row.floor, row.ratio)))
+    word = f"{row.word} (first)" if row.first else row.word
     return phase_text(row.key.phase, row.key.stage), site, *sizes, word
 
 

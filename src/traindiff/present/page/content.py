@@ -16,6 +16,7 @@ from traindiff.analyse.compare import Comparison
 from traindiff.analyse.findings import SITE_WORDS, Finding, Group, SiteWord, grouped, phase_text
 from traindiff.analyse.merge.history import DifferenceHistory, RunHistory
 from traindiff.analyse.products import ProductTable
+from traindiff.analyse.rules.rule import AskedRule
 from traindiff.analyse.story import Story, is_same_place, story_of
 from traindiff.core.site import label
 from traindiff.errors import ConfigError, Problem, RecordingError
@@ -87,9 +88,11 @@ class Page:
         flow: The dataflow around the first finding: columns of sites.
         findings: All of them.
         representation: Differences in how things are represented.
+        warnings: Findings that leave a run healthy.
         bits: The first difference in bits, where it is not the headline.
         alone: For each site that only one run has: which run, its phase, its name, the steps, and why.
         products: How exact matrix products are; None if that was not recorded.
+        rules: The rules that a run was held against, those that found something first.
         settings: What the runs say of themselves.
         order: By row, which site of the history it is.
         data: For the script: rows, columns, numbers, curves.
@@ -102,9 +105,11 @@ class Page:
     flow: Sequence[Sequence[Node]] = ()
     findings: tuple[Found, ...]
     representation: tuple[Found, ...] = ()
+    warnings: tuple[Found, ...] = ()
     bits: Found | None = None
     alone: tuple[tuple[str, ...], ...] = ()
     products: ProductTable | None = None
+    rules: Sequence[AskedRule] = ()
     settings: Sequence[Setting]
     order: Sequence[int]
     data: Mapping[str, Any]
@@ -142,6 +147,9 @@ def page_of(result: Comparison | Verdict) -> Page:
     raise ConfigError("report", [problem], consequence="nothing was written")
 
 
+_ANSWERS = ("broken", "warned", "nothing found")
+
+
 def _of_check(verdict: Verdict, history: RunHistory) -> Page:
     sites = in_execution_order(
         SiteRow(
@@ -163,13 +171,16 @@ def _of_check(verdict: Verdict, history: RunHistory) -> Page:
             (sum(math.isinf(one.size) for one in history.extremes.values()), "with NaN or infinity"),
         ),
         findings=findings,
+        warnings=_found(verdict.warnings, sites.places),
         products=verdict.products,
+        rules=sorted(verdict.rules, key=lambda rule: (_ANSWERS.index(rule.result), not rule.unknown)),
         settings=run_settings(recordings),
         order=sites.order,
         data={
             "kind": "check",
             **data_of(
-                sites, history.whole, drawn=_DRAWN["check"], recordings=recordings, findings=verdict.findings
+                sites, history.whole, drawn=_DRAWN["check"], recordings=recordings,
+                findings=(*verdict.findings, *verdict.warnings),
             ),
             "words": None,
             "by_rank": None,

@@ -17,6 +17,8 @@ from traindiff.analyse.merge.history import History
 from traindiff.core.observation import ALL_GRADIENTS, Observation
 from traindiff.core.site import PHASES, ROOT
 from traindiff.errors import RecordingError
+from traindiff.present.counting import as_people_count
+from traindiff.present.page.terms import explanations
 from traindiff.storage import Recording, open_recording
 
 Place = tuple[str, str, str, str, int]
@@ -81,11 +83,17 @@ MOST = 6
 def curve_rows(rows: Sequence[SiteRow]) -> list[int]:
     """Rows of the curves at the top: losses, numbers that the training logged, and the norm of all gradients."""
     scalars = [at for at, row in enumerate(rows) if row.place[0] == "loss" and _is_scalar(row)]
-    losses = [at for at in scalars if rows[at].place[3] != "logged"] + [
-        at for at in scalars if rows[at].place[3] == "logged"
-    ]
+    losses = sorted(scalars, key=lambda at: _rank_of_curve(rows[at]))
     norms = [at for at, row in enumerate(rows) if row.place[:1] == ("grad",) and row.place[2:4] == _ALL]
     return [*losses[: MOST - len(norms[:1])], *norms[:1]]
+
+
+def _rank_of_curve(row: SiteRow) -> int:
+    """Losses come first, then what the training logged as a loss, then other numbers, and scales last."""
+    name = row.place[2].lower()
+    if row.place[3] != "logged":
+        return 0
+    return 3 if "scale" in name else 1 if "loss" in name else 2
 
 
 _ALL = (ALL_GRADIENTS, "norm")
@@ -121,7 +129,7 @@ def data_of(
     *,
     drawn: Sequence[str],
     recordings: Sequence[str],
-    findings: Iterable[Finding],
+    findings: Sequence[Finding],
 ) -> dict[str, Any]:
     """The data of the sites of a page, for its script.
 
@@ -134,14 +142,21 @@ def data_of(
     """
     rows = sites.rows
     numbers, profiles = _numbers([row.summaries for row in rows])
+    single = [at for at, row in enumerate(rows) if _is_scalar(row)]
+    values = np.stack([whole.of(name)[[sites.order[at] for at in single]] for name in drawn]) if single else None
     return {
         "columns": whole.columns,
         "rows": _as_columns(rows),
         "cells": {name: packed(log_codes(whole.of(name)[list(sites.order)])) for name in drawn} if rows else {},
+        "single": {"rows": single, "names": drawn, "values": packed(values)} if values is not None else None,
         "numbers": {"names": NUMBERS, "values": packed(numbers)} if rows else None,
         "profiles": {"names": PROFILES, "values": packed(profiles)} if rows else None,
         "histograms": histograms(recordings, rows),
-        "findings": [{**one.to_json(), "row": sites.places.get(place_of(one))} for one in findings],
+        "terms": explanations(one.kind for one in findings),
+        "findings": [
+            {**one.to_json(), "message": as_people_count(one.message), "row": sites.places.get(place_of(one))}
+            for one in findings
+        ],
     }
 
 

@@ -20,8 +20,8 @@ STYLES = ("vendor/uPlot.min.css", "page.css")
 LIBRARY, LICENSE = "vendor/uPlot.iife.min.js", "vendor/uPlot-LICENSE.txt"
 SCRIPTS = (
     "script/arrays.js", "script/colors.js", "script/words.js",
-    "script/state.js", "script/curves.js", "script/heat_map.js", "script/pointing.js", "script/details.js",
-    "script/tables.js", "script/main.js",
+    "script/state.js", "script/terms.js", "script/address.js", "script/curves.js", "script/heat_map.js",
+    "script/pointing.js", "script/details.js", "script/tables.js", "script/main.js",
 )  # fmt: skip
 """The scripts of a page, in the order in which they run."""
 
@@ -125,6 +125,7 @@ def environment(package: str) -> Environment:
 
     from traindiff.analyse.findings import phase_text
     from traindiff.analyse.products import PRODUCT_COLUMNS
+    from traindiff.present.counting import as_people_count
     from traindiff.present.page.dataflow import message
 
     environment = Environment(
@@ -134,6 +135,7 @@ def environment(package: str) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["counted"] = as_people_count
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
     environment.globals.update(phase_text=phase_text, in_words=message, product_columns=PRODUCT_COLUMNS)
     return environment

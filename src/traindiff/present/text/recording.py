@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -12,7 +11,7 @@ from traindiff.analyse.findings import phase_text
 from traindiff.core.observation import SAMPLE
 from traindiff.core.site import PHASES
 from traindiff.present.data.observations import Row
-from traindiff.present.text.results import columns
+from traindiff.present.text.layout import exact_digits, print_line, print_table
 from traindiff.storage import Recording
 from traindiff.storage.manifest import framework
 
@@ -22,33 +21,31 @@ def print_head(console: Console, recording: Recording) -> None:
     run = recording.run
     observed = ", ".join(run["settings"].get("observe", ())) or "nothing"
     console.print(Text(recording.path, style="bold"))
-    console.print(
-        f"recorded {run.get('created', 'at an unknown time')} with {' '.join(framework(run))}, "
-        f"{recording.world_size} rank{'s' if recording.world_size > 1 else ''}; "
-        f"observed {observed}",
-        markup=False,
-        soft_wrap=True,
-    )
+    ranks = f"{recording.world_size} rank{'s' if recording.world_size > 1 else ''}"
+    began = run.get("created", "at an unknown time")
+    print_line(console, Text(f"recorded {began} with {' '.join(framework(run))}, {ranks}; observed {observed}"))
     if recording.is_compact:
         console.print("its ranks are merged (traindiff compact): a row holds the numbers of all ranks", markup=False)
     for rank in recording.ranks:
         if (status := recording.status(rank)).message:
-            console.print(status.message, markup=False, soft_wrap=True)
+            print_line(console, Text(status.message))
 
 
 def print_rows(console: Console, rows: Iterable[Row], *, rest: Iterable[Row], recorded: bool = True) -> None:
     """Print the first rows as a table, and how many follow (`rest`); `recorded` is true if the recording has a step."""
     shown = list(rows)
-    table = columns(
-        left=("step", "phase", "site", "tensor"), right=("norm", "mean", "min", "max", "zero", "nan", "inf")
-    )
-    for row in shown:
-        numbers = (row[name] for name in ("norm", "mean", "minimum", "maximum", "zero", "nan", "inf"))
-        about = (str(row["step"]), _phase(row), _site(row), f"{row['dtype']} {row['shape']}")
-        table.add_row(*map(Text, (*about, *(_digits(value) for value in numbers))))
+    cells = [
+        (str(row["step"]), _phase(row), _site(row), f"{row['dtype']} {row['shape']}", *_numbers(row)) for row in shown
+    ]
     if shown:
         console.print()
-        console.print(table)
+        print_table(
+            console,
+            cells,
+            left=("step", "phase", "site", "tensor"),
+            right=("norm", "mean", "min", "max", "zero", "nan", "inf"),
+            may_lack=("zero", "nan", "inf", "tensor", "mean"),
+        )
     for row in shown:
         if row["unobserved"]:
             console.print(f"step {row['step']}: {_site(row)} was not observed: {row['unobserved']}", markup=False)
@@ -58,12 +55,8 @@ def print_rows(console: Console, rows: Iterable[Row], *, rest: Iterable[Row], re
         phases.add(row["phase"])
     if more:
         known = ", ".join(name for name in PHASES if name in phases)
-        console.print(
-            f"\n{more} more observations, up to step {last}; --site, --phase ({known}) and --steps choose, "
-            "--top shows more.",
-            markup=False,
-            soft_wrap=True,
-        )
+        choose = f"--site, --phase ({known}) and --steps choose, --top shows more."
+        print_line(console, Text(f"\n{more} more observations, up to step {last}; {choose}"))
     elif not shown and not recorded:
         console.print("No step is recorded: one is when the optimizer has stepped.", markup=False)
     elif not shown:
@@ -82,7 +75,8 @@ def _site(row: Row) -> str:
     return f"{row['site']} {row['slot']}{call}{moment}"
 
 
-def _digits(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+def _numbers(row: Row) -> list[str]:
+    """The numbers of a row; those of a single element with all digits that its dtype may have."""
+    places = 9 if row["count"] == 1 else 3
+    names = ("norm", "mean", "minimum", "maximum", "zero", "nan", "inf")
+    return ["-" if row[name] is None else exact_digits(row[name], places) for name in names]

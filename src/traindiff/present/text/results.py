@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from traindiff.analyse.check import Rule, Verdict
@@ -31,6 +30,7 @@ from traindiff.analyse.story import (
     story_of,
 )
 from traindiff.core.site import label
+from traindiff.present.text.layout import columns, print_line, print_table
 
 _STYLES: Mapping[Emphasis, str] = {"title": "bold", "place": "bold cyan", "faint": "dim"}
 WORD_STYLES = {
@@ -41,16 +41,6 @@ WORD_STYLES = {
 
 STYLES_OF_SITES: Mapping[SiteWord, str] = {"above": "red", "follows": "magenta"}
 """By the word of a site; other words have no style."""
-
-
-def columns(*, left: Sequence[str], right: Sequence[str] = ()) -> Table:
-    """An empty table without borders, from the names of its columns, by how these are aligned."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in left:
-        table.add_column(name, overflow="fold")
-    for name in right:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
 
 
 def print_section(
@@ -68,7 +58,7 @@ def print_section(
     missing = True
     for line in section.lines:
         if line[0][1] != "brief":
-            console.print(Text.assemble(*((text, styles.get(kind, "")) for text, kind in line)), soft_wrap=True)
+            print_line(console, Text.assemble(*((text, styles.get(kind, "")) for text, kind in line)))
         elif missing:
             table()
             missing = False
@@ -131,29 +121,48 @@ def _print_further(console: Console, chapter: Chapter, *, top: int) -> None:
     shown = "" if len(groups) <= top else f", the first {top}"
     several = "" if len(groups) == sites else f", at {sites} sites"
     console.print(Text(f"\nFurther {chapter.noun}s: {len(groups)}{several}{shown}", style="bold"))
-    table = columns(left=("step", "phase", "site", "what"))
-    for group in groups[:top]:
-        one = group.first
-        table.add_row(*map(Text, (str(one.step), phase_text(one.phase, one.stage), group.site, one.message)))
-    console.print(table)
-    if others := [group.first.kind for group in groups[:top] if group.first.kind != chapter.first.first.kind]:
-        console.print(Text(f"  {more_line(others)}", style="dim"), soft_wrap=True)
+    firsts = [(group, group.first) for group in groups[:top]]
+    rows = [(str(one.step), phase_text(one.phase, one.stage), group.site, one.message) for group, one in firsts]
+    print_table(console, rows, left=("step", "phase", "site", "what"))
+    if others := [one.kind for _, one in firsts if one.kind != chapter.first.first.kind]:
+        print_line(console, Text(f"  {more_line(others)}", style="dim"))
+
+
+_REST: Mapping[SiteWord, str] = {
+    "above": "more above their floors", "follows": "that follow", "within": "within their floors",
+    "not judged": "not judged", "identical": "identical",
+}  # fmt: skip
 
 
 def _print_differences(console: Console, differences: Sequence[SiteDifference], *, top: int) -> None:
+    """Print the sites above their floors, or the largest differences if there are none, and count the others."""
     largest = sorted(differences, key=lambda row: row.weight, reverse=True)[:top]
-    shown = sorted((row for row in largest if row.word != "identical"), key=lambda row: row.order)
+    above = [row for row in largest if row.word == "above"]
+    shown = sorted(above or (row for row in largest if row.word != "identical"), key=lambda row: row.order)
     if not shown:
         return
-    console.print(Text("\nLargest differences, in execution order", style="bold"), soft_wrap=True)
-    table = columns(left=("phase", "site"), right=("at step", "difference", "floor", "x floor"))
-    table.add_column("", no_wrap=True)
+    title = "Above their floors" if above else "Largest differences"
+    console.print(Text(f"\n{title}, in execution order", style="bold"))
+    rows = []
     for row in shown:
         site = label(row.path, row.slot) + (f" call {row.call}" if row.call else "")
-        cells = (phase_text(row.phase, row.stage), site, str(row.step))
         sizes = map(_digits, (row.difference, row.floor, row.ratio))
-        table.add_row(*map(Text, (*cells, *sizes, row.word)), style=STYLES_OF_SITES.get(row.word))
-    console.print(table)
+        cells = (phase_text(row.phase, row.stage), site, str(row.step), *sizes)
+        rows.append(cells if above else (*cells, row.word))
+    print_table(
+        console,
+        rows,
+        left=("phase", "site"),
+        right=("at step", "difference", "floor", "x floor"),
+        last=() if above else ("",),
+        styles=[STYLES_OF_SITES.get(row.word) for row in shown],
+    )
+    counts = {
+        word: sum(row.word == word for row in differences) - sum(row.word == word for row in shown) for word in _REST
+    }
+    rest = ", ".join(f"{count} {_REST[word]}" for word, count in counts.items() if count)
+    if rest:
+        print_line(console, Text(f"and {rest}"))
 
 
 def _digits(value: float) -> str:
@@ -165,12 +174,10 @@ def _print_pinned(console: Console, pinned: PinnedStep, *, top: int) -> None:
     if not found:
         return
     if not top:
-        console.print(Text(f"  {', '.join(f'{one.site} ({one.phase})' for one in found)}"), soft_wrap=True)
+        print_line(console, Text(f"  {', '.join(f'{one.site} ({one.phase})' for one in found)}"))
         return
-    table = columns(left=("phase", "site", "what"), right=("x floor",))
-    for one in found[:top]:
-        table.add_row(*map(Text, (phase_text(one.phase, one.stage), one.site, one.message, f"{one.ratio:.3g}")))
-    console.print(table)
+    rows = [(phase_text(one.phase, one.stage), one.site, one.message, f"{one.ratio:.3g}") for one in found[:top]]
+    print_table(console, rows, left=("phase", "site", "what"), right=("x floor",))
     if len(found) > top:
         console.print(Text(f"... and {len(found) - top} more."))
 
@@ -190,11 +197,11 @@ def print_zooms(console: Console, comparison: Comparison, *, top: int, further: 
     if same := [zoom for zoom in others if zoom.operator and zoom.operator == first.operator]:
         named = " and ".join(f"the {zoom.phase} of {zoom.site}" for zoom in same[:3])
         more = more_text(len(same) - 3, "site")
-        console.print(Text(f"The same operator is the first on the way to {named}{more}."), soft_wrap=True)
+        print_line(console, Text(f"The same operator is the first on the way to {named}{more}."))
     others = [zoom for zoom in others if zoom not in same]
     for zoom in others[:top]:
         _print_zoom_title(console, zoom)
-        console.print(Text(f"  {zoom.message}"), soft_wrap=True)
+        print_line(console, Text(f"  {zoom.message}"))
     if len(others) > top:
         more = more_text(len(others) - top, "finding", before="...").lstrip()
         console.print(Text(f"{more} taken apart."))
@@ -202,7 +209,7 @@ def print_zooms(console: Console, comparison: Comparison, *, top: int, further: 
 
 def _print_zoom_title(console: Console, zoom: OperatorLocalization) -> None:
     title = f"\nOperators, step {zoom.step}, {zoom.phase} of {zoom.site}:"
-    console.print(Text(title, style="bold"), soft_wrap=True)
+    print_line(console, Text(title, style="bold"))
 
 
 def _print_walk(console: Console, zoom: OperatorLocalization) -> None:
@@ -221,7 +228,7 @@ def _size_in(row: OperatorRow, size: float) -> str:
 
 def print_products(console: Console, products: ProductTable) -> None:
     """Print how exact matrix products and convolutions are, by operator and line."""
-    console.print(Text("\nMatrix products and convolutions", style="bold"), soft_wrap=True)
+    print_line(console, Text("\nMatrix products and convolutions", style="bold"))
     left, numeric, last = PRODUCT_COLUMNS[:4], PRODUCT_COLUMNS[4:-1], PRODUCT_COLUMNS[-1]
     table = columns(left=left, right=numeric)
     table.add_column(last, overflow="fold")
@@ -249,7 +256,7 @@ def print_conclusion(console: Console, investigation: Investigation, *, top: int
 
 def print_matrix(console: Console, matrix: Matrix) -> None:
     """Print a row for each combination, and how many have which verdict."""
-    console.print(Text(f"{matrix.recipe}; a report of each combination is below {matrix.output}"), soft_wrap=True)
+    print_line(console, Text(f"{matrix.recipe}; a report of each combination is below {matrix.output}"))
     console.print()
     table = columns(left=("combination", "verdict", "first divergence, or why it was not run"), right=("time",))
     for row in matrix.rows:
@@ -257,7 +264,7 @@ def print_matrix(console: Console, matrix: Matrix) -> None:
         table.add_row(*map(Text, (row.name, row.verdict, row.message, time)))
     console.print(table)
     console.print()
-    console.print(Text(count_text(matrix)), soft_wrap=True)
+    print_line(console, Text(count_text(matrix)))
 
 
 def print_rules(console: Console, rules: Iterable[type[Rule]]) -> None:

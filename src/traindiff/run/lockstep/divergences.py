@@ -13,7 +13,7 @@ from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import CLEAR, Pair, differences_by_rank, differing_ranks
 from traindiff.analyse.merge.site import MergedSite, SiteKey
 from traindiff.core.observation import ALL_GRADIENTS
-from traindiff.core.summary import distance, nonfinite_count, norm, number
+from traindiff.core.summary import distance, nonfinite_count, norm_of, number
 
 MOST_LINES = 8
 """Most divergences of one kind that are printed for one batch, and most ranks for each; the rest is only counted."""
@@ -31,6 +31,8 @@ def divergence_lines(compared: ComparedStep, *, batch: int, indices: Mapping[str
         indices: Number of each trainable parameter in the model's order, by path.
         first: Description of the first finding.
     """
+    if compared.aligned is None:  # nothing differs
+        return
     pairs = {pair.baseline.key: pair for pair in compared.aligned.aligned.pairs}
     for what, group in groupby(_in_order(_without_derived(compared.findings)), key=_what):
         found = list(group)
@@ -158,15 +160,15 @@ def _all_hold_it(entry: MergedSite) -> bool:
 
 def _differences_of_copies(pair: Pair) -> dict[int, float]:
     """By rank: the relative difference of its copy from the baseline, of copies that should be equal."""
-    size = float(norm(pair.baseline.summary))
+    size = norm_of(pair.baseline.summary)
     apart = {part.rank: float(distance(pair.baseline.summary, part.summary)) for part in pair.candidate.parts}
     return {rank: one / size if size else math.inf if one else 0.0 for rank, one in apart.items()}
 
 
 def _size_held(entry: MergedSite, rank: int) -> float:
     """L2 norm of what a rank holds; of the whole if it has no part."""
-    held = [float(norm(part.summary)) for part in entry.parts if part.rank == rank]
-    return math.hypot(*held) if held else float(norm(entry.summary))
+    held = [norm_of(part.summary) for part in entry.parts if part.rank == rank]
+    return math.hypot(*held) if held else norm_of(entry.summary)
 
 
 def _loss(entry: MergedSite, rank: int) -> float:
@@ -190,7 +192,7 @@ def _whole(finding: Finding, pair: Pair | None) -> _Seen:
     baseline, candidate = pair.baseline.summary, pair.candidate.summary
     if int(nonfinite_count(baseline)) or int(nonfinite_count(candidate)):
         return replace(seen, absolute=math.nan, relative=math.nan)
-    size = float(norm(baseline))
+    size = norm_of(baseline)
     if finding.phase == "update":
         update = finding.evidence.get("baseline_norm", 0.0)
         change = update if math.isfinite(finding.difference) else 0.0

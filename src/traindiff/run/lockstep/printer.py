@@ -109,7 +109,7 @@ class Printer:
         for compared in outcome.compared:  # on rank 0 only
             if compared.findings:
                 first = comparison.latest.first_divergence
-                message = first.message if first is not None and first.step == compared.aligned.step else ""
+                message = first.message if first is not None and first.step == compared.step else ""
                 indices = {path: number for number, path in enumerate(comparison.trainable_parameters)}
                 self._on_rank_0(*divergence_lines(compared, batch=batch, indices=indices, first=message))
         if outcome.losses is not None and (outcome.diverged or self.wants_losses(batch)):

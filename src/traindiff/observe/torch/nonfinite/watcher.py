@@ -16,6 +16,7 @@ from typing import Self
 
 from torch import nn
 
+from traindiff.core.made_inside import made_inside
 from traindiff.core.settings import RecordSettings
 from traindiff.core.site import ROOT
 from traindiff.errors import ConfigError, NonFiniteError, Problem, StoppedError, TraindiffWarning
@@ -62,6 +63,7 @@ _FAILED = (
 )
 
 
+@made_inside
 class Watcher:
     """A training that is watched. Made by `traindiff.watch`; ended by `close` or its `with` block.
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from traindiff.core.made_inside import made_inside
 from traindiff.core.observation import NO_REPLICA, Observation
 from traindiff.core.settings import RecordSettings
 from traindiff.observe.common.progress import Progress
@@ -33,6 +34,7 @@ from traindiff.observe.torch.sharding.layout import in_pipeline
 from traindiff.observe.torch.sharding.registry import ENGINES
 
 
+@made_inside
 class Recorder(Session[Observations]):
     """A recording in progress. Made by `traindiff.record`; ended by `close` or its `with` block.
 

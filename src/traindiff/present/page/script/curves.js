@@ -27,7 +27,7 @@ function plot(parent, { title, note = "", series, log = false, height = 190, ban
     one.uplot = new uPlot({
       width: Math.max(160, one.width), height, ms: 1,
       cursor: { points: { size: 6 }, drag: { x: true, y: false }, sync: { key: "steps" } },
-      scales: { x: { time: false }, y: log ? { distr: 3 } : { range: () => range } },
+      scales: { x: { time: false, min: columns[state.from][0], max: columns[state.to][0], auto: false }, y: log ? { distr: 3 } : { range: () => range } },
       axes: [{ ...axis, size: 28, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6, 1e7] },
         { ...axis, size: (_, labels) => Math.max(62, 18 + 6.6 * Math.max(0, ...(labels ?? []).map((label) => label.length))),
           ...(log ? { grid: { ...axis.grid, filter: fewOfMany }, ticks: { ...axis.ticks, filter: fewOfMany }, filter: fewOfMany } : {}),
@@ -35,16 +35,34 @@ function plot(parent, { title, note = "", series, log = false, height = 190, ban
       series: [{ label: "step" }, ...series.map((about) => ({
         label: about.label, class: about.silent ? "silent" : undefined, stroke: about.color ? css(about.color) : "transparent", width: about.width ?? 1.6,
         dash: about.dash, fill: about.fill ? css("band") : undefined, fillTo: about.fill && log ? (u) => u.scales.y.min : undefined,
-        value: (_, value) => digits(value), points: { show: drawn[0].length < 40 && !about.fill && !about.silent, size: 4 }, spanGaps: false,
+        value: (_, value) => digits(value, 7), points: { show: drawn[0].length < 40 && !about.fill && !about.silent, size: 4 }, spanGaps: false,
       }))],
       bands: bands.map((band) => ({ ...band, fill: css("band") })),
-      hooks: { draw: [(u) => verticalMark(u, mark())] },
+      hooks: { draw: [(u) => verticalMark(u, mark())], setScale: [zoomed] },
       legend: { live: true },
     }, [columns.map(([first]) => first), ...drawn], box);
   };
   one.draw();
   plots.add(one);
   placed.observe(box);
+}
+
+// Whoever drags over some steps of a plot sees these in all plots and in the heat map; a double click shows all again.
+let zooming = false;
+function zoomed(u, key) {
+  if (key !== "x" || zooming) return;
+  const { min, max } = u.scales.x;
+  if (min === null || max === null || !u.select.width && min === columns[state.from][0] && max === columns[state.to][0]) return;
+  requestAnimationFrame(() => {
+    const near = (step) => columns.reduce((best, [first], at) => (Math.abs(first - step) < Math.abs(columns[best][0] - step) ? at : best), 0);
+    showColumns(near(min), Math.max(near(min) + (numColumns > 1 ? 1 : 0), near(max)));
+  });
+}
+
+function zoomPlots() {
+  zooming = true;
+  for (const one of plots) one.uplot?.setScale("x", { min: columns[state.from][0], max: columns[state.to][0] });
+  zooming = false;
 }
 
 // Of a logarithmic axis the powers of ten, and of many of those every second, third, ...; where there are not two of
@@ -115,6 +133,22 @@ function drawHeadCurves() {
   more?.addEventListener("toggle", () => {
     if (more.open && !more.lastElementChild.childElementCount) drawCurves(more.lastElementChild, page.curves.slice(1, last));
   });
+}
+
+// The sizes of the tensors of each phase, for a run by itself.
+function drawPhases() {
+  const parent = document.getElementById("of-phases");
+  if (!parent) return;
+  for (const phase of ["forward", "backward", "grad", "update"]) {
+    const own = rows.phase.map((one, row) => row).filter((row) => rows.phase[row] === phase && !rows.stage[row] && !single(row));
+    if (!own.length) continue;
+    const sorted = columns.map((_, column) => own.map((row) => sizeAt("size", row, column)).filter((size) => size > 0 && Number.isFinite(size)).sort((a, b) => a - b));
+    const of = (place) => sorted.map((sizes) => (sizes.length ? sizes[place(sizes.length)] : null));
+    plot(parent, { title: phase, note: `${own.length} sites`, log: true, height: 130, series: [
+      { label: "largest", values: of((count) => count - 1), color: "candidate" },
+      { label: "median", values: of((count) => count >> 1), color: "baseline", width: 2.4 },
+      { label: "smallest", values: of(() => 0), color: "floor" }] });
+  }
 }
 
 function drawCurves(parent, curves) {

@@ -10,7 +10,7 @@ function showDetails() {
   if (row === null) return;
   const about = [phaseText(row), rows.dtype[row], rows.shape[row]].filter(Boolean).join(" · ");
   details.append(element("h3", { id: "details-title" }, siteText(row)), element("p", { class: "where" }, about));
-  details.append(element("p", { class: "now" }, cellText(row, state.column).split("\n").slice(1).join(": ")));
+  details.append(element("p", { class: "now" }, cellText(row, state.column).split("\n").slice(1).join(": ")), linkTo(row, state.column));
   page.findings.filter((finding) => finding.row === row).forEach((finding) => details.append(foundBox(finding)));
   const mark = () => columns[state.column][0], line = (name) => columns.map((_, column) => finiteOrNull(sizeAt(name, row, column)));
   if (comparing) {
@@ -49,8 +49,8 @@ function foundBox(finding) {
     const text = typeof value === "number" ? String(Number(value.toPrecision(7))) : typeof value === "string" ? value : JSON.stringify(value);
     list.append(element("dt", {}, name.replaceAll("_", " ")), element("dd", {}, text));
   }
-  const where = `step ${finding.step}${finding.rank === null ? "" : `, rank ${finding.rank}`}: ${finding.kind}`;
-  return element("div", { class: "found" }, element("strong", {}, where), element("div", {}, finding.message), list);
+  const where = `step ${finding.step}${finding.rank === null ? "" : `, rank ${finding.rank}`}: `;
+  return element("div", { class: "found" }, element("strong", {}, where, term(finding.kind)), element("div", {}, finding.message), list);
 }
 
 // Numbers and profiles of the step in which the site is farthest from the baseline, or largest.
@@ -63,7 +63,7 @@ function showNumbers(row) {
   const what = comparing ? "where the difference is largest" : "where it is largest";
   const head = element("tr", {}, element("td"), ...page.sides.map((side) => element("th", { scope: "col", class: "number" }, side)));
   const lines = NUMBER_LINES.filter(([, value]) => held.some((one) => Number.isFinite(value(one)))).map(([name, value]) =>
-    element("tr", {}, element("th", { scope: "row" }, name), ...held.map((one) => element("td", { class: "number" }, numberText(value(one))))));
+    element("tr", {}, element("th", { scope: "row" }, name), ...numberTexts(held.map(value)).map((text) => element("td", { class: "number" }, text))));
   details.append(
     element("div", { class: "plot" },
       element("h4", {}, `Numbers, step ${rows.step[row]} `, element("small", {}, what)),
@@ -75,8 +75,9 @@ function showNumbers(row) {
   }
 }
 
-function numberText(value) {
-  return Number.isInteger(value) && Math.abs(value) < 1e15 ? value.toLocaleString("en") : digits(value);
+function numberTexts(values) {
+  const texts = values.length > 1 ? toldApart(...values) : values.map((value) => digits(value, 7));
+  return values.map((value, at) => (Number.isInteger(value) && Math.abs(value) < 1e15 ? value.toLocaleString("en") : texts[at]));
 }
 
 const finiteCount = (one) => one.count - one.nan - one.positive_infinity - one.negative_infinity;

@@ -94,13 +94,13 @@ function paint() {
 
 // One pixel per line and column; where there are more columns than pixels, the largest of those that share one.
 function imageOf(lines) {
-  const values = heat(), wide = Math.min(numColumns, Math.floor(layout.width * (window.devicePixelRatio || 1)));
+  const values = heat(), wide = Math.min(span(), Math.floor(layout.width * (window.devicePixelRatio || 1)));
   const image = new ImageData(wide, lines), pixels = new Uint32Array(image.data.buffer);
   const strongest = new Float32Array(pixels.length);
   for (let at = 0; at < state.visible.length; at++) {
     const start = state.visible[at] * numColumns, line = Math.floor(at / layout.pool) * wide;
     for (let x = 0; x < wide; x++) {
-      const from = Math.floor((x * numColumns) / wide), to = Math.max(from + 1, Math.floor(((x + 1) * numColumns) / wide));
+      const from = state.from + Math.floor((x * span()) / wide), to = Math.max(from + 1, state.from + Math.floor(((x + 1) * span()) / wide));
       let largest = NaN;
       for (let column = from; column < to; column++) {
         const value = values[start + column];
@@ -223,8 +223,8 @@ function shortened(context, text, width) {
 
 function boxOf(row, column) {
   const line = Math.floor(state.visible.indexOf(row) / layout.pool);
-  const wide = layout.width / numColumns;
-  return line < 0 ? null : { x: layout.gutter + column * wide, y: line * layout.rowHeight, width: wide, height: layout.rowHeight };
+  const wide = layout.width / span();
+  return line < 0 || column < state.from || column > state.to ? null : { x: layout.gutter + (column - state.from) * wide, y: line * layout.rowHeight, width: wide, height: layout.rowHeight };
 }
 
 function ring(context, row, column) {
@@ -262,20 +262,22 @@ function paintAxis(ratio) {
   context.font = "11px system-ui, sans-serif";
   context.textBaseline = "middle";
   context.fillText("step", layout.gutter - 30, 11);
-  const every = Math.ceil(numColumns / Math.max(1, Math.floor(layout.width / 46)));
-  for (let column = 0; column < numColumns; column += every) {
-    const x = layout.gutter + ((column + 0.5) * layout.width) / numColumns, text = String(columns[column][0]);
+  const every = Math.ceil(span() / Math.max(1, Math.floor(layout.width / 46)));
+  for (let column = state.from; column <= state.to; column += every) {
+    const x = layout.gutter + ((column - state.from + 0.5) * layout.width) / span(), text = String(columns[column][0]);
     context.fillText(text, Math.max(layout.gutter, x - context.measureText(text).width / 2), 11);
   }
 }
 
 function paintScale(ratio) {
   const scale = document.getElementById("scale"), context = scale.getContext("2d"), total = scale.clientWidth;
+  const narrow = total - layout.gutter < MARKS + 100, tall = narrow ? 70 : 46; // the marks then stand below the scale
   scale.width = total * ratio;
-  scale.height = 46 * ratio;
+  scale.height = tall * ratio;
+  scale.style.height = `${tall}px`;
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
   const { pixels, low, high } = layout.colors, about = LOOK.quantities[state.rank === "all" ? state.quantity : "ratio"];
-  const left = layout.gutter, width = Math.max(80, Math.min(420, total - left - MARKS));
+  const left = layout.gutter, width = Math.max(80, Math.min(420, total - left - (narrow ? 16 : MARKS)));
   context.font = "11px system-ui, sans-serif";
   context.fillStyle = css("faint");
   context.textAlign = "right";
@@ -294,13 +296,13 @@ function paintScale(ratio) {
   const marks = [[pixels[LEVELS], about.zero], [pixels[LEVELS + 1], "inf"]];
   if (comparing && state.rank === "all" && state.quantity === "ratio") marks.push([pixels[LEVELS + 2], "follows"]);
   marks.forEach(([color, text], at) => {
-    const x = left + width + 20 + [0, 92, 146][at];
+    const x = (narrow ? 4 : left + width + 20) + [0, 92, 146][at], y = narrow ? 46 : 6;
     context.fillStyle = colorText(color);
-    context.fillRect(x, 6, 16, 14);
+    context.fillRect(x, y, 16, 14);
     context.strokeStyle = css("line");
-    context.strokeRect(x + 0.5, 6.5, 16, 14);
+    context.strokeRect(x + 0.5, y + 0.5, 16, 14);
     context.fillStyle = css("faint");
     context.textAlign = "left";
-    context.fillText(text, x + 21, 17);
+    context.fillText(text, x + 21, y + 11);
   });
 }

@@ -7,15 +7,15 @@ function cellAt(event) {
   const x = event.clientX - bounds.left - layout.gutter, y = event.clientY - bounds.top - EDGE;
   const line = Math.floor(y / layout.rowHeight), lines = Math.ceil(state.visible.length / layout.pool);
   if (!layout.image || line < 0 || line >= lines || x > layout.width) return null;
-  const column = Math.max(0, Math.min(numColumns - 1, Math.floor((x / layout.width) * numColumns)));
+  const column = state.from + Math.max(0, Math.min(span() - 1, Math.floor((x / layout.width) * span())));
   const best = largestUnder(x, line, column);
   return { row: rowAt(line, best), column: best };
 }
 
 // Where several columns share a pixel, the one whose value is drawn.
 function largestUnder(x, line, column) {
-  if (numColumns <= layout.width) return column;
-  const values = heat(), to = Math.min(numColumns, Math.ceil(((x + 1) / layout.width) * numColumns));
+  if (span() <= layout.width) return column;
+  const values = heat(), to = Math.min(state.to + 1, state.from + Math.ceil(((x + 1) / layout.width) * span()));
   let best = column;
   for (let at = column; at < to; at++) {
     const row = rowAt(line, at), held = rowAt(line, best);
@@ -61,11 +61,11 @@ map.addEventListener("keydown", (event) => {
   const shown = state.visible.length;
   if (!shown) return;
   let at = state.visible.indexOf(state.row), column = state.column;
-  if (event.key === "Home") column = 0;
-  else if (event.key === "End") column = numColumns - 1;
+  if (event.key === "Home") column = state.from;
+  else if (event.key === "End") column = state.to;
   else if (KEYS[event.key]) {
     at = Math.max(0, Math.min(shown - 1, Math.max(0, at) + KEYS[event.key][0]));
-    column += KEYS[event.key][1];
+    column = Math.max(state.from, Math.min(state.to, column + KEYS[event.key][1]));
   } else return;
   event.preventDefault();
   select(state.visible[Math.max(0, at)], column);

@@ -1,5 +1,8 @@
 // What is shown and selected, and who wants to know when that changes.
 
+// Ends the listeners of this page when a newer one takes its place.
+const life = new AbortController();
+
 const page = JSON.parse(document.getElementById("data").textContent);
 const rows = page.rows, columns = page.columns;
 const numRows = rows.phase.length, numColumns = columns.length;
@@ -8,14 +11,27 @@ const cells = {};
 
 const state = {
   row: null, column: 0, phases: new Set(rows.phase), quantity: comparing ? "ratio" : "relative", rank: "all",
-  query: "", differing: false, oneStep: false, visible: [],
+  query: "", differing: false, oneStep: false, visible: [], from: 0, to: Math.max(0, numColumns - 1),
 };
 
-const onSelection = [], onFilter = [], onTheme = [];
+const onSelection = [], onFilter = [], onRange = [];
+
+// Number of columns that are shown: all of them, or a range that was zoomed into.
+function span() {
+  return state.to - state.from + 1;
+}
+
+function showColumns(from, to) {
+  const [low, high] = [Math.max(0, Math.min(from, to)), Math.min(numColumns - 1, Math.max(from, to))];
+  if (low === state.from && high === state.to) return;
+  [state.from, state.to] = [low, high];
+  for (const tell of onRange) tell();
+}
 
 function select(row, column) {
   state.row = row;
   state.column = Math.max(0, Math.min(numColumns - 1, column));
+  if (state.column < state.from || state.column > state.to) showColumns(0, numColumns - 1);
   for (const tell of onSelection) tell();
 }
 
@@ -45,8 +61,13 @@ function rankLines(rank) {
 
 let farthestRatio = null;
 
+// The line of a row among the single elements, whose numbers are there with all their digits.
+const singleLines = new Map(page.single?.rows.map((row, line) => [row, line]));
+
 function sizeAt(name, row, column) {
-  return sizeOf(cells[name][row * numColumns + column]);
+  const line = singleLines.get(row), field = page.single?.names.indexOf(name) ?? -1;
+  if (line === undefined || field < 0) return sizeOf(cells[name][row * numColumns + column]);
+  return cells.single[(field * singleLines.size + line) * numColumns + column];
 }
 
 // The word of a cell, by its place in the array of cells; empty where it was not compared.

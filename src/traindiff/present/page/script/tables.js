@@ -39,12 +39,18 @@ function isThere(row) {
   return !Number.isNaN(sizeAt(comparing ? "difference" : "size", row, shownColumn(row)));
 }
 
+function bothSizes(row) {
+  const [one, other] = ["baseline", "candidate"].map((name) => sizeAt(name, row, shownColumn(row)));
+  return single(row) ? toldApart(one, other) : [digits(one), digits(other)];
+}
+
 const firstFound = comparing ? page.findings[0] ?? null : null;
 
 const TABLE_COLUMNS = comparing ? [
   ["phase", null, (row) => phaseText(row)], ["site", null, (row) => siteText(row)], ["tensor", null, (row) => `${rows.dtype[row]} ${rows.shape[row]}`],
   ["at step", (row) => shownStep(row), (row) => String(shownStep(row))],
-  ["baseline", (row) => sizeAt("baseline", row, shownColumn(row)), null], ["candidate", (row) => sizeAt("candidate", row, shownColumn(row)), null],
+  ["baseline", (row) => sizeAt("baseline", row, shownColumn(row)), (row) => bothSizes(row)[0]],
+  ["candidate", (row) => sizeAt("candidate", row, shownColumn(row)), (row) => bothSizes(row)[1]],
   ["difference", (row) => sizeAt("difference", row, shownColumn(row)), null], ["floor", (row) => sizeAt("floor", row, shownColumn(row)), null],
   ["x floor", (row) => shownRatio(row), null], ["word", null, (row) => wordAt(row, shownColumn(row))],
 ] : [
@@ -54,13 +60,20 @@ const TABLE_COLUMNS = comparing ? [
   ["zeros", (row) => sizeAt("zero", row, shownColumn(row)), null], ["not finite", (row) => sizeAt("nonfinite", row, shownColumn(row)), null],
 ];
 
+// Terms of the glossary behind the heads of columns.
+const TERM_OF = {
+  phase: "phase", site: "site", baseline: "baseline", candidate: "candidate", difference: "relative L2 difference", floor: "noise floor",
+  "x floor": "ratio", word: "above", "at step": "step",
+};
+
 function showTable() {
   const head = element("tr");
   TABLE_COLUMNS.forEach(([name, number], at) => {
     const cell = element("th", { scope: "col", class: number ? "number" : "" });
     if (sorting.by === at) cell.setAttribute("aria-sort", sorting.down ? "descending" : "ascending");
     const arrow = sorting.by === at ? (sorting.down ? " ▾" : " ▴") : "";
-    cell.append(element("button", { type: "button", onclick: () => sortBy(at) }, name + arrow));
+    const about = TERM_OF[name] ? { "data-term": TERM_OF[name], "aria-describedby": "term-tip" } : {};
+    cell.append(element("button", { type: "button", onclick: () => sortBy(at), ...about }, name + arrow));
     head.append(cell);
   });
   table.tHead.replaceChildren(head);

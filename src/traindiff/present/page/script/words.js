@@ -5,6 +5,7 @@ function digits(value, places = 4) {
   if (!Number.isFinite(value)) return value > 0 ? "inf" : "-inf";
   if (value === 0) return "0";
   const size = Math.abs(value);
+  if (Number.isInteger(value) && size < 1e9) return String(value); // counts, and scales of a loss, are exact
   return size >= 1e5 || size < 1e-3 ? value.toExponential(places > 4 ? places - 1 : 2).replace("e+", "e") : String(Number(value.toPrecision(places)));
 }
 
@@ -20,6 +21,15 @@ function siteText(row) {
 function stepText(column) {
   const [first, last] = columns[column];
   return first === last ? `step ${first}` : `steps ${first} to ${last}`;
+}
+
+// Two numbers with as many digits as show that they differ, if they do.
+function toldApart(one, other, places = 5) {
+  for (let more = places; more < 17; more++) {
+    const texts = [digits(one, more), digits(other, more)];
+    if (texts[0] !== texts[1] || one === other || Number.isNaN(one) || Number.isNaN(other)) return texts;
+  }
+  return [String(one), String(other)];
 }
 
 function element(name, about = {}, ...content) {

@@ -1,0 +1,150 @@
+"""`traindiff ls`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from traindiff.cli.app import app, messages, print_result, results, says_what_is_wrong
+from traindiff.cli.options import JsonOption
+from traindiff.cli.report import check_directory
+
+if TYPE_CHECKING:
+    from traindiff.present.viewer.catalog import Listed
+
+SCHEMA_NAME = "traindiff-recordings"
+SCHEMA_VERSION = 1
+
+_STATES = {"closed": "", "aborted": "ended by an error", "unclosed": "recording, or killed", "unreadable": "unreadable"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedRun:
+    """A recording of the list.
+
+    Attributes:
+        path: Its path, as other commands take it.
+        created: When it began, as in `run.json`; empty if it is not known.
+        ranks: Number of its ranks; 0 if it is not known.
+        size_bytes: Size of its files.
+        ending: `closed`, `aborted`, `unclosed`, `unreadable`, or `unread` if there were too many to look into.
+        message: What else is to say of its ending.
+        model: Class of its model; empty if it is not known.
+        last_step: The last step that all ranks have; None if there is none.
+        last_loss: The last loss; None if there is none, or if it is not finite.
+    """
+
+    path: str
+    created: str
+    ranks: int
+    size_bytes: int
+    ending: str
+    message: str
+    model: str = ""
+    last_step: int | None = None
+    last_loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordingList:
+    """All recordings below a directory, the latest first."""
+
+    directory: str
+    recordings: tuple[ListedRun, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The list in the schema of `--json`, as JSON values."""
+        return {
+            "schema": {"name": SCHEMA_NAME, "version": SCHEMA_VERSION},
+            "directory": self.directory,
+            "recordings": [asdict(one) for one in self.recordings],
+        }
+
+
+def listed_run(directory: str, one: Listed, path: str | None) -> ListedRun:
+    """A recording of the list, with what a few of its steps say.
+
+    Args:
+        directory: The directory as it was given.
+        one: What its small files say.
+        path: Where it is; None if it is not to be looked into.
+    """
+    import math
+    import posixpath
+
+    from traindiff.core.site import printable
+    from traindiff.errors import TraindiffError
+    from traindiff.present.viewer.looking import look
+
+    about = ListedRun(
+        path=printable(posixpath.normpath(one.name) if directory == "." else posixpath.join(directory, one.name)),
+        created=one.created, ranks=one.ranks, size_bytes=one.size_bytes, ending=one.ending,
+        message=one.message,
+    )  # fmt: skip
+    if path is None or one.ending in ("unread", "unreadable"):
+        return about
+    try:
+        found = look(path, size_bytes=one.size_bytes)
+    except (TraindiffError, OSError) as error:
+        return ListedRun(**{**asdict(about), "ending": "unreadable", "message": str(error)})
+    loss = found.losses[-1][1] if found.losses else None
+    seen = {
+        "model": found.model,
+        "last_step": found.last_step,
+        "last_loss": loss if loss is not None and math.isfinite(loss) else None,
+    }
+    return ListedRun(**{**asdict(about), **seen})
+
+
+def print_list(console: Console, found: RecordingList) -> None:
+    """Print a line for each recording."""
+    from traindiff.present.text.layout import columns
+
+    if not found.recordings:
+        console.print(Text(f"There is no recording under {found.directory}."), soft_wrap=True)
+        return
+    table = columns(left=("recording", "began"), right=("ranks", "size", "last step", "last loss"))
+    table.add_column("", overflow="fold")
+    for one in found.recordings:
+        numbers = (
+            str(one.ranks or "-"),
+            f"{one.size_bytes / 1e6:.1f} MB",
+            "-" if one.last_step is None else str(one.last_step),
+            "-" if one.last_loss is None else f"{one.last_loss:.6g}",
+        )
+        cells = (one.path, one.created[:16].replace("T", " "), *numbers, _STATES.get(one.ending, ""))
+        table.add_row(*map(Text, cells))
+    console.print(table)
+
+
+@app.command("ls", short_help="List the recordings under a directory.")
+@says_what_is_wrong
+def list_recordings(
+    directory: Annotated[
+        str, typer.Argument(metavar="DIRECTORY", help="Recordings are looked for under it. May be a URL.")
+    ] = ".",
+    as_json: JsonOption = False,
+) -> None:
+    """List the recordings under a directory, the latest first: when they began, their ranks, size, last step and loss.
+
+    Exits with 0, and with 2 if there is no such directory.
+    """
+    from rich.progress import track
+
+    from traindiff.present.viewer.pages import catalog_of
+
+    check_directory(directory, asked_by="ls")
+    catalog = catalog_of(directory)
+    names = track(
+        catalog.recordings(), description="looking into recordings", console=messages, transient=True,
+        disable=not messages.is_terminal,
+    )  # fmt: skip
+    runs = [
+        listed_run(directory, one, None if (path := catalog.find(one.name)) is None else str(path)) for one in names
+    ]
+    found = RecordingList(directory=directory, recordings=tuple(runs))
+    print_result(found, "json" if as_json else "text", text=lambda: print_list(results, found))

@@ -1,0 +1,60 @@
+"""`traindiff ls`: every recording under a directory, readable or not, in one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.cli.conftest import GOLDEN
+from traindiff.cli.commands import app
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("baseline", "candidate"):
+        shutil.copytree(GOLDEN / name, tmp_path / "runs" / name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "runs"
+
+
+def called(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["ls", *arguments], catch_exceptions=False)
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.mark.usefixtures("runs")
+def test_a_line_says_how_far_a_run_came() -> None:
+    code, out, said = called()
+
+    head, *lines = out.splitlines()
+    assert (code, said) == (0, "")
+    assert head.split("  ")[0] == "recording"
+    assert {line.split()[0] for line in lines} == {"runs/baseline", "runs/candidate"}
+    (about,) = (one for one in json.loads(called("--json")[1])["recordings"] if one["path"] == "runs/baseline")
+    assert about["last_step"] is not None
+    (line,) = (line for line in lines if line.startswith("runs/baseline "))
+    assert f" {about['last_step']} " in line
+
+
+def test_paths_are_those_that_other_commands_take(runs: Path) -> None:
+    found = json.loads(called(str(runs), "--json")[1])["recordings"]
+
+    assert {one["path"] for one in found} == {str(runs / "baseline"), str(runs / "candidate")}
+
+
+def test_what_cannot_be_read_is_listed_as_such(runs: Path) -> None:
+    (runs / "candidate" / "run.json").write_text("{}")
+
+    code, out, _ = called()
+
+    (line,) = (line for line in out.splitlines() if line.startswith("runs/candidate "))
+    assert (code, line.split()[-1]) == (0, "unreadable")
+
+
+def test_no_directory_is_an_error_and_an_empty_one_is_said(tmp_path: Path) -> None:
+    assert called(str(tmp_path / "nothing"))[0] == 2
+    assert called(str(tmp_path)) == (0, f"There is no recording under {tmp_path}.\n", "")
