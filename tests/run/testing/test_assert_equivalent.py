@@ -30,7 +30,10 @@ def test_recordings_of_the_same_bits_pass(recordings: tuple[str, str]) -> None:
 def test_a_recording_that_parts_fails_with_the_first_divergence(tmp_path: Path, recordings: tuple[str, str]) -> None:
     other = record(tmp_path / "other", SCALED)
 
-    message = r"(?s)^diverged.*First divergence: step 1, micro-step 0, forward, fc output\[0\].*candidate: .*other$"
+    message = (
+        r"(?s)^diverged: step 1, micro-step 0, forward, fc output\[0\]: The candidate's is 1\.01 x the baseline's\.\n.*"
+        r"First divergence: step 1, .*candidate: .*other\nreport:    traindiff report .*other -o report\.html$"
+    )
     with pytest.raises(AssertionError, match=message):
         assert_equivalent(recordings[0], other)
 
