@@ -8,17 +8,19 @@ MUTATION := .venv-mutation
 MINDSPORE := .venv-mindspore
 ORTMODULE := .venv-ortmodule
 SEEDS := .venv-seeds
+DOCS := .venv-docs
 
-.PHONY: corruption bench-gpu test-gpu help demo test test-all lint format unit no-torch package mindspore-if-installed \
-	test-release test-deepspeed test-browser test-integrations test-mindspore test-ortmodule test-campaigns \
+.PHONY: corruption bench-gpu test-gpu help demo docs test test-all lint format unit no-torch package mindspore-if-installed \
+	test-release test-deepspeed test-browser test-integrations test-scale test-stores test-mindspore test-ortmodule test-campaigns \
 	campaigns bench faults zoo mutation seeds clean
 
 help:
 	@echo "make demo                train a small GPT three times, record it, and name the first divergence"
 	@echo "make format              format the code"
+	@echo "make docs                build the documentation site in site/, and check its links"
 	@echo
 	@echo "Before a commit (this is what CI runs):"
-	@echo "make test                lint, unit, no-torch, package, and MindSpore if test-mindspore has installed it"
+	@echo "make test                lint, unit, no-torch, package, docs, and MindSpore if test-mindspore has installed it"
 	@echo "make lint                ruff and mypy"
 	@echo "make unit                the tests in one environment with torch, without those marked release"
 	@echo "make no-torch            the analysis in an environment without torch"
@@ -29,6 +31,8 @@ help:
 	@echo "make test-release        further engines, precisions and ways to compile, all examples, Triton's interpreter (minutes)"
 	@echo "make test-deepspeed      trainings under DeepSpeed; compiles its optimizers (minutes)"
 	@echo "make test-browser        reports in Chromium, as PNG, and for TensorBoard and Weights & Biases"
+	@echo "make test-scale          --workers on a Ray cluster of this machine, and verdicts as OpenTelemetry (minutes)"
+	@echo "make test-stores         recordings in emulators of Google's and Azure's stores (needs npm)"
 	@echo "make test-integrations   the trainers of transformers and Lightning, and Accelerate, on the CPU"
 	@echo "make test-mindspore      trainings under MindSpore, in an environment of its own (3.2 GB)"
 	@echo "make test-ortmodule      a training under ORTModule beside one of PyTorch; compiles its extensions (1.5 GB)"
@@ -54,6 +58,11 @@ $(LIGHT)/ready: pyproject.toml constraints.txt
 	$(LIGHT)/bin/python -m pip install --quiet --constraint constraints.txt --editable . pytest pytest-timeout
 	touch $@
 
+$(DOCS)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --constraint constraints.txt 'mkdocs-material>=9.6'
+	touch $@
+
 $(MINDSPORE)/ready: pyproject.toml
 	$(PYTHON) -m venv $(MINDSPORE)
 	$(MINDSPORE)/bin/python -m pip install --quiet --editable '.[mindspore]' mindspore==2.10.0 pytest pytest-timeout pytest-xdist
@@ -76,12 +85,28 @@ $(VENV)/integrations-ready: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[integrations]'
 	touch $@
 
+$(VENV)/scale-ready: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray,otel]'
+	touch $@
+
+# Azure's emulator is a package of npm.
+$(VENV)/stores-ready: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[gs,az]' gcp-storage-emulator
+	npm install --silent --prefix $(VENV) azurite@3.37.0
+	touch $@
+
 demo: $(VENV)/ready
 	$(BIN)/traindiff demo
 
-test: lint unit no-torch package mindspore-if-installed
+# The site works from a file and loads nothing from elsewhere; --strict fails on a link that leads nowhere.
+docs: $(VENV)/ready $(DOCS)/ready
+	$(BIN)/python docs/reference_pages.py
+	$(DOCS)/bin/mkdocs build --strict --quiet
+	$(BIN)/python -m tests.documentation_site site
 
-test-all: test test-release test-deepspeed test-browser test-integrations test-mindspore test-ortmodule test-campaigns
+test: lint unit no-torch package docs mindspore-if-installed
+
+test-all: test test-release test-deepspeed test-browser test-integrations test-scale test-stores test-mindspore test-ortmodule test-campaigns
 
 lint: $(VENV)/ready
 	$(BIN)/ruff format --check .
@@ -125,6 +150,12 @@ test-deepspeed: $(VENV)/ready
 
 test-browser: $(VENV)/browser-ready
 	$(BIN)/pytest -n 2 tests/present
+
+test-scale: $(VENV)/scale-ready
+	$(BIN)/pytest -n 1 tests/analyse/blocks tests/present/test_telemetry.py
+
+test-stores: $(VENV)/stores-ready
+	PATH="$(abspath $(VENV))/node_modules/.bin:$$PATH" $(BIN)/pytest -n 1 tests/storage/test_other_stores.py
 
 test-integrations: $(VENV)/integrations-ready
 	$(BIN)/pytest -n 2 tests/integrations tests/compat
@@ -179,4 +210,4 @@ seeds: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.seeds
 
 clean:
-	rm -rf $(VENV) $(LIGHT) $(MUTATION) $(MINDSPORE) $(ORTMODULE) $(SEEDS) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LIGHT) $(MUTATION) $(MINDSPORE) $(ORTMODULE) $(SEEDS) $(DOCS) dist site docs/reference .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -48,6 +48,7 @@ Errors; `ConfigError` is the one about what the user wrote:
             FormatVersionError      A newer traindiff wrote it.
             LostFilesError          Its files were moved, deleted or cut short while they were written.
         CheckpointError         Saved weights cannot be used.
+        WorkerError             Processes that read parts of a recording died again and again.
         LockstepError           The ranks, or the sides, of a lockstep cannot continue together.
         NonFiniteError          A watched training has made its first NaN or infinity.
         StoppedError            A watched training has reached the step after which it should stop.
@@ -84,6 +85,7 @@ from traindiff.errors import (
     TraindiffError,
     TraindiffWarning,
     UnsupportedTensorError,
+    WorkerError,
 )
 
 if TYPE_CHECKING:
@@ -175,6 +177,7 @@ __all__ = [
     "Verification",
     "Watcher",
     "WeightsComparison",
+    "WorkerError",
     "__version__",
     "calibrate",
     "check",

@@ -11,6 +11,7 @@
   + CheckpointError          saved weights cannot be used
   + UnsupportedTensorError   no kernel can summarize this tensor
   + NotPerturbedError        a replica's training ran where it cannot be perturbed
+  + WorkerError              processes that read parts of a recording died again and again
   + LockstepError            the ranks, or the sides, of a lockstep cannot go on together
   + NonFiniteError           a training that is watched has made its first NaN or infinity
   + StoppedError             a training that is watched has come to the step after which it was to stop
@@ -81,6 +82,10 @@ class LostFilesError(RecordingError):
 
 class CheckpointError(TraindiffError):
     """Saved weights cannot be used: a file is missing, damaged or would run code. The message names file and key."""
+
+
+class WorkerError(TraindiffError):
+    """Processes that read parts of a recording died again and again."""
 
 
 class TraindiffWarning(UserWarning):

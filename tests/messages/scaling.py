@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import io
+import sys
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -183,3 +187,94 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> str:
 def _(here: Path, patched: pytest.MonkeyPatch) -> str:
     record(here / "run")
     return command("check", "run", "--junit", "nowhere/found.xml")
+
+
+@situation("numbers of workers that are none")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    record(here / "run")
+    return command("check", "run", "--workers", "0")
+
+
+@situation("workers for a run that is followed")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    record(here / "run")
+    return command("check", "run", "--workers", "2", "--follow")
+
+
+@situation("workers of Ray, which is not installed")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    record(here / "run")
+    patched.setitem(sys.modules, "ray", None)
+    return command("check", "run", "--workers", "ray")
+
+
+@situation("workers of a cluster of Ray that does not answer")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    def init(**_: Any) -> None:
+        raise ConnectionError("Ray cluster at 10.0.0.1:6379 is not reachable")
+
+    record(here / "run")
+    patched.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
+    return command("check", "run", "--workers", "ray")
+
+
+@situation("workers that die")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    class Dead:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def submit(self, *_: Any) -> None:
+            raise BrokenProcessPool
+
+        def shutdown(self, **_: Any) -> None: ...
+
+    record_ranks(here / "run")
+    patched.setattr("traindiff.analyse.blocks.pool.ProcessPoolExecutor", Dead)
+    return command("check", "run", "--workers", "2")
+
+
+def _busy(*_: Any, **__: Any) -> None:
+    raise OSError(16, "Device or resource busy")
+
+
+@situation("a compact form that cannot be put in the place of a recording")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    record_ranks(here / "run")
+    patched.setattr("os.getpid", lambda: 7)
+    rename = Path.rename
+    patched.setattr(Path, "rename", lambda one, to: _busy() if one.suffix == ".pruned-7" else rename(one, to))
+    return command("prune", "run")
+
+
+@situation("a recording that cannot be given its name again either")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    record_ranks(here / "run")
+    patched.setattr("os.getpid", lambda: 7)
+    rename = Path.rename
+    patched.setattr(Path, "rename", lambda one, to: _busy() if str(to) == "run" else rename(one, to))
+    return command("prune", "run")
+
+
+@situation("what is left of a recording that was replaced")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    record_ranks(here / "run")
+    patched.setattr("os.getpid", lambda: 7)
+    remove = pruning.shutil.rmtree
+    patched.setattr(
+        pruning.shutil, "rmtree", lambda one, **how: _busy() if ".replaced-" in str(one) else remove(one, **how)
+    )
+    return command("prune", "run")
+
+
+@situation("a recording that is replaced, and may go on")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    record_ranks(here / "run", close=lambda rank: rank != 1)
+    return command("prune", "run", "--follow", "--patience", "0.1")
+
+
+@situation("alerts that cannot be raised")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    record(here / "run")
+    patched.setattr("traindiff.present.alerts.find_spec", lambda package: None)
+    asked = ("slack=here", "tensorboard", "otel=here", "otel")
+    return "\n".join(command("check", "run", "--alert", alert) for alert in asked)

@@ -50,6 +50,7 @@ NOT_PROVOKED = {
     ),
     "demo | the tour ends here": "the consequence of the one before",
     "interrupted": "needs somebody who interrupts",
+    "A task of Ray failed {} times: {}": "needs a cluster of Ray; tests/analyse/blocks/test_on_ray.py",
     "the Trainer has ended; give it more steps (max_steps)": "needs a trainer; tests/integrations/test_resuming.py",
     "LockstepError(told['error'])": "other ranks, of what rank 0 has raised; tests/run/lockstep/test_on_ranks.py",
 }

@@ -158,8 +158,40 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
 
 @situation("a file that is no archive")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
-    torch.save(STATE, here / "model.pt", _use_new_zipfile_serialization=False)
+    (here / "model.pt").write_bytes(pickle.dumps({"weight": [1.0]}))
     opened(here / "model.pt")
+
+
+@situation("a file from before torch 1.6 that is cut off")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    torch.save(STATE, here / "model.pt", _use_new_zipfile_serialization=False)
+    (here / "model.pt").write_bytes((here / "model.pt").read_bytes()[:-8])
+    opened(here / "model.pt")
+
+
+@situation("TorchScript")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.script(torch.nn.Linear(3, 3)).save(here / "model.pt")
+    opened(here / "model.pt")
+
+
+@situation("elements that are damaged")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    state = {"weight": torch.arange(300.0)}
+    torch.save(state, here / "a.pt")
+    data = (here / "a.pt").read_bytes()
+    place = data.index(state["weight"].numpy().tobytes())
+    (here / "b.pt").write_bytes(data[:place] + b"1" + data[place + 1 :])
+    traindiff.weights(here / "a.pt", here / "b.pt")
+
+
+@situation("an adapter's configuration that cannot be used")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    save_file(STATE, here / "adapter_model.safetensors")
+    (here / "adapter_config.json").write_text('{"lora_alpha": "8"}')
+    opened(here)
 
 
 def of_checkpoint(here: Path, change: Callable[[Any], object]) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import traindiff
 from tests.state.models import State
+from traindiff.errors import CheckpointError
 
 torch.manual_seed(0)
 BASE: State = {f"layers.{number}.proj.weight": torch.randn(48, 32) * 0.02 for number in range(3)} | {
@@ -38,7 +42,7 @@ def in_peft() -> State:
     return made
 
 
-@pytest.mark.parametrize("scale", [2.0, 0.5, -1.0])
+@pytest.mark.parametrize("scale", [2.0, 0.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("back", [False, True])
 def test_a_merged_adapter_is_equivalent_and_its_scale_is_named(scale: float, dtype: torch.dtype, *, back: bool) -> None:
@@ -47,8 +51,70 @@ def test_a_merged_adapter_is_equivalent_and_its_scale_is_named(scale: float, dty
 
     assert result.verdict == "equivalent"
     found = [one for one in result.relations if one.kind == "merged"]
-    assert {one.message for one in found} == {f"is W + s B A with s = {scale:g}"}
+    whole = f"is W + s B A with s = {scale:g}{', rounded to bfloat16' if dtype == torch.bfloat16 else ''}"
+    assert {one.message for one in found} == {f"is W; the baseline's {whole}" if back else whole}
     assert len(found) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_that_is_subtracted_is_a_difference(dtype: torch.dtype) -> None:
+    result = traindiff.weights(in_peft(), {name: value.to(dtype) for name, value in merged(-2.0).items()})
+
+    assert [one.kind for one in result.differences] == ["factor"] * 3
+    assert "with s = -2" in result.differences[0].message
+    assert result.differences[0].message.endswith(": the adapter is subtracted, not added")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_factor_that_most_weights_do_not_have_is_a_difference(dtype: torch.dtype) -> None:
+    name = "layers.1.proj.weight"
+    made = merged(2.0) | {name: merged(4.0)[name]}
+    (found,) = traindiff.weights(in_peft(), {key: value.to(dtype) for key, value in made.items()}).differences
+
+    assert (found.kind, found.candidate) == ("factor", (name,))
+    assert found.message.endswith("; it is 2 in most others")
+
+
+def test_factors_that_follow_from_the_ranks_are_one() -> None:
+    # alpha is 8 everywhere: the factor is 2 at rank 4, and 1 at rank 8
+    wide = {
+        name: torch.cat([value, torch.randn_like(value) * 0.05], dim=int("lora_B" in name)) if ".1." in name else value
+        for name, value in FACTORS.items()
+    }
+    made = dict(merged(2.0))
+    made["layers.1.proj.weight"] = (
+        BASE["layers.1.proj.weight"]
+        + wide[_factor("layers.1.proj.weight", "B")] @ wide[_factor("layers.1.proj.weight", "A")]
+    )
+
+    assert traindiff.weights(wide, made, base=BASE).verdict == "equivalent"
+
+
+def test_the_factor_is_the_one_that_the_configuration_says(tmp_path: Path) -> None:
+    save_file(FACTORS, tmp_path / "adapter_model.safetensors")
+    config = tmp_path / "adapter_config.json"
+    one = merged(2.0) | {"layers.1.proj.weight": merged(4.0)["layers.1.proj.weight"]}
+
+    config.write_text('{"lora_alpha": 8, "r": 4}')
+    assert traindiff.weights(tmp_path, merged(2.0), base=BASE).verdict == "equivalent"
+    twice = traindiff.weights(tmp_path, merged(4.0), base=BASE)
+    config.write_text('{"lora_alpha": 8, "r": 4, "alpha_pattern": {"layers.1.proj": 16}}')
+    assert traindiff.weights(tmp_path, one, base=BASE).verdict == "equivalent"
+    config.write_text('{"lora_alpha": 4, "r": 4, "use_rslora": true}')
+    assert traindiff.weights(tmp_path, merged(2.0), base=BASE).verdict == "equivalent"
+    config.write_text('{"lora_alpha": "8"}')
+    with pytest.raises(CheckpointError, match=r"adapter_config.json cannot be read: lora_alpha must be a number"):
+        traindiff.weights(tmp_path, merged(2.0), base=BASE)
+
+    assert {found.kind for found in twice.differences} == {"factor"}
+    assert twice.differences[0].message.endswith("with s = 4; the adapter's configuration says 2")
+
+
+def test_an_adapter_of_transposed_weights_is_found() -> None:
+    def turned(state: State) -> State:
+        return {name: value.t().contiguous() if value.dim() > 1 else value for name, value in state.items()}
+
+    assert traindiff.weights(FACTORS, turned(merged(2.0)), base=turned(BASE)).verdict == "equivalent"
 
 
 def test_an_adapter_that_is_not_merged_is_a_difference() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from torch import Tensor
 import traindiff
 from tests.state.models import GROUPS, HEADS, LAYERS, State, bfloat16, hugging_face, megatron, pairs, torchtitan
 from traindiff.errors import CheckpointError
-from traindiff.state.comparison import WeightsComparison
+from traindiff.state.comparison import WeightsComparison, common_numbers
 
 STATE = hugging_face()
 QUERY = "model.layers.1.self_attn.q_proj.weight"
@@ -96,6 +97,62 @@ def test_a_small_change_of_rounded_numbers_is_no_rounding() -> None:
         assert (found.word, found.kind) == ("differs", "other")
 
 
+DOUBLE = {
+    "float32 as bfloat16": (torch.float32, torch.float16, torch.bfloat16, "rounded to float16 and then to bfloat16"),
+    "bfloat16": (torch.bfloat16, torch.float16, torch.bfloat16, "rounded to float16 and then to bfloat16"),
+    "float32": (torch.float32, torch.float16, torch.float32, "rounded to float16 and stored as float32"),
+    "float16": (torch.float16, torch.bfloat16, torch.float16, "rounded to bfloat16 and then to float16"),
+    "float32 as float16": (torch.float32, torch.bfloat16, torch.float16, "rounded to bfloat16 and then to float16"),
+    "8 bits": (torch.float32, torch.float8_e4m3fn, torch.bfloat16, "rounded to float8_e4m3fn and stored as bfloat16"),
+}
+
+
+@pytest.mark.parametrize("case", DOUBLE)
+@pytest.mark.parametrize("size", [1.0, 1e-5], ids=["normal", "subnormal"])
+def test_two_casts_in_a_row_are_named(case: str, size: float) -> None:
+    first, between, last, words = DOUBLE[case]
+    value = (torch.randn(64, 64) * size).to(first)
+    if size < 1 and between != torch.float16 and last != torch.float16:
+        value = value * 1e4  # of 8 bits, nothing is left
+    changed = value.to(between).to(last)
+    (forward,) = weights({UP: value}, {UP: changed}).relations
+    (back,) = weights({UP: changed}, {UP: value}).relations
+
+    if torch.equal(value.to(last), changed):  # normal bfloat16 in float16, or no tie
+        assert (case, size, forward.kind) == ("bfloat16", 1.0, "identical")
+    else:
+        assert forward.word == back.word == "equivalent"
+        assert forward.message == f"is the baseline's, {words}"
+        assert back.message == f"has more digits: the baseline's is it {words}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e5m2, torch.float8_e4m3fn])
+@pytest.mark.parametrize("back", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [UP, "other.name"])
+def test_numbers_that_do_not_fit_into_a_dtype_are_a_difference(
+    dtype: torch.dtype, back: torch.dtype | None, name: str
+) -> None:
+    large = torch.randn(96, 64)
+    large[7, 7] = 1e5
+    short = large.to(dtype) if back is None else large.to(dtype).to(back)
+    if name != UP and back is not None:
+        return  # is found by its name only
+    (found,) = weights({UP: large, NORM: torch.ones(2)}, {name: short, NORM: torch.ones(2)}).differences
+
+    assert found.kind == "overflow"
+    assert "in which its largest numbers do not fit" in found.message
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e5m2])
+def test_not_a_number_and_infinity_stay_what_they_are_in_a_cast(dtype: torch.dtype) -> None:
+    value = torch.randn(96, 64)
+    value[3, 4], value[5, 5], value[6, 6] = torch.nan, -torch.nan, torch.inf
+
+    for short in (value.to(dtype), value.to(dtype).float()):
+        assert weights({UP: value}, {UP: short}).verdict == "equivalent"
+        assert weights({UP: short}, {UP: value}).verdict == "equivalent"
+
+
 @pytest.mark.parametrize("convert", [torchtitan, megatron])
 @pytest.mark.parametrize("cast", [lambda state: state, bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("back", [False, True])
@@ -129,15 +186,94 @@ def test_grouped_queries_keys_and_values_are_found_in_one_tensor() -> None:
     assert {(one.layout.join, one.layout.groups) for one in fused if one.layout} == {("interleave", GROUPS)}
 
 
-def test_a_fused_tensor_with_a_fault_is_not_called_the_same() -> None:
-    converted = megatron(STATE)
-    name = "decoder.layers.1.self_attention.linear_qkv.weight"
-    converted[name] = converted[name].clone()
-    converted[name][5, 5] += 1
-    result = weights(STATE, converted)
+@pytest.mark.parametrize("cast", [lambda state: state, bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("convert", [torchtitan, megatron])
+def test_a_fault_in_a_converted_layer_is_located_by_what_the_other_layers_are(
+    convert: Callable[[Mapping[str, Tensor]], State], cast: Callable[[State], State]
+) -> None:
+    converted = convert(STATE)
+    for name in [name for name in converted if ".1." in name and "norm" not in name]:
+        changed = converted[name].clone()
+        changed[5, 5] += 1
+        result = weights(STATE, cast(converted | {name: changed}))
 
-    assert (result.verdict, result.exit_code) == ("incomplete", 3)
-    assert name in of_kind(result)["only-candidate"]
+        (found,) = result.differences
+        assert (result.verdict, found.candidate, found.evidence["first_row"]) == ("diverged", (name,), 5)
+        assert all(".1." in one for one in found.baseline)
+        assert found.baseline[0] in found.message
+        assert {one.word for one in result.relations} <= {"identical", "equivalent", "differs"}
+
+
+def test_a_fault_in_the_parts_of_a_fused_tensor_is_located_too() -> None:
+    changed = STATE[QUERY].clone()
+    changed[5, 5] += 1
+    (found,) = weights(megatron(STATE), STATE | {QUERY: changed}).differences
+
+    assert len(found.candidate) == 3
+    assert found.baseline == ("decoder.layers.1.self_attention.linear_qkv.weight",)
+
+
+@pytest.mark.parametrize("name", ["self_attention.linear_qkv", "mlp.linear_fc1"])
+@pytest.mark.parametrize("cast", [lambda state: state, bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("back", [False, True])
+def test_fused_tensors_that_are_swapped_between_layers_are_named(
+    name: str, cast: Callable[[State], State], *, back: bool
+) -> None:
+    converted = megatron(STATE)
+    names = [f"decoder.layers.{layer}.{name}.weight" for layer in (0, 2)]
+    swapped = cast(converted | {names[0]: converted[names[1]], names[1]: converted[names[0]]})
+    result = weights(swapped, STATE) if back else weights(STATE, swapped)
+
+    layers = "model.layers" if back else "decoder.layers"
+    assert (result.verdict, [one.kind for one in result.differences]) == ("diverged", ["moved"] * 2)
+    assert [sentence.partition(",")[0] for sentence in result.sentences] == [f"{layers}: 0 and 2 are swapped"]
+    assert result.counts()["only"] == 0
+
+
+def _from_one(state: Mapping[str, Tensor]) -> State:
+    """The same model with its layers numbered from 1."""
+    return {
+        re.sub(r"layers\.(\d+)", lambda match: f"layers.{int(match[1]) + 1}", name): value
+        for name, value in state.items()
+    }
+
+
+@pytest.mark.parametrize("convert", [torchtitan, megatron])
+@pytest.mark.parametrize("back", [False, True])
+def test_layers_that_are_numbered_from_one_are_the_same_model(
+    convert: Callable[[Mapping[str, Tensor]], State], *, back: bool
+) -> None:
+    converted = _from_one(convert(STATE))
+    result = weights(converted, STATE) if back else weights(STATE, converted)
+
+    assert result.verdict == "equivalent"
+    norms = [one for one in result.relations if len(one.candidate) == 1 and "norm" in one.name and "layers" in one.name]
+    apart = {common_numbers(one.candidate)[0] - common_numbers(one.baseline)[0] for one in norms}
+    assert (len(norms), apart) == (2 * LAYERS, {-1 if back else 1})
+
+
+def test_layers_that_moved_by_one_leave_nothing_that_only_one_side_has() -> None:
+    varied = {name: torch.randn(64) if "norm" in name else value for name, value in STATE.items()}
+    result = weights(varied, _from_one(varied))
+
+    assert result.sentences == ("model.layers: 1 to 3 hold what the baseline has in 0 to 2: layers are shifted.",)
+    assert (result.verdict, result.counts()["only"]) == ("diverged", 0)
+
+
+def test_biases_of_zeros_are_fused_as_their_weights_are() -> None:
+    torch.manual_seed(0)
+    parts = {f"h.{layer}.{name}.weight": torch.randn(8, 8) for layer in range(3) for name in "qkv"}
+    parts |= {name.replace("weight", "bias"): torch.zeros(8) for name in parts}
+    whole: State = {}
+    for layer in range(3):
+        for end in ("weight", "bias"):
+            whole[f"h.{layer}.qkv.{end}"] = torch.cat([parts[f"h.{layer}.{name}.{end}"] for name in "qkv"])
+    ones = whole | {"h.1.qkv.bias": torch.ones(24)}
+
+    for first, second in ((parts, whole), (whole, parts), (parts, bfloat16(whole))):
+        assert weights(first, second).verdict == "equivalent"
+        assert {one.kind for one in weights(first, second).relations} == {"fused"}
+    assert [(one.kind, one.candidate) for one in weights(parts, ones).differences] == [("zero", ("h.1.qkv.bias",))]
 
 
 def test_stacked_experts_are_found() -> None:
@@ -298,15 +434,41 @@ def test_layers_under_other_names_must_be_in_the_same_order() -> None:
     assert rounded.sentences == ("decoder.blocks: 0 and 1 are swapped, in 2 of 18 tensors.",)
 
 
-def test_a_layer_that_is_laid_out_unlike_the_others_is_named() -> None:
+def test_a_layer_that_is_laid_out_unlike_the_others_is_another_model() -> None:
     made = torchtitan(STATE)
     key = "layers.1.attention.wk.weight"
-    unlike = weights(STATE, made | {key: STATE["model.layers.1.self_attn.k_proj.weight"]})
+    gate, up = "layers.1.feed_forward.w1.weight", "layers.1.feed_forward.w3.weight"
+    kept = STATE["model.layers.1.self_attn.k_proj.weight"]
 
-    assert weights(STATE, made).sentences == ()
-    assert unlike.sentences == (
-        f"{key} is made of other tensors, or laid out otherwise, than 2 of layers.*.attention.wk.weight.",
-    )
+    assert weights(STATE, made).verdict == "equivalent"
+    for cast in (lambda state: state, bfloat16):
+        (found,) = weights(STATE, cast(made | {key: kept})).differences
+        assert (found.kind, found.candidate) == ("unlike", (key,))
+        assert "in 2 other layers, layers.*.attention.wk.weight is made up otherwise" in found.message
+        swapped = weights(STATE, cast(made | {gate: made[up], up: made[gate]}))
+        assert {one.name: one.kind for one in swapped.differences} == {gate: "unlike", up: "unlike"}
+        assert all("is made up of other tensors" in one.message for one in swapped.differences)
+
+
+def test_layers_that_could_be_laid_out_either_way_are_not_called_unlike_the_others() -> None:
+    made = torchtitan(STATE)
+    query, key = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"
+    rows = torch.randn(1, 64)
+    same = STATE | {query: rows.expand(64, 64).clone(), key: torch.zeros(GROUPS * 16, 64)}
+    alike = STATE | {name: STATE[name.replace("up_proj", "gate_proj")] for name in STATE if ".1.mlp.up" in name}
+
+    assert weights(STATE, made).verdict == "equivalent"
+    assert weights(same, torchtitan(same)).verdict == "equivalent"
+    assert weights(alike, torchtitan(alike)).verdict == "equivalent"
+
+
+def test_layers_of_other_shapes_have_layouts_of_their_own() -> None:
+    torch.manual_seed(0)
+    rows = {0: 64, 1: 64, 2: 32, 3: 64}
+    made = {f"model.layers.{layer}.k.weight": torch.randn(count, 48) for layer, count in rows.items()}
+    turned = {name.replace("model.layers", "blocks"): pairs(value, len(value) // 16) for name, value in made.items()}
+
+    assert weights(made, turned).verdict == "equivalent"
 
 
 def test_layers_of_other_names_are_not_called_unlike_the_others() -> None:

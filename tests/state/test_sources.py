@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -224,8 +226,36 @@ def an_archive_cut_off(here: Path) -> None:
     _cut(here / "model.pt", 2000)
 
 
-def an_old_file(here: Path) -> None:
-    torch.save({"weight": torch.ones(3)}, here / "model.pt", _use_new_zipfile_serialization=False)
+def _old(here: Path) -> Path:
+    torch.save({"weight": torch.ones(30)}, here / "model.pt", _use_new_zipfile_serialization=False)
+    return here / "model.pt"
+
+
+def an_old_file_cut_off(here: Path) -> None:
+    _cut(_old(here), 20)
+
+
+def an_old_file_with_a_pickle_cut_off(here: Path) -> None:
+    _cut(_old(here), 250)
+
+
+def an_old_file_with_code(here: Path) -> None:
+    torch.save({"weight": _RunsCode()}, here / "model.pt", _use_new_zipfile_serialization=False)
+
+
+def another_pickle(here: Path) -> None:
+    (here / "model.pt").write_bytes(pickle.dumps({"weight": [1.0, 2.0]}))
+
+
+def a_pickle_with_another_checksum(here: Path) -> None:
+    torch.save({"weight": torch.ones(30)}, here / "model.pt")
+    data = (here / "model.pt").read_bytes()
+    assert data.count(b"weight") == 1
+    (here / "model.pt").write_bytes(data.replace(b"weight", b"waight"))
+
+
+def a_script(here: Path) -> None:
+    torch.jit.trace(torch.nn.Linear(3, 3), torch.ones(1, 3)).save(here / "model.pt")
 
 
 def two_files_with_one_tensor(here: Path) -> None:
@@ -256,7 +286,12 @@ DAMAGES: Mapping[Callable[[Path], None], tuple[str, ...]] = {
     safetensors_with_another_header: ("model.safetensors", '"weight" of shape [31] (F32) has 120 bytes'),
     a_pickle_with_code: ("model.pt", 'would call "posix.system"'),
     an_archive_cut_off: ("model.pt", "is cut off"),
-    an_old_file: ("model.pt", "before version 1.6"),
+    an_old_file_cut_off: ("model.pt", "30 elements of float32, and the file ends before"),
+    an_old_file_with_a_pickle_cut_off: ("model.pt", "a pickle in it is damaged or cut off"),
+    an_old_file_with_code: ("model.pt", 'would call "posix.system"'),
+    another_pickle: ("model.pt", "a pickle that torch.save has not written"),
+    a_pickle_with_another_checksum: ('"model/data.pkl" does not have the checksum',),
+    a_script: ("model.pt is a TorchScript archive, which is code", "torch.jit.load(...).state_dict()"),
     two_files_with_one_tensor: ("b.safetensors", '"weight" is in "a.safetensors", too'),
     a_distributed_file_missing: ('"model.weight" is in "__0_0.distcp", which is not there',),
     a_distributed_file_cut_off: ("__0_0.distcp", '"model.weight" ends at byte'),
@@ -275,6 +310,44 @@ def test_damage_is_an_error_that_names_file_and_key(tmp_path: Path, damage: Call
         assert words in str(caught.value)
 
 
+@pytest.mark.parametrize("place", [1, 30_000])
+def test_elements_that_do_not_have_their_checksum_are_refused_with_file_and_key(tmp_path: Path, place: int) -> None:
+    state = {"model": {"weight": torch.randn(300, 40), "bias": torch.randn(40)}}
+    torch.save(state, tmp_path / "a.pt")
+    data = bytearray((tmp_path / "a.pt").read_bytes())
+    [whole] = [one for one in zipfile.ZipFile(tmp_path / "a.pt").infolist() if one.file_size == 48_000]
+    data[data.index(state["model"]["weight"].numpy().tobytes()) + place] ^= 64
+    (tmp_path / "b.pt").write_bytes(data)
+
+    for first, second in (("a.pt", "b.pt"), ("b.pt", "a.pt")):
+        with pytest.raises(CheckpointError, match=r'b\.pt cannot be read: "weight" does not have the checksum'):
+            traindiff.weights(tmp_path / first, tmp_path / second)
+    assert traindiff.weights(tmp_path / "b.pt", tmp_path / "b.pt").verdict == "identical"
+    assert whole.CRC
+
+
+def test_a_file_without_checksums_is_compared(tmp_path: Path) -> None:
+    state, other = {"weight": torch.randn(300, 40)}, {"weight": torch.randn(300, 40)}
+    torch.save(state, tmp_path / "a.pt")
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(other, tmp_path / "b.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+
+    assert traindiff.weights(tmp_path / "a.pt", tmp_path / "b.pt").verdict == "diverged"
+
+
+@pytest.mark.usefixtures("slab_bytes")
+def test_a_file_from_before_torch_1_6(tmp_path: Path) -> None:
+    base = torch.randn(6, 20)
+    saved = {"rows": base[2:4], "columns": base[:, 3:8], "turned": base.t(), "parameter": torch.nn.Parameter(base)}
+    saved |= {name: value for name, value in some_tensors().items() if name != "eight"}
+    torch.save({"model": saved, "epoch": 3}, tmp_path / "model.pt", _use_new_zipfile_serialization=False)
+
+    assert_holds(open_checkpoint(tmp_path / "model.pt").tensors, saved)
+
+
 def test_a_pickle_with_code_runs_nothing(tmp_path: Path) -> None:
     class Writes:
         def __reduce__(self) -> Any:
@@ -288,12 +361,14 @@ def test_a_pickle_with_code_runs_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["model.pt", "model.safetensors", ".metadata"])
+@pytest.mark.parametrize("name", ["model.pt", "old.pt", "model.safetensors", ".metadata"])
 def test_no_mutated_file_raises_anything_else(tmp_path: Path, name: str) -> None:
     """Bytes of what describes the tensors are changed one by one."""
     state = {"weight": torch.randn(4, 3), "bias": torch.randn(4)}
     if name == "model.pt":
         torch.save(state, tmp_path / name)
+    elif name == "old.pt":
+        torch.save(state, tmp_path / name, _use_new_zipfile_serialization=False)
     elif name == "model.safetensors":
         save_file(state, tmp_path / name)
     else:

@@ -208,12 +208,3 @@ def test_without_zero_the_module_is_whole(tmp_path: Path) -> None:
     assert found.kind == "DeepSpeed"
     assert found.tensors.keys() == {*state, "optimizer.state[0].exp_avg"}
     assert traindiff.weights(state, tmp_path).verdict == "identical"
-
-
-def test_several_model_parallel_ranks_are_refused(tmp_path: Path) -> None:
-    save(tmp_path, stage=2, ranks=2)
-    file = tmp_path / "global_step3" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    (file.parent / file.name.replace("mp_rank_00", "mp_rank_01")).write_bytes(file.read_bytes())
-
-    with pytest.raises(CheckpointError, match="second model-parallel rank"):
-        open_checkpoint(tmp_path)

@@ -10,7 +10,16 @@ from typing import Any
 
 from traindiff.analyse.findings import finite
 from traindiff.analyse.merge.site import Part
-from traindiff.core.observation import ALLOWED, ERROR, MEDIAN, RESIDUAL, WITNESSED_PRODUCT, WORST_ROW, Observation
+from traindiff.core.observation import (
+    ALLOWED,
+    ERROR,
+    FORMAT,
+    MEDIAN,
+    RESIDUAL,
+    WITNESSED_PRODUCT,
+    WORST_ROW,
+    Observation,
+)
 from traindiff.core.site import ROOT
 from traindiff.core.summary import finite_count, largest, number
 from traindiff.core.witness import CHECKED, elements
@@ -101,7 +110,7 @@ def _check(
     seen, summary = values[RESIDUAL]
     match = _PATH.fullmatch(seen.path)
     about = called.get(rank, {}).get(seen.phase, {}).get(seen.path, {})
-    product = about.get("products", {}).get(output, {})
+    product = _form(about.get("products", {}).get(output, {}), values.get(FORMAT))
     check = ProductCheck(
         seen=seen, rank=rank, operator=match[2] if match else "", output=output, format=product.get("format", ""),
         terms=product.get("terms", 0), line=_line(about.get("source")), not_judged=seen.unobserved,
@@ -116,6 +125,14 @@ def _check(
         median=numbers.get(MEDIAN, 0.0), row=_index(numbers.get(WORST_ROW), seen.shard.shape),
         num_rows=math.prod(seen.shard.shape),
     )  # fmt: skip
+
+
+def _form(product: Mapping[str, Any], chosen: tuple[Observation, Any] | None) -> Mapping[str, Any]:
+    """The format and the number of terms of a call; it chooses one if calls of this operator differ in them."""
+    if chosen is None:
+        return product
+    others, place = product.get("others", ()), number(chosen[1])
+    return others[int(place) - 1] if 1 <= place <= len(others) else {}
 
 
 def _layer_check(seen: Observation, summary: Any, rank: int, output: str) -> ProductCheck:

@@ -10,6 +10,7 @@ from traindiff.cli.app import app, messages, print_result, results, says_what_is
 from traindiff.cli.following import follower, hand_on
 from traindiff.cli.options import (
     SHOWN,
+    AlertOption,
     ConfigOption,
     FollowOption,
     FormatOption,
@@ -22,6 +23,7 @@ from traindiff.cli.options import (
     StepsOption,
     TopOption,
     WebhookOption,
+    WorkersOption,
 )
 from traindiff.cli.progress import step_progress
 from traindiff.cli.report import check_writable, write_page
@@ -45,6 +47,7 @@ def _list_rules(wanted: bool) -> None:  # noqa: FBT001  the shape of typer's cal
 def check(
     recording: Annotated[str, typer.Argument(metavar="RECORDING", help="Recording of the run to check.")],
     steps: StepsOption = None,
+    workers: WorkersOption = None,
     rules: RulesOption = None,
     skip: SkipOption = None,
     config: ConfigOption = None,
@@ -60,6 +63,7 @@ def check(
     top: TopOption = 12,
     junit: JunitOption = None,
     webhook: WebhookOption = None,
+    alert: AlertOption = None,
     form: FormatOption = "text",
     as_json: JsonOption = False,
     follow: FollowOption = False,
@@ -78,11 +82,11 @@ def check(
 
     if html is not None:
         check_writable(html)
-    waiting = follower(follow, patience, webhook, junit)
+    waiting = follower(follow, patience, webhook, junit, alert or ())
     with step_progress(messages, "checking", (recording,), steps=steps, endless=follow) as on_step:
         result = check_recording(
             recording, steps=steps, rules=rules, skip=skip, config=config, history=html is not None, follow=waiting,
-            progress=on_step,
+            workers=workers, progress=on_step,
         )  # fmt: skip
     table = checked_products(result) if products else None
 
@@ -95,7 +99,7 @@ def check(
         write_page(result, html)
     form = "json" if as_json else form
     print_result(table if form == "csv" and table is not None else result, form, text=text)
-    hand_on(result, webhook, junit)
+    hand_on(result, webhook, junit, alert or ())
     raise typer.Exit(result.exit_code)
 
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 
 from traindiff.cli.app import app, messages, results, says_what_is_wrong
-from traindiff.cli.options import SHOWN, RecordingArgument
+from traindiff.cli.following import follower
+from traindiff.cli.options import SHOWN, FollowOption, PatienceOption, RecordingArgument, WorkersOption
 from traindiff.cli.progress import step_progress
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from traindiff.analyse.compact import Compacted
+    from traindiff.storage import Follower
 
 WholeEveryOption = Annotated[
     int | None,
@@ -20,7 +28,6 @@ WholeEveryOption = Annotated[
 @says_what_is_wrong
 def compact(
     recording: RecordingArgument,
-    whole_every: WholeEveryOption = None,
     output: Annotated[
         str,
         typer.Option(
@@ -31,6 +38,10 @@ def compact(
             help="Recording to make. RECORDING-compact, if left out.",
         ),
     ] = "",
+    whole_every: WholeEveryOption = None,
+    workers: WorkersOption = None,
+    follow: FollowOption = False,
+    patience: PatienceOption = 600.0,
 ) -> None:
     """Merge the ranks of a recording once, into a smaller recording with the same verdicts (traindiff explain scale).
 
@@ -38,10 +49,8 @@ def compact(
     """
     from traindiff.analyse.compact.compacting import compact as compacted
 
-    target = output or f"{recording.rstrip('/')}-compact"
-    with step_progress(messages, "compacting", (recording,)) as on_step:
-        made = compacted(recording, target, whole_every=whole_every, progress=on_step)
-    results.print(str(made), markup=False, soft_wrap=True)
+    make = partial(compacted, recording, output or f"{recording.rstrip('/')}-compact")
+    _print_made(make, recording, whole_every, workers, follower(follow, patience))
 
 
 @app.command(short_help="Replace a recording by its compact form.")
@@ -49,6 +58,9 @@ def compact(
 def prune(
     recording: Annotated[str, typer.Argument(metavar="RECORDING", help="Recording to replace: a local directory.")],
     whole_every: WholeEveryOption = None,
+    workers: WorkersOption = None,
+    follow: FollowOption = False,
+    patience: PatienceOption = 600.0,
 ) -> None:
     """Replace a recording by its compact form, after both have passed the same check (traindiff explain scale).
 
@@ -56,6 +68,27 @@ def prune(
     """
     from traindiff.analyse.compact.pruning import prune as pruned
 
-    with step_progress(messages, "compacting", (recording,)) as on_step:
-        made = pruned(recording, whole_every=whole_every, progress=on_step)
+    _print_made(partial(pruned, recording), recording, whole_every, workers, follower(follow, patience))
+
+
+class _Makes(Protocol):
+    """Makes a compact recording."""
+
+    def __call__(
+        self,
+        *,
+        whole_every: int | None,
+        workers: str | None,
+        follow: Follower | None,
+        progress: Callable[[int], None],
+    ) -> Compacted:
+        """As `compact` does."""
+
+
+def _print_made(
+    make: _Makes, recording: str, whole_every: int | None, workers: str | None, follow: Follower | None
+) -> None:
+    """Make a compact recording, and say what it is."""
+    with step_progress(messages, "compacting", (recording,), endless=follow is not None) as on_step:
+        made = make(whole_every=whole_every, workers=workers, follow=follow, progress=on_step)
     results.print(str(made), markup=False, soft_wrap=True)

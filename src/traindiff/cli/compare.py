@@ -13,6 +13,7 @@ from traindiff.cli.following import follower, hand_on
 from traindiff.cli.options import (
     SHOWN,
     AcceptOption,
+    AlertOption,
     AtolOption,
     BaselineArgument,
     CandidateArgument,
@@ -32,6 +33,7 @@ from traindiff.cli.options import (
     StepsOption,
     TopOption,
     WebhookOption,
+    WorkersOption,
 )
 from traindiff.cli.progress import step_progress
 from traindiff.cli.report import check_writable, write_page
@@ -93,6 +95,7 @@ def compare(
     baseline: BaselineArgument,
     candidate: CandidateArgument,
     steps: StepsOption = None,
+    workers: WorkersOption = None,
     noise: NoiseOption = None,
     rename: RenameOption = None,
     layout: MapOption = None,
@@ -115,6 +118,7 @@ def compare(
     table: TableOption = None,
     junit: JunitOption = None,
     webhook: WebhookOption = None,
+    alert: AlertOption = None,
     form: FormatOption = "text",
     as_json: JsonOption = False,
     follow: FollowOption = False,
@@ -135,7 +139,7 @@ def compare(
         from traindiff.present.pictures import check_matplotlib
 
         check_matplotlib(f"--pictures {pictures}", asked_by="compare")
-    waiting = follower(follow, patience, webhook, junit)
+    waiting = follower(follow, patience, webhook, junit, alert or ())
     with step_progress(messages, "comparing", (baseline, candidate), steps=steps, endless=follow) as on_step:
         result = compare_recordings(
             baseline,
@@ -151,6 +155,7 @@ def compare(
             identical=identical,
             offset=offset,
             follow=waiting,
+            workers=workers,
             history=html is not None or table is not None,
             progress=on_step,
         )
@@ -163,7 +168,7 @@ def compare(
         print_result(result, form, text=lambda: print_report(results, result, top=top))
     else:
         print_table(result, shown, form=form)
-    hand_on(result, webhook, junit)
+    hand_on(result, webhook, junit, alert or ())
     raise typer.Exit(result.exit_code)
 
 

@@ -9,10 +9,18 @@ from traindiff.cli.app import messages
 from traindiff.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from traindiff.storage import Follower
 
 
-def follower(wanted: bool, patience: float, webhook: str | None, junit: Path | None) -> Follower | None:  # noqa: FBT001
+def follower(
+    wanted: bool,  # noqa: FBT001
+    patience: float,
+    webhook: str | None = None,
+    junit: Path | None = None,
+    alerts: Sequence[str] = (),
+) -> Follower | None:
     """What waits for steps, if that is wanted.
 
     Raises:
@@ -24,6 +32,11 @@ def follower(wanted: bool, patience: float, webhook: str | None, junit: Path | N
         from traindiff.present.webhook import check_webhook
 
         check_webhook(webhook)
+    if alerts:
+        from traindiff.present.alerts import check_alert
+
+        for alert in alerts:
+            check_alert(alert)
     if junit is not None and not junit.parent.is_dir():
         fix = "Give the path of a file in a directory that is there."
         problem = Problem(where=f"--junit {junit}", what="is in a directory that does not exist.", fix=fix)
@@ -31,7 +44,7 @@ def follower(wanted: bool, patience: float, webhook: str | None, junit: Path | N
     return Follower(patience) if wanted else None
 
 
-def hand_on(result: Any, webhook: str | None, junit: Path | None) -> None:
+def hand_on(result: Any, webhook: str | None, junit: Path | None, alerts: Sequence[str] = ()) -> None:
     """Write and send a verdict. That it could not be sent is said, and changes nothing."""
     if junit is not None:
         from traindiff.present.data import writer
@@ -43,3 +56,9 @@ def hand_on(result: Any, webhook: str | None, junit: Path | None) -> None:
 
         if why := send(webhook, text=str(result).partition("\n")[0], result=result.to_json()):
             messages.print(f"traindiff: nothing was sent to {webhook}: {why}", markup=False, soft_wrap=True)
+    if alerts:
+        from traindiff.present.alerts import raise_alert
+
+        for alert in alerts:
+            if why := raise_alert(alert, result):
+                messages.print(f"traindiff: no alert was raised with {alert}: {why}", markup=False, soft_wrap=True)

@@ -151,6 +151,25 @@ WebhookOption = Annotated[
     str | None,
     typer.Option(metavar="URL", rich_help_panel=SHOWN, help="Send the verdict to this address, as JSON."),
 ]
+AlertOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--alert",
+        metavar="TOOL[=WHERE]",
+        rich_help_panel=SHOWN,
+        help="Tell the verdict to otel, tensorboard=DIRECTORY or wandb=PROJECT[/RUN]. Repeatable "
+        "(traindiff explain scale).",
+    ),
+]
+WorkersOption = Annotated[
+    str | None,
+    typer.Option(
+        "--workers",
+        metavar="N|ray",
+        rich_help_panel=JUDGED,
+        help="Read by N processes of this machine, or by a Ray cluster: the same result (traindiff explain scale).",
+    ),
+]
 OverwriteOption = Annotated[
     bool, typer.Option("--overwrite", rich_help_panel=SHOWN, help="Replace a recording that is already there.")
 ]
@@ -179,7 +198,7 @@ FollowOption = Annotated[
     typer.Option(
         "--follow",
         rich_help_panel=FOLLOWED,
-        help="Judge steps as they arrive, up to the first finding or the end (traindiff explain scale).",
+        help="Wait for the steps of a run that goes on (traindiff explain scale).",
     ),
 ]
 PatienceOption = Annotated[

@@ -25,6 +25,7 @@ from traindiff.cli.options import (
     RulesOption,
     SkipOption,
     StepsOption,
+    WorkersOption,
 )
 from traindiff.cli.progress import step_progress
 from traindiff.errors import ConfigError, Problem
@@ -43,6 +44,7 @@ def report(
         typer.Argument(metavar="CANDIDATE", help="Recording of the run in question. Without it, BASELINE is checked."),
     ] = None,
     steps: StepsOption = None,
+    workers: WorkersOption = None,
     noise: NoiseOption = None,
     rename: RenameOption = None,
     layout: MapOption = None,
@@ -88,14 +90,14 @@ def report(
         )
         with step_progress(messages, "checking", (baseline,), steps=steps) as on_step:
             result = check(
-                baseline, steps=steps, **of_one, history=True,
+                baseline, steps=steps, **of_one, history=True, workers=workers,
                 progress=on_step,
             )  # fmt: skip
     else:
         _refuse(of_one, "is for one recording, and two were given.", "Give one recording, or leave it out.")
         with step_progress(messages, "comparing", (baseline, candidate), steps=steps) as on_step:
             result = compare(
-                baseline, candidate, steps=steps, **of_two, history=True,
+                baseline, candidate, steps=steps, **of_two, history=True, workers=workers,
                 progress=on_step,
             )  # fmt: skip
     write_page(result, html)

@@ -50,6 +50,9 @@ NO_GRADIENT = "no gradient"
 REPLACED = f"{NO_GRADIENT}: the optimizer holds the tensor that had this place in the model before"
 """The reason if a new tensor took the place of a parameter in the model, and its optimizer goes on with the old one."""
 
+TAKEN_OUT = f"{NO_GRADIENT}: the optimizer no longer holds it, although it still has a gradient"
+"""The reason if a parameter was taken out of the groups of its optimizer, and goes on to require a gradient."""
+
 SKIPPED = "skipped"
 """Slot, in the phase `optimizer`, that marks a step that the loss scaler skipped."""
 
@@ -105,7 +108,7 @@ WITNESSED_PRODUCT = "witness product"
 
 PRODUCT_STAGES = frozenset({PRODUCT, RECOMPUTED_PRODUCT, WITNESSED_PRODUCT})
 
-RESIDUAL, ERROR, ALLOWED, WORST_ROW, MEDIAN = "residual", "error", "allowed", "row", "median"
+RESIDUAL, ERROR, ALLOWED, WORST_ROW, MEDIAN, FORMAT = "residual", "error", "allowed", "row", "median", "format"
 """Ends of the slots of a product's check: see FORMAT.md."""
 
 BOUNDARY = "boundary"

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from traindiff.core.kernels.reference import splitmix64
 from traindiff.core.maps.entries import Layout
+from traindiff.state.dtypes import ITEM_BYTES, bits_type
 from traindiff.state.measured import in_dtype
 from traindiff.state.stored import StoredTensor
 
@@ -37,15 +38,36 @@ def hashes(tensor: StoredTensor, dtype: str) -> tuple[Hashes, Hashes]:
     rows = tensor.size // max(1, columns)
     of_rows, of_columns = np.zeros(rows, np.uint64), np.zeros(columns, np.uint64)
     across, place = _weights(0, columns), 0
+    words = ITEM_BYTES[tensor.dtype] // bits_type(tensor.dtype).itemsize  # a complex128 is kept as 16 bytes
+    inside = _weights(1 << 60, words)
     with np.errstate(over="ignore"):
         for slab in tensor.slabs:
-            bits = in_dtype(tensor.slab(*slab), tensor.dtype, dtype).reshape(-1, columns)
+            bits = in_dtype(tensor.slab(*slab), tensor.dtype, dtype).reshape(-1, columns, words)
             for first in range(0, len(bits), step := max(1, (1 << 18) // columns)):
                 block = bits[first : first + step].astype(np.uint64)
+                block = block[..., 0] if words == 1 else (block * inside).sum(axis=2, dtype=np.uint64)
                 of_rows[place : place + len(block)] = (block * across).sum(axis=1, dtype=np.uint64)
                 of_columns += (block * _weights(place, len(block))[:, None]).sum(axis=0, dtype=np.uint64)
                 place += len(block)
     return of_rows, of_columns
+
+
+class KnownHashes:
+    """Hashes of rows and columns, computed once for each tensor and dtype. Tensors must stay while it is used."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, str], tuple[Hashes, Hashes]] = {}
+
+    def of(self, tensor: StoredTensor, dtype: str) -> tuple[Hashes, Hashes]:
+        """Hashes of the rows and of the columns of a tensor, rounded to a dtype.
+
+        Raises:
+            CheckpointError: A file has ended.
+        """
+        key = (id(tensor), dtype)
+        if key not in self._known:
+            self._known[key] = hashes(tensor, dtype)
+        return self._known[key]
 
 
 def pairs_order(rows: int, heads: int) -> NDArray[np.intp]:
@@ -117,6 +139,20 @@ def _split(parts: Sequence[Hashes], whole: Hashes, order: Sequence[int], groups:
         found.append(heads)
         first += length
     return tuple(found)
+
+
+def holds(layout: Layout, parts: Sequence[Hashes], rows: Hashes, columns: Hashes) -> bool:
+    """True if parts, given by the hashes of their rows, make up a whole in a layout."""
+    made, groups = [], layout.groups
+    for number, heads in zip(layout.order, layout.heads, strict=True):
+        given = parts[number]
+        if len(given) % groups or (heads and len(given) % (2 * abs(heads))):
+            return False
+        if heads:
+            order = pairs_order(len(given), abs(heads))
+            given = given[order if heads > 0 else np.argsort(order)]
+        made.append(given.reshape(groups, -1))
+    return np.array_equal(np.concatenate(made, axis=1).reshape(-1), columns if layout.transpose else rows)
 
 
 def moved_rows(baseline: Hashes, candidate: Hashes) -> str:

@@ -17,11 +17,12 @@ from traindiff.state.comparison import Relation, WeightsComparison
 from traindiff.state.dtypes import shorter
 from traindiff.state.equal_bits import Equality, can_be_equal, equalities
 from traindiff.state.held_parts import cut_to_held
-from traindiff.state.layer_order import moved_sentences, unlike_sentences
+from traindiff.state.layer_order import moved_sentences
 from traindiff.state.maps import mapped
 from traindiff.state.matching import Matching
 from traindiff.state.measured import Measured, measure, same_bits
 from traindiff.state.pairing import under_plain_names
+from traindiff.state.seals import check_seals
 from traindiff.state.sources.opening import open_checkpoint
 from traindiff.state.stored import Checkpoint, Role, StoredTensor
 
@@ -79,7 +80,9 @@ def weights(
             notes += _one_sided(role, first, second)
             continue
         if role == "parameter" and not any(one.held for one in (*first.values(), *second.values())):
-            first, second, found = merged_adapters(first, second, {} if third is None else _of_role(third, role))
+            scales = [side.adapter_scale for side in sides if side.adapter_scale is not None]
+            of_base = {} if third is None else _of_role(third, role)
+            first, second, found = merged_adapters(first, second, of_base, scales[0] if scales else None)
             relations += found
             if not first or not second:
                 continue
@@ -95,9 +98,16 @@ def weights(
         relations += Matching(role, *measured, equal, counter).relations()
     if not any(one.baseline and one.candidate for one in relations):
         raise CheckpointError(_nothing_in_common(*sides))
+    for side, names_of in ((sides[0], "baseline"), (sides[1], "candidate")):
+        own = {tensor.name: tensor for tensor in side.tensors.values()}  # a map has other keys
+        check_seals(
+            own, {name for one in relations if one.word in ("differs", "only") for name in getattr(one, names_of)}
+        )
     if third is not None:
         relations = _still_of_base(relations, sides[1], third)
-    sentences = (*moved_sentences(relations), *unlike_sentences(relations), *_base_sentences(relations, third))
+        if not any(_in_base(one, third) for one in relations):
+            notes.append(f"Warning: {third.path} (--base) has no tensor of a name that the two have.")
+    sentences = (*moved_sentences(relations), *_base_sentences(relations, third))
     relations = with_accepted(relations, accepted)
     return WeightsComparison(
         baseline=sides[0].path,

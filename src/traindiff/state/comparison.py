@@ -198,7 +198,11 @@ def text_lines(result: WeightsComparison, *, top: int = 12) -> list[str]:
             lines.append(f"  {more_line(group[0].kind for group in of_word[:top])}")
     if result.notes:
         lines += ["", *result.notes]
-    return lines
+    return [line if len(line) <= _MOST_CHARACTERS else f"{line[:_MOST_CHARACTERS]} ..." for line in lines]
+
+
+_MOST_CHARACTERS = 2000
+"""Of a line: names of tensors may have any length. JSON has all of them."""
 
 
 _HEADINGS: Mapping[Word, str] = {
@@ -236,3 +240,11 @@ def skeleton(name: str) -> str:
 def numbers(name: str) -> tuple[int, ...]:
     """The numbers in a name, e.g. of its layer and its expert."""
     return tuple(int(digits[:18]) for digits in NUMBER.findall(name))
+
+
+def common_numbers(names: Sequence[str]) -> tuple[int, ...]:
+    """The numbers that names have in common: of a layer, but not those by which its experts are told apart."""
+    table = [numbers(name) for name in names]
+    if not table or any(len(one) != len(table[0]) for one in table):
+        return ()
+    return tuple(column[0] for column in zip(*table, strict=True) if len({*column}) == 1)

@@ -14,7 +14,8 @@ Bits = NDArray[np.unsignedinteger[Any]]
 
 ITEM_BYTES: Mapping[str, int] = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
-    "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1, "float4_e2m1fn_x2": 1,
+    "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1, "float4_e2m1fn_x2": 1, "float6_e2m3fn": 1,
+    "float6_e3m2fn": 1,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
     "complex64": 8, "complex128": 16,
 }  # fmt: skip
@@ -33,6 +34,12 @@ _DIGITS: Mapping[str, tuple[int, int]] = {
     "float8_e4m3fn": (3, -6), "float8_e5m2": (2, -14),
 }  # fmt: skip
 """Binary digits behind the point, and the exponent of the smallest normal number."""
+
+TOO_LARGE: Mapping[str, float] = {
+    "float64": np.inf, "float32": 2.0**128 - 2.0**103, "bfloat16": 2.0**128 - 2.0**119, "float16": 65520.0,
+    "float8_e4m3fn": float(np.nextafter(464.0, np.inf)), "float8_e5m2": 61440.0,
+}  # fmt: skip
+"""By dtype: the smallest number that does not round to a finite one, but to infinity, or is cut to the largest one."""
 
 
 def is_float(dtype: str) -> bool:

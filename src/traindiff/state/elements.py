@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traindiff.core.summary import UNIT_ROUNDOFF
-from traindiff.state.dtypes import Bits, decoded, gap, is_float, rounded, shorter, truncated
+from traindiff.state.dtypes import ITEM_BYTES, TOO_LARGE, Bits, decoded, gap, is_float, rounded, shorter, truncated
 from traindiff.state.measured import common_dtype
 from traindiff.state.stored import StoredTensor
 
@@ -21,13 +21,16 @@ _BLOCK = 1 << 17
 _LEAST_IN_GAPS = 0.15
 """A difference that is smaller, in gaps between numbers of a dtype, is not called a rounding to that dtype."""
 
+UNFIT = "in which its largest numbers do not fit"
+"""What is said of a rounding that is none."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElementDifference:
     """How two tensors differ.
 
     Attributes:
-        kind: `cast`, `through`, `scaled`, `offset` or `other`.
+        kind: `cast`, `through`, `overflow`, `scaled`, `offset` or `other`.
         message: A clause of which the candidate's tensor is the subject.
         evidence: Numbers, by name.
     """
@@ -47,14 +50,17 @@ class _Totals:
         self.rows = [0, -1, -1]  # how many have unequal elements, the first, the last
         self.squares = self.product = self.apart = self.candidate_squares = 0.0
         self.largest = 0.0
+        self.extremes = [0.0, 0.0]
         self.low, self.high = math.inf, -math.inf
         self.finite = True
-        longest = baseline.dtype if common_dtype(baseline.dtype, candidate.dtype) != baseline.dtype else candidate.dtype
         short = common_dtype(baseline.dtype, candidate.dtype)
-        one_dtype = baseline.dtype == candidate.dtype
-        self.through = {dtype: [True, True] for dtype in shorter(longest)} if one_dtype else {}
+        self.one_dtype = baseline.dtype == candidate.dtype
+        self.through = {
+            dtype: [dtype != baseline.dtype, dtype != candidate.dtype]
+            for dtype in _between(baseline.dtype, candidate.dtype)
+        }
         self.in_gaps = dict.fromkeys(self.through, 0.0)
-        self.short = None if one_dtype else short
+        self.short = None if self.one_dtype else short
         self.cut = self.beside = self.short is not None
         self.unrounded = 0
         self.both = short is None and is_float(baseline.dtype) and is_float(candidate.dtype)
@@ -63,21 +69,26 @@ class _Totals:
         """Add the values of the rows from `first` to `end`."""
         wide, other = baseline.astype(np.float64), candidate.astype(np.float64)
         with np.errstate(invalid="ignore", over="ignore"):
-            apart = other - wide
+            same = (wide == other) | (np.isnan(wide) & np.isnan(other))
+            apart = np.where(same, 0.0, other - wide)
             self.finite = self.finite and bool(np.isfinite(apart).all())
             self.count += apart.size
             self._count(*self._in_one_dtype(baseline, candidate), first, end)
-            self.squares += float(wide @ wide)
-            self.candidate_squares += float(other @ other)
-            self.product += float(wide @ other)
+            finite = [np.where(np.isfinite(one), one, 0.0) for one in (wide, other)]
+            sizes = [float(np.abs(one).max(initial=0.0)) for one in finite]
+            self.extremes = [max(pair) for pair in zip(self.extremes, sizes, strict=True)]
+            self.squares += float(finite[0] @ finite[0])
+            self.candidate_squares += float(finite[1] @ finite[1])
+            self.product += float(finite[0] @ finite[1])
             self.apart += float(apart @ apart)
             self.largest = max(self.largest, float(np.abs(apart).max(initial=0.0)))
             self.low, self.high = min(self.low, float(apart.min())), max(self.high, float(apart.max()))
         for dtype, holds in self.through.items():
-            holds[0] = holds[0] and np.array_equal(_through(baseline, dtype), candidate)
-            holds[1] = holds[1] and np.array_equal(_through(candidate, dtype), baseline)
-            if any(holds):
-                self.in_gaps[dtype] += float(np.square(apart / gap(wide, dtype)).sum())
+            holds[0] = holds[0] and _is_rounded(baseline, dtype, candidate, self.candidate)
+            holds[1] = holds[1] and _is_rounded(candidate, dtype, baseline, self.baseline)
+            if self.one_dtype and any(holds):
+                with np.errstate(invalid="ignore"):
+                    self.in_gaps[dtype] += float(np.nansum(np.square(apart / gap(wide, dtype))))
         if self.short is not None and (self.cut or self.beside):
             long, short = (wide, other) if self.short == self.candidate else (other, wide)
             self._cast(long, short, self.short)
@@ -102,13 +113,35 @@ class _Totals:
         self.cut = self.cut and bool(np.array_equal(truncated(long, dtype), short))
         # neighbors of the dtype on both sides: less than one gap away, measured where the gap is smaller
         spacing = np.minimum(gap(long, dtype), np.maximum(gap(short, dtype), gap(long, dtype)))
-        self.beside = self.beside and bool((np.abs(short - long) < spacing).all())
+        with np.errstate(invalid="ignore"):
+            self.beside = self.beside and bool(((short == long) | (np.abs(short - long) < spacing)).all())
         if self.beside:
             self.unrounded += int(np.count_nonzero(_through(long, dtype) != short))
 
 
 def _through(values: NDArray[Any], dtype: str) -> NDArray[Any]:
     return decoded(rounded(values, dtype), dtype).astype(values.dtype)
+
+
+def _is_rounded(values: NDArray[Any], between: str, others: NDArray[Any], dtype: str) -> bool:
+    """True if others, of this dtype, are the values after rounding them to the one between, and then to the dtype."""
+    made = decoded(rounded(decoded(rounded(values, between), between), dtype), dtype)
+    return np.array_equal(made, others, equal_nan=True)
+
+
+_FLOATS = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+"""Dtypes in which numbers may have been in between, from long to short."""
+
+
+def _between(baseline: str, candidate: str) -> list[str]:
+    """Dtypes that lack some numbers of the shorter of two dtypes, or are that one if neither holds the other."""
+    longer = [dtype for dtype in (baseline, candidate) if candidate in shorter(dtype) or baseline in shorter(dtype)]
+    short = common_dtype(baseline, candidate)
+    return [
+        dtype
+        for dtype in _FLOATS
+        if dtype not in longer and dtype != short and not {baseline, candidate} & {*shorter(dtype)}
+    ]
 
 
 def element_difference(baseline: StoredTensor, candidate: StoredTensor) -> ElementDifference:
@@ -129,8 +162,12 @@ def element_difference(baseline: StoredTensor, candidate: StoredTensor) -> Eleme
                 part = slice((low - begin) * inner, (high - begin) * inner)
                 total.add(decoded(first[part], baseline.dtype), decoded(second[part], candidate.dtype), low, high)
         else:
-            total.count += first.size
-            total.unequal += _unequal(first, second, baseline.dtype, candidate.dtype)
+            words = ITEM_BYTES[baseline.dtype] // first.itemsize
+            total.count += first.size // words
+            if words > 1 and baseline.dtype == candidate.dtype:
+                total.unequal += int(np.count_nonzero((first != second).reshape(-1, words).any(axis=1)))
+            else:
+                total.unequal += _unequal(first, second, baseline.dtype, candidate.dtype)
     if not numeric:
         evidence = {"unequal": total.unequal, "elements": total.count}
         if not total.unequal:
@@ -153,14 +190,9 @@ def _unequal(first: Bits, second: Bits, baseline: str, candidate: str) -> int:
 def _judged(total: _Totals) -> ElementDifference:
     for dtype, (candidates, baselines) in total.through.items():
         # rounding is off by 0.29 gaps (rms of a uniform distribution); a small change of rounded numbers by far less
-        if (candidates or baselines) and math.sqrt(total.in_gaps[dtype] / total.count) > _LEAST_IN_GAPS:
-            who = "candidate" if candidates else "baseline"
-            message = (
-                f"is the baseline's, rounded to {dtype} and stored as {total.candidate}"
-                if candidates
-                else f"has more digits: the baseline's is it rounded to {dtype} and stored as {total.baseline}"
-            )
-            return ElementDifference(kind="through", message=message, evidence={"dtype": dtype, "rounded": who})
+        far = not total.one_dtype or math.sqrt(total.in_gaps[dtype] / max(1, total.unequal)) > _LEAST_IN_GAPS
+        if (candidates or baselines) and far:
+            return _rounded_between(total, dtype, of_candidate=candidates)
     if total.short is not None and total.cut:
         message = f"is the baseline's as {total.short}, cut off and not rounded to nearest"
         if total.short == total.baseline:
@@ -180,15 +212,35 @@ def _judged(total: _Totals) -> ElementDifference:
     return _sized(total)
 
 
+def _rounded_between(total: _Totals, dtype: str, *, of_candidate: bool) -> ElementDifference:
+    """The clause on numbers of one side that were rounded to a dtype in between."""
+    end = total.candidate if of_candidate else total.baseline
+    how = f"rounded to {dtype} and stored as {end}"
+    if dtype == end:
+        how = f"rounded to {dtype}"
+    elif dtype not in shorter(end):
+        how = f"rounded to {dtype} and then to {end}"
+    message = f"is the baseline's, {how}" if of_candidate else f"has more digits: the baseline's is it {how}"
+    evidence = {"dtype": dtype, "rounded": "candidate" if of_candidate else "baseline"}
+    if total.extremes[0 if of_candidate else 1] >= min(TOO_LARGE[dtype], TOO_LARGE[end]):
+        return ElementDifference(kind="overflow", message=f"{message}, {UNFIT}", evidence=evidence)
+    return ElementDifference(kind="cast" if dtype == end else "through", message=message, evidence=evidence)
+
+
 def _sized(total: _Totals) -> ElementDifference:
     evidence: dict[str, Any] = {"unequal": total.unequal, "elements": total.count}
     counted = f"{total.unequal} of {total.count} elements differ{_rows_text(total)}"
     if total.rows[0]:
         evidence |= {"rows": total.rows[0], "first_row": total.rows[1], "last_row": total.rows[2]}
     if not total.unequal:
-        return ElementDifference(
-            kind="cast", message="has the same numbers in other bits (like 0 and -0)", evidence=evidence
-        )
+        message = "has the same numbers in other bits (like 0 and -0)"
+        if total.short is not None:
+            message = (
+                f"is the baseline's as {total.candidate}: the same numbers in {total.short}, in other bits (like NaN)"
+            )
+            if max(total.extremes) >= TOO_LARGE[total.short]:
+                return ElementDifference(kind="overflow", message=f"{message}, {UNFIT}", evidence=evidence)
+        return ElementDifference(kind="cast", message=message, evidence=evidence)
     if not total.finite:
         return ElementDifference(
             kind="other", message=f"differs, also in NaN or infinity: {counted}", evidence=evidence
@@ -200,7 +252,7 @@ def _sized(total: _Totals) -> ElementDifference:
     if size and total.candidate_squares:
         scale = total.product / total.squares
         left = math.sqrt(max(0.0, total.candidate_squares - scale * total.product)) / math.sqrt(total.candidate_squares)
-        if left <= max(2 * u, 5e-8) and abs(scale - 1.0) > 8 * u and total.count > 2:
+        if left <= max(2 * u, 5e-8) and abs(scale - 1.0) > max(8 * u, error) and total.count > 2:
             evidence["scale"] = scale
             return ElementDifference(
                 kind="scaled", message=f"is the baseline's times {shown_number(scale, error)}", evidence=evidence

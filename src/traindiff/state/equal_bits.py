@@ -9,15 +9,16 @@ from typing import Literal
 
 import numpy as np
 
-from traindiff.state.dtypes import Bits, decoded, rounded
+from traindiff.state.dtypes import TOO_LARGE, Bits, decoded, rounded
 from traindiff.state.measured import MOST_THREADS, common_dtype
 from traindiff.state.stored import SlabBuffers, StoredTensor
 
 _BLOCK_BYTES = 1 << 18
 """Bytes that are compared at a time, so that what is made of them stays in the cache."""
 
-Equality = Literal["unequal", "rounded", "exact"]
-"""The same bits in no common dtype; after rounding one side to the dtype of the other; without rounding."""
+Equality = Literal["unequal", "overflown", "rounded", "exact"]
+"""The same bits in no common dtype; after rounding one side to the dtype of the other, which is too short for
+some numbers, or is not; without rounding."""
 
 Pair = tuple[StoredTensor, StoredTensor]
 
@@ -66,6 +67,7 @@ class _Compared:
         self._long, self._short = (baseline, candidate) if candidate.dtype == dtype else (candidate, baseline)
         self._buffers = buffers
         self._is_equal = self._is_exact = True
+        self._overflows = False
         self.num_bytes = baseline.num_bytes + candidate.num_bytes
 
     def slabs(self) -> list[tuple[int, int]]:
@@ -91,11 +93,21 @@ class _Compared:
     def _compare_rounded(self, long: Bits, short: Bits) -> bool:
         if self._is_exact:
             self._is_exact = np.array_equal(rounded(decoded(short, self._short.dtype), self._long.dtype), long)
-        return self._is_exact or np.array_equal(rounded(decoded(long, self._long.dtype), self._short.dtype), short)
+        if self._is_exact:
+            return True
+        values = decoded(long, self._long.dtype)
+        if not np.array_equal(rounded(values, self._short.dtype), short):
+            return False
+        if not self._overflows:
+            size = np.abs(values)
+            self._overflows = bool(((size >= TOO_LARGE[self._short.dtype]) & (size < np.inf)).any())
+        return True
 
     def found(self) -> Equality:
         """What all slabs say."""
-        return "unequal" if not self._is_equal else "exact" if self._is_exact else "rounded"
+        if not self._is_equal:
+            return "unequal"
+        return "exact" if self._is_exact else "overflown" if self._overflows else "rounded"
 
 
 def _are_equal(baseline: Bits, candidate: Bits) -> bool:

@@ -6,11 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from traindiff.core.maps.entries import Layout
-from traindiff.state.comparison import NUMBER, Relation, numbers, skeleton
+from traindiff.state.comparison import NUMBER, Relation, common_numbers, numbers, skeleton
 from traindiff.state.measured import Measured, same_bits
-
-_Way = tuple[tuple[str, ...], Layout | None]
 
 _MOVES_NAMED = 4
 """Of layers in another order, so many runs or pairs are named."""
@@ -23,48 +20,24 @@ def in_order(relations: Sequence[Relation], baseline: Mapping[str, Measured]) ->
 
     Args:
         relations: Of all tensors of the candidate.
-        baseline: Tensors of the baseline. Which of two equal ones a layer holds makes no difference.
+        baseline: Tensors of the baseline, by their own names. Which of two equal ones a layer holds makes no
+            difference.
     """
-    groups: dict[tuple[str, str], list[Relation]] = {}
+    groups: dict[tuple[tuple[str, ...], ...], list[Relation]] = {}
     for one in relations:
-        if one.word in ("identical", "equivalent") and len(one.baseline) == len(one.candidate) == 1:
-            own, other = one.candidate[0], one.baseline[0]
-            if len(numbers(own)) == len(numbers(other)) > 0:
-                groups.setdefault((skeleton(own), skeleton(other)), []).append(one)
-    measured = {one.tensor.name: one for one in baseline.values()}
+        own, other = common_numbers(one.candidate), common_numbers(one.baseline)
+        if one.word in ("identical", "equivalent") and len(own) == len(other) > 0:
+            sides = (tuple(map(skeleton, one.candidate)), tuple(map(skeleton, one.baseline)))
+            groups.setdefault(sides, []).append(one)
     moved: dict[str, Relation] = {}
     for group in groups.values():
-        by_candidate = sorted(group, key=lambda one: numbers(one.candidate[0]))
-        by_baseline = sorted(group, key=lambda one: numbers(one.baseline[0]))
+        by_candidate = sorted(group, key=lambda one: common_numbers(one.candidate))
+        by_baseline = sorted(group, key=lambda one: common_numbers(one.baseline))
         for one, expected in zip(by_candidate, by_baseline, strict=True):
-            if one is not expected and not same_bits(measured[one.baseline[0]], measured[expected.baseline[0]]):
+            pairs = zip(one.baseline, expected.baseline, strict=True)
+            if one is not expected and not all(same_bits(baseline[here], baseline[there]) for here, there in pairs):
                 moved[one.candidate[0]] = replace(one, word="differs", kind="moved")
     return [moved.get(one.name, one) for one in relations]
-
-
-def unlike_sentences(relations: Iterable[Relation]) -> list[str]:
-    """Sentences on tensors of single layers that are made up of others, or laid out otherwise, than in most layers."""
-    kinds: dict[str, dict[_Way, list[str]]] = {}
-    for one in relations:
-        if one.word in ("identical", "equivalent") and one.candidate and one.baseline and NUMBER.search(one.name):
-            way = (tuple(map(skeleton, one.baseline)), one.layout)
-            kinds.setdefault(skeleton(one.name), {}).setdefault(way, []).append(one.name)
-    usual = {kind: max(ways, key=lambda way: len(ways[way])) for kind, ways in kinds.items()}
-    sources = {tuple(sorted(names)) for names, _ in usual.values()}
-    found = []
-    for kind, ways in kinds.items():
-        most = len(ways[usual[kind]])
-        # a tensor of a name that is the baseline's for nothing else is only named otherwise
-        unlike = [
-            name
-            for way, names in ways.items()
-            if way != usual[kind] and tuple(sorted(way[0])) in sources
-            for name in names
-        ]
-        if 0 < len(unlike) < most:
-            more = f" and {len(unlike) - 1} more are" if len(unlike) > 1 else " is"
-            found.append(f"{unlike[0]}{more} made of other tensors, or laid out otherwise, than {most} of {kind}.")
-    return found
 
 
 def moved_sentences(relations: Sequence[Relation]) -> list[str]:

@@ -52,17 +52,32 @@ def mapped(
     return sides[0], sides[1], notes
 
 
-def _joined(parts: Sequence[StoredTensor], whole_one: StoredTensor, layout: Layout, number: int) -> StoredTensor:
-    """The tensor that parts make up, in the shape of the whole. Its elements are read when asked for.
+def _joined(parts: Sequence[StoredTensor], whole: StoredTensor, layout: Layout, number: int) -> StoredTensor:
+    """The tensor that parts make up by an entry.
 
     Raises:
         ConfigError: The parts do not fit together, or only their summaries are known.
     """
-    rows, columns = matrix_shape(whole_one.shape)
+    made = joined(parts, whole, layout)
+    if made is None:
+        told = ", ".join(f"{part.name} {list(part.shape)} ({part.dtype})" for part in parts)
+        raise unusable(
+            f"entry {number}", "--map", f"does not fit: {told} do not make up {whole.name} {list(whole.shape)}."
+        )
+    return made
+
+
+def joined(parts: Sequence[StoredTensor], whole: StoredTensor, layout: Layout) -> StoredTensor | None:
+    """The tensor that parts make up, in the shape of the whole. Its elements are read when asked for.
+
+    None if the parts do not fit together, or only their summaries are known.
+    """
+    if layout.is_plain:
+        return parts[0]
+    rows, columns = matrix_shape(whole.shape)
     length, width = (columns, rows) if layout.transpose else (rows, columns)
     shapes = [matrix_shape(part.shape) for part in parts]
-    plain = layout.is_plain
-    fits = plain or (
+    fits = (
         sum(shape[0] for shape in shapes) == length
         and all(shape[1] == width for shape in shapes)
         and all(_moved_rows(shape, layout) % (layout.groups * abs(layout.blocks)) == 0 for shape in shapes)
@@ -70,24 +85,17 @@ def _joined(parts: Sequence[StoredTensor], whole_one: StoredTensor, layout: Layo
             not heads or shape[0] % (2 * abs(heads)) == 0 for heads, shape in zip(layout.heads, shapes, strict=True)
         )
     )
-    one_dtype = len({part.dtype for part in parts}) == 1 and all(part.is_readable for part in parts)
-    if not fits or not (one_dtype or plain):
-        told = ", ".join(f"{part.name} {list(part.shape)} ({part.dtype})" for part in parts)
-        raise unusable(
-            f"entry {number}", "--map", f"does not fit: {told} do not make up {whole_one.name} {list(whole_one.shape)}."
-        )
-    part = parts[0]
-    if plain:
-        return part
+    if not fits or len({part.dtype for part in parts}) > 1 or not all(part.is_readable for part in parts):
+        return None
 
     def memory(first: int, end: int) -> Bits:
-        made = _made(parts, layout).reshape(whole_one.rows, -1)
+        made = _made(parts, layout).reshape(whole.rows, -1)
         return np.ascontiguousarray(made[first:end])
 
-    name = " + ".join(one.name for one in parts)
     return StoredTensor(
-        name=name, dtype=part.dtype, shape=whole_one.shape, role=whole_one.role, memory=memory, in_one=True
-    )
+        name=" + ".join(one.name for one in parts), dtype=parts[0].dtype, shape=whole.shape, role=whole.role,
+        memory=memory, in_one=True, made_of=tuple(parts),
+    )  # fmt: skip
 
 
 def _moved_rows(shape: tuple[int, int], layout: Layout) -> int:

@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from traindiff.core.maps.entries import Layout
-from traindiff.core.summary import UNIT_ROUNDOFF, distance, norm_of
-from traindiff.state.arrangements import (
-    Hashes,
-    hashes,
-    layout_of,
-    layout_text,
-    matrix_shape,
-    moved_rows,
-    padded,
-    repeated_rows,
-)
+from traindiff.state.arrangements import Hashes, KnownHashes, holds, layout_of, layout_text
 from traindiff.state.comparison import Relation, Word, numbers
-from traindiff.state.elements import element_difference
+from traindiff.state.differences import arranged, difference, rounded_to
+from traindiff.state.elements import UNFIT
 from traindiff.state.equal_bits import Equality
 from traindiff.state.layer_order import in_order
-from traindiff.state.measured import MOST_THREADS, Measured, common_dtype, same_bits
-from traindiff.state.pairing import by_content, content_keys, families, fused_parts, likest, rearranged
+from traindiff.state.maps import joined
+from traindiff.state.measured import MOST_THREADS, Measured, common_dtype, measure, overflows, same_bits
+from traindiff.state.other_layers import expected, laid_out_alike, layers_of
+from traindiff.state.pairing import Sums, by_content, content_keys, likest, rearranged
 from traindiff.state.stored import Role
-
-_SMALL = 1 << 16
-"""Elements of a tensor whose rows may be hashed without a reason."""
 
 
 class Matching:
@@ -60,7 +52,7 @@ class Matching:
         self._left = {name: one for name, one in baseline.items() if name not in candidate}
         self._right = {name: one for name, one in candidate.items() if name not in baseline}
         self._found: dict[str, Relation] = {}  # by name in the candidate; the baseline's own behind a NUL
-        self._known_hashes: dict[tuple[int, str], tuple[Hashes, Hashes]] = {}
+        self._hashes = KnownHashes()
 
     def relations(self) -> list[Relation]:
         """A relation for every tensor, in the order of the candidate; those of the baseline alone last.
@@ -71,8 +63,11 @@ class Matching:
         unlike = [name for name in self._candidate if name in self._baseline and not self._same(name, name)]
         self._find_renamed()
         self._find_copies()
-        self._find_fused()
+        self._find_fused(in_any_layer=False)
+        self._find_fused(in_any_layer=True)
         self._find_rearranged()
+        self._pair_constants()
+        self._compare_as_in_other_layers()
         contents = by_content(self._baseline)
         self._progress(0, sum(self._num_bytes(name) for name in unlike))
         pool = ThreadPoolExecutor(max_workers=min(MOST_THREADS, os.cpu_count() or 1))
@@ -83,10 +78,16 @@ class Matching:
         finally:
             pool.shutdown(cancel_futures=True)
         for name in self._right:
-            self._found.setdefault(name, self._only(name, of_candidate=True))
+            self._found.setdefault(name, self._moved(name, contents) or self._only(name, of_candidate=True))
         ordered = [self._found[name] for name in self._candidate if name in self._found]
-        rest = [self._found.get(f"\0{name}") or self._only(name, of_candidate=False) for name in self._left]
-        return [*in_order(ordered, self._baseline), *rest]
+        elsewhere = {name for one in ordered if one.kind == "moved" for name in one.baseline}
+        rest = [
+            self._found.get(f"\0{name}") or self._only(name, of_candidate=False)
+            for name in self._left
+            if self._baseline[name].tensor.name not in elsewhere
+        ]
+        alike = laid_out_alike(ordered, _by_own_name(self._candidate), self._holds)
+        return [*in_order(alike, _by_own_name(self._baseline)), *rest]
 
     def _num_bytes(self, name: str) -> int:
         """Bytes of two tensors of one name."""
@@ -124,6 +125,13 @@ class Matching:
             self._settle([baseline], [candidate], self._relation("identical", kind, [baseline], [candidate], message))
             return True
         short = common_dtype(own, other)
+        if known == "overflown" or (known == "unequal" and short is not None and overflows((first, second), short)):
+            message = f"{about}, rounded to {short}, {UNFIT}"
+            relation = self._relation(
+                "differs", "overflow", [baseline], [candidate], message, evidence={"dtype": short}
+            )
+            self._settle([baseline], [candidate], relation)
+            return True
         message = f"{about}, rounded to {other}" if short == other else f"{about}, stored as {other} without loss"
         if short == own:
             message = f"{about} after rounding to {own}; the candidate's is {other}"
@@ -151,21 +159,49 @@ class Matching:
             there = [other for other in known if other in self._left]
             if there:
                 self._same(likest(name, there), name)
-        self._pair_constants()
 
     def _pair_constants(self) -> None:
-        """Pair tensors that are one number throughout, where as many of each layer are left on both sides."""
+        """Pair tensors that are one number throughout, where as many of each layer are left on both sides.
+
+        Which layer is which is known from other tensors. Fused ones are made up as others of their layer are.
+        """
+        layers = layers_of(self._found.values())
         sides: list[dict[tuple[Any, ...], list[str]]] = [{}, {}]
-        for names, side in zip(sides, (self._left, self._right), strict=True):
+        for names, side, places in zip(sides, (self._left, self._right), ({}, layers), strict=True):
             for name, one in side.items():
                 if one.is_constant and one.tensor.size:
-                    names.setdefault((numbers(name), one.tensor.shape, float(one.own["minimum"])), []).append(name)
+                    place = places.get(own := numbers(name), own)
+                    names.setdefault((place, one.tensor.shape, float(one.own["minimum"])), []).append(name)
         for key, here in sides[0].items():
             there = sides[1].get(key, [])
             if len(here) == len(there):
                 for name in there:
-                    other = likest(name, [one for one in here if one in self._left])
-                    self._same(other, name)
+                    left = [one for one in here if one in self._left]
+                    self._same(likest(name, left, layers.get(numbers(name))), name)
+        self._fuse_constants()
+
+    def _fuse_constants(self) -> None:
+        """Biases that are one number throughout are fused as the weights of their modules are."""
+        for one in [one for one in self._found.values() if one.kind == "fused" and one.layout is not None]:
+            sides = [
+                {name.rpartition(".")[0]: key for name, key in _keys(side).items() if not name.endswith(".weight")}
+                for side in (self._left, self._right)
+            ]
+            modules = [[name.rpartition(".")[0] for name in names] for names in (one.baseline, one.candidate)]
+            if not all(name in side for side, names in zip(sides, modules, strict=True) for name in names):
+                continue
+            first, second = ([side[name] for name in names] for side, names in zip(sides, modules, strict=True))
+            parts = [self._left[name] for name in first], [self._right[name] for name in second]
+            known = {float(part.own["minimum"]) for part in chain(*parts) if part.is_constant}
+            sizes = [sum(part.tensor.size for part in side) for side in parts]
+            if len(known) == 1 and sizes[0] == sizes[1] and all(part.is_constant for part in chain(*parts)):
+                (value,) = known
+                of_baseline = " and ".join(part.tensor.name for part in parts[0])
+                message = f"is {value:g} in all elements, like {of_baseline}"
+                layout = replace(one.layout, transpose=False) if one.layout else None
+                self._settle(
+                    first, second, self._relation("equivalent", "fused", first, second, message, layout=layout)
+                )
 
     def _find_copies(self) -> None:
         """What one side lacks because it is tied there to a tensor that both have."""
@@ -187,21 +223,20 @@ class Matching:
                 if whose == "candidate":
                     here.pop(name)
 
-    def _find_fused(self) -> None:
-        """What is one tensor on one side, and several on the other."""
+    def _find_fused(self, *, in_any_layer: bool) -> None:
+        """What is one tensor on one side, and several of one layer on the other, be it another layer."""
         for whole_side, part_side, of_candidate in (
             (self._right, self._left, True),
             (self._left, self._right, False),
         ):
+            parts = {
+                key: one for key, one in part_side.items() if f"\0{key}" not in self._found and one.tensor.is_readable
+            }
+            sums = Sums(parts)
             for name in list(whole_side):
-                if not whole_side[name].tensor.is_readable:
+                if name not in whole_side or not whole_side[name].tensor.is_readable:
                     continue
-                parts = {
-                    key: one
-                    for key, one in part_side.items()
-                    if f"\0{key}" not in self._found and one.tensor.is_readable
-                }
-                found = fused_parts(whole_side[name], parts, families(parts))
+                found = sums.of(whole_side[name], part_side, in_any_layer=in_any_layer)
                 if found is None:
                     continue
                 groups, dtype = found
@@ -216,140 +251,123 @@ class Matching:
                     message = f"has the numbers of {' and '.join(told)} in an order that is not known"
                 else:
                     message = f"is {layout_text(layout, told)}"
+                together = [whole_side[name], *(parts[key] for key in names)]
+                message += rounded_to(dtype, *together)
                 sides = (names, [name]) if of_candidate else ([name], names)
                 if not of_candidate:
                     of_whole = f"makes up the baseline's {self._left[name].tensor.name}"
                     message = f"together with {len(names) - 1} more, {of_whole}: it {message}"
                 word: Word = "equivalent" if layout is not None else "differs"
+                kind = "fused"
+                if overflows(together, dtype):
+                    word, kind, message = "differs", "overflow", f"{message}, {UNFIT}"
                 evidence = {"dtype": dtype, "groups": layout.groups if layout else None}
-                relation = self._relation(word, "fused", *sides, message, layout=layout, evidence=evidence)
+                relation = self._relation(word, kind, *sides, message, layout=layout, evidence=evidence)
                 self._settle(*sides, relation)
 
     def _stacked(self, names: list[str], parts: Mapping[str, Measured], dtype: str) -> Hashes:
-        return np.concatenate([self._hashes(parts[name], dtype)[0] for name in names])
+        return np.concatenate([self._hashes.of(parts[name].tensor, dtype)[0] for name in names])
 
     def _layout(self, parts: list[Hashes], whole: Measured, dtype: str) -> Layout | None:
-        return layout_of(parts, *self._hashes(whole, dtype))
-
-    def _hashes(self, one: Measured, dtype: str) -> tuple[Hashes, Hashes]:
-        """Hashes of rows and columns, computed once."""
-        key = (id(one), dtype)
-        if key not in self._known_hashes:
-            self._known_hashes[key] = hashes(one.tensor, dtype)
-        return self._known_hashes[key]
+        return layout_of(parts, *self._hashes.of(whole.tensor, dtype))
 
     def _find_rearranged(self) -> None:
         """Tensors of other names that have the same numbers in other places."""
-        for name in list(self._right):
-            candidate = self._right[name]
-            for other, baseline in self._left.items():
-                dtype = rearranged(baseline, candidate)
-                if dtype is None or not (baseline.tensor.is_readable and candidate.tensor.is_readable):
+        places: dict[tuple[str, int, int], list[str]] = {}
+        for other, one in self._left.items():
+            for dtype, summary in one.summaries.items() if one.tensor.is_readable else ():
+                places.setdefault((dtype, int(summary["multiset"]), one.tensor.size), []).append(other)
+        for name, candidate in list(self._right.items()):
+            keys = [(dtype, int(one["multiset"]), candidate.tensor.size) for dtype, one in candidate.summaries.items()]
+            for other in chain.from_iterable(places.get(key, ()) for key in keys):
+                baseline = self._left.get(other)
+                short = None if baseline is None else rearranged(baseline, candidate)
+                if baseline is None or short is None or not candidate.tensor.is_readable:
                     continue
-                message, layout = self._arranged(baseline, candidate, dtype)
+                message, layout = arranged(baseline, candidate, short, self._hashes)
                 if message:
-                    self._settle(
-                        [other], [name],
-                        self._relation("equivalent", "rearranged", [other], [name], message, layout=layout),
-                    )  # fmt: skip
+                    word: Word = "equivalent"
+                    kind = "rearranged"
+                    if overflows((baseline, candidate), short):
+                        word, kind, message = "differs", "overflow", f"{message}, {UNFIT}"
+                    relation = self._relation(word, kind, [other], [name], message, layout=layout)
+                    self._settle([other], [name], relation)
                     break
 
-    def _arranged(self, baseline: Measured, candidate: Measured, dtype: str) -> tuple[str, Layout | None]:
-        """A clause on tensors with the same numbers in other places, and their layout if it is a known one."""
-        first, second = self._hashes(baseline, dtype), self._hashes(candidate, dtype)
-        layout = layout_of([first[0]], *second)
-        short = "" if baseline.tensor.dtype == candidate.tensor.dtype else f", rounded to {dtype}"
-        if layout is not None:
-            if layout.transpose and not any(layout.heads):
-                return f"is the baseline's {baseline.tensor.name}, transposed{short}", layout
-            return f"is the baseline's {layout_text(layout, [baseline.tensor.name])}{short}", layout
-        for place, what in ((0, "rows"), (1, "columns")):
-            if (clause := moved_rows(first[place], second[place])) and (place == 0 or len(first[1]) > 1):
-                return f"is the baseline's {baseline.tensor.name}{short}, of which {clause.format(what)}", None
-        return "", None
+    def _compare_as_in_other_layers(self) -> None:
+        """Compare what belongs together if it does in the other layers, and has no counterpart of its contents."""
+        left, right = _keys(self._left), _keys(self._right)
+        for baseline, candidate, layout in list(expected(list(self._found.values()), left, right)):
+            sides = [left[name] for name in baseline], [right[name] for name in candidate]
+            made = self._put_together(
+                [self._left[key] for key in sides[0]], [self._right[key] for key in sides[1]], layout
+            )
+            if made is None:
+                continue
+            found = difference(*made, self._hashes)
+            word: Word = found.word if found.word != "only" else "differs"
+            named = f"{', '.join(baseline[:-1])} and {baseline[-1]}" if len(baseline) > 1 else baseline[0]
+            message = f"by its name, is the baseline's {named}, and {found.message}"
+            relation = self._relation(word, found.kind, *sides, message, evidence=found.evidence, layout=layout)
+            self._settle(*sides, relation)
+
+    def _put_together(
+        self, baseline: Sequence[Measured], candidate: Sequence[Measured], layout: Layout | None
+    ) -> tuple[Measured, Measured] | None:
+        """Both sides as one tensor each, with summaries; None if they do not fit, or only summaries are known."""
+        made = [one[0] for one in (baseline, candidate)]
+        if layout is None:
+            return made[0], made[1]
+        side = 0 if len(candidate) == 1 else 1
+        parts, whole = (baseline, candidate[0]) if side == 0 else (candidate, baseline[0])
+        if len(parts) != len(layout.order) or not all(one.tensor.is_readable for one in (*parts, whole)):
+            return None
+        tensor = joined([parts[number].tensor for number in layout.order], whole.tensor, layout)
+        if tensor is None:
+            return None
+        dtypes = [one.tensor.dtype for one in made if common_dtype(one.tensor.dtype, tensor.dtype) == one.tensor.dtype]
+        (made[side],) = measure([(tensor, [dtype for dtype in dtypes if dtype != tensor.dtype])])
+        return made[0], made[1]
+
+    def _holds(self, baseline: Sequence[str], candidate: Sequence[str], layout: Layout | None) -> bool:
+        """Whether tensors, by their own names, make up the other side's in a layout."""
+        first, second = _by_own_name(self._baseline), _by_own_name(self._candidate)
+        if not (all(name in first for name in baseline) and all(name in second for name in candidate)):
+            return False
+        of_candidate = len(candidate) == 1
+        parts = [first[name] for name in baseline] if of_candidate else [second[name] for name in candidate]
+        whole = second[candidate[0]] if of_candidate else first[baseline[0]]
+        dtype = common_dtype(whole.tensor.dtype, parts[0].tensor.dtype)
+        if dtype is None or not all(one.tensor.is_readable for one in (*parts, whole)):
+            return False
+        if layout is None:
+            return same_bits(parts[0], whole)
+        if len(parts) != len(layout.order):
+            return True  # stacked experts
+        given = [self._hashes.of(one.tensor, dtype)[0] for one in parts]
+        return holds(layout, given, *self._hashes.of(whole.tensor, dtype))
+
+    def _moved(self, name: str, contents: Mapping[Any, list[str]]) -> Relation | None:
+        """What a tensor of the candidate holds of the baseline's under another name; None if nothing."""
+        candidate = self._candidate[name]
+        if candidate.is_constant or not candidate.summaries:
+            return None
+        known = [other for key in content_keys(candidate) for other in contents.get(key, ()) if other != name]
+        if not known:
+            return None
+        other = likest(name, known)
+        message = f"is the baseline's {self._baseline[other].tensor.name}"
+        return self._relation("differs", "moved", [other], [name], message)
 
     def _unlike(self, name: str, contents: Mapping[Any, list[str]]) -> Relation:
         """How two tensors of one name differ."""
-        baseline, candidate = self._baseline[name], self._candidate[name]
-        both = [name], [name]
-        if not candidate.is_constant:
-            known = [other for key in content_keys(candidate) for other in contents.get(key, ()) if other != name]
-            if known:
-                other = self._baseline[likest(name, known)].tensor.name
-                return self._relation("differs", "moved", [likest(name, known)], [name], f"is the baseline's {other}")
-        if candidate.is_zero != baseline.is_zero:
-            message = "is zero in all elements; the baseline's is not"
-            if baseline.is_zero:
-                message = "has numbers; the baseline's is zero in all elements"
-            return self._relation("differs", "zero", *both, message)
-        if not (baseline.tensor.is_readable and candidate.tensor.is_readable):
-            return self._by_summary(name)
-        dtype = common_dtype(baseline.tensor.dtype, candidate.tensor.dtype)
-        same_shape = baseline.tensor.shape == candidate.tensor.shape
-        if dtype is not None and rearranged(baseline, candidate):
-            message, layout = self._arranged(baseline, candidate, dtype)
-            if message:
-                word: Word = "differs" if same_shape else "equivalent"
-                return self._relation(word, "rearranged", *both, message, layout=layout)
-        if not same_shape:
-            return self._other_shape(name, dtype)
-        kind, clause = self._shards(baseline, candidate, dtype)
-        if kind:
-            return self._relation("differs", kind, *both, clause)
-        found = element_difference(baseline.tensor, candidate.tensor)
-        rounded = found.kind in ("cast", "through")
+        moved = self._moved(name, contents)
+        if moved is not None:
+            return moved
+        found = difference(self._baseline[name], self._candidate[name], self._hashes)
         return self._relation(
-            "equivalent" if rounded else "differs", found.kind, *both, found.message, evidence=found.evidence
+            found.word, found.kind, [name], [name], found.message, evidence=found.evidence, layout=found.layout
         )
-
-    def _shards(self, baseline: Measured, candidate: Measured, dtype: str | None) -> tuple[str, str]:
-        """A kind and a clause on rows or columns that are there twice, or missing; empty if none are."""
-        if dtype is None or not _is_partly_same(baseline, candidate, dtype):
-            return "", ""
-        first, second = self._hashes(baseline, dtype), self._hashes(candidate, dtype)
-        is_matrix = len(baseline.tensor.shape) > 1
-        for place, what in ((0, "rows"), (1, "columns")) if is_matrix else ((0, "elements"),):
-            kind, clause = repeated_rows(first[place], second[place])
-            if kind:
-                return kind, clause.format(what)
-        return "", ""
-
-    def _other_shape(self, name: str, dtype: str | None) -> Relation:
-        baseline, candidate = self._baseline[name], self._candidate[name]
-        shapes = (baseline.tensor.shape, candidate.tensor.shape)
-        rows = [matrix_shape(shape) for shape in shapes]
-        evidence = {"shapes": [list(shape) for shape in shapes]}
-        if dtype is not None and rows[0][1] == rows[1][1] and len(shapes[0]) == len(shapes[1]) == 2:
-            first, second = self._hashes(baseline, dtype)[0], self._hashes(candidate, dtype)[0]
-            if padded(first, second):
-                more = abs(len(first) - len(second))
-                longer = second if len(second) > len(first) else first
-                zeros = not longer[-more:].any()
-                verb = "has" if len(second) > len(first) else "lacks"
-                what = f"{more} rows at the end, which are {'zero' if zeros else 'not zero'}"
-                message = f"{verb} {what}; all {min(len(first), len(second))} other rows are the baseline's"
-                word: Word = "equivalent" if zeros else "only"
-                return self._relation(word, "padded", [name], [name], message, evidence=evidence)
-        message = f"has the shape {list(shapes[1])}; the baseline's is {list(shapes[0])}"
-        return self._relation("differs", "shape", [name], [name], message, evidence=evidence)
-
-    def _by_summary(self, name: str) -> Relation:
-        """How two tensors differ, as far as summaries tell."""
-        baseline, candidate = self._baseline[name], self._candidate[name]
-        first, second = baseline.own, candidate.own
-        if baseline.tensor.shape != candidate.tensor.shape:
-            return self._other_shape(name, None)
-        size = norm_of(first)
-        relative = float(distance(first, second)) / size if size else float("inf")
-        dtypes = (baseline.tensor.dtype, candidate.tensor.dtype)
-        u = max(UNIT_ROUNDOFF.get(dtype, 0.0) for dtype in dtypes)
-        evidence = {"relative": relative}
-        if dtypes[0] != dtypes[1] and relative <= u:
-            what = f"is {dtypes[1]} and the baseline's {dtypes[0]}"
-            message = f"{what}: by their summaries, they differ by no more than a rounding"
-            return self._relation("equivalent", "cast", [name], [name], message, evidence=evidence)
-        message = f"differs: relative L2 difference about {relative:.2g}, from summaries"
-        return self._relation("differs", "other", [name], [name], message, evidence=evidence)
 
     def _only(self, name: str, *, of_candidate: bool) -> Relation:
         side = self._candidate if of_candidate else self._baseline
@@ -361,15 +379,10 @@ class Matching:
         return self._relation("only", f"only-{whose}", *names, message)
 
 
-def _is_partly_same(baseline: Measured, candidate: Measured, dtype: str) -> bool:
-    """True if a block of rows, or of columns, may be the same in both: one of the sums of squares of the profiles is.
+def _keys(tensors: Mapping[str, Measured]) -> dict[str, str]:
+    """The names by which tensors are paired, by their own names."""
+    return {one.tensor.name: key for key, one in tensors.items()}
 
-    A shard that is missing or there twice leaves the others as they are. Small tensors are always looked at.
-    """
-    if baseline.tensor.size < _SMALL:
-        return True
-    first, second = baseline.summaries[dtype], candidate.summaries[dtype]
-    return any(
-        bool((np.isclose(first[name], second[name], rtol=1e-9, atol=0.0) & (first[name] > 0)).any())
-        for name in ("row_squares", "column_squares")
-    )
+
+def _by_own_name(tensors: Mapping[str, Measured]) -> dict[str, Measured]:
+    return {one.tensor.name: one for one in tensors.values()}

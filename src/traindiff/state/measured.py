@@ -17,7 +17,7 @@ from traindiff.core.kernels import summarize_array
 from traindiff.core.kernels.element_details import Elements
 from traindiff.core.shards import Shard
 from traindiff.core.summary import SMALLEST_NORMAL, empty, merge
-from traindiff.state.dtypes import Bits, decoded, is_float, rounded, shorter
+from traindiff.state.dtypes import TOO_LARGE, Bits, decoded, is_float, rounded, shorter
 from traindiff.state.stored import SlabBuffers, StoredTensor
 
 MOST_THREADS = 8
@@ -158,3 +158,13 @@ def same_bits(baseline: Measured, candidate: Measured) -> bool:
         return False
     first, second = baseline.summaries[dtype], candidate.summaries[dtype]
     return all(int(first[name]) == int(second[name]) for name in ("fingerprint", "multiset", "count"))
+
+
+def overflows(tensors: Sequence[Measured], dtype: str) -> bool:
+    """True if some finite elements are too large for a dtype, as extremes of the summaries tell."""
+    limit = TOO_LARGE.get(dtype, np.inf)
+    return any(
+        max(abs(float(one.own[name])) for name in ("minimum", "maximum")) >= limit
+        for one in tensors
+        if one.tensor.dtype != dtype and int(one.own["count"]) and np.isfinite(float(one.own["minimum"]))
+    )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import combinations
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, combinations
 from typing import Any
 
-import numpy as np
-
 from traindiff.core.site import canonical_path
-from traindiff.state.comparison import numbers, skeleton
+from traindiff.state.comparison import common_numbers, numbers, skeleton
 from traindiff.state.measured import Measured, common_dtype
 from traindiff.state.stored import StoredTensor
 
@@ -89,9 +87,9 @@ def by_content(tensors: Mapping[str, Measured]) -> dict[Key, list[str]]:
     return found
 
 
-def likest(name: str, others: Sequence[str]) -> str:
-    """The name that is most like another one: the same numbers, then the same last component."""
-    own, last = numbers(name), name.rpartition(".")[2]
+def likest(name: str, others: Sequence[str], layer: tuple[int, ...] | None = None) -> str:
+    """The name that is most like another one: the same numbers (or those of a layer), then the same last component."""
+    own, last = layer or numbers(name), name.rpartition(".")[2]
     return min(others, key=lambda other: (numbers(other) != own, other.rpartition(".")[2] != last))
 
 
@@ -113,53 +111,56 @@ def rearranged(baseline: Measured, candidate: Measured) -> str | None:
 _MODULUS = 1 << 64
 
 
-def fused_parts(
-    whole: Measured, parts: Mapping[str, Measured], families: Sequence[Sequence[str]]
-) -> tuple[list[list[str]], str] | None:
-    """Tensors whose numbers together are those of a whole: two or three, or families of experts.
+Groups = list[list[str]]
+"""Names of the parts of a whole: for each part, those that are stacked to make it."""
+
+_MOST_IN_LAYER = 64
+"""Tensors of one layer of which three may be one; of more, two."""
+
+
+class Sums:
+    """Which tensors together have the numbers of a whole: two or three of a layer, or families of its experts.
 
     Args:
-        whole: The tensor of one side.
-        parts: Tensors of the other side that have no partner.
-        families: Names of `parts` that differ in one number only, each in the order of that number.
-
-    Returns:
-        A list for each part, with the names that are stacked to make it, and the dtype in which the numbers are equal;
-        None if there are none.
+        parts: Tensors of one side that have no partner.
     """
-    if whole.is_constant or not parts:
+
+    def __init__(self, parts: Mapping[str, Measured]) -> None:
+        layers: dict[tuple[int, ...], tuple[Groups, Groups]] = {}
+        for name in parts:
+            layers.setdefault(numbers(name), ([], []))[0].append([name])
+        for family in families(parts):
+            layers.setdefault(common_numbers(family), ([], []))[1].append(family)
+        self._found: dict[tuple[str, int, int], list[tuple[tuple[int, ...], Groups]]] = {}
+        for layer, (near, stacks) in layers.items():
+            for groups, least in ((near, 2), (stacks, 1)):
+                most = 3 if len(groups) <= _MOST_IN_LAYER else 2
+                for chosen in chain.from_iterable(combinations(groups, count) for count in range(least, most + 1)):
+                    self._add(layer, list(chosen), [parts[name] for group in chosen for name in group])
+
+    def _add(self, layer: tuple[int, ...], groups: Groups, parts: Sequence[Measured]) -> None:
+        size = sum(one.tensor.size for one in parts)
+        for dtype in parts[0].summaries:
+            if all(dtype in one.summaries for one in parts):
+                total = sum(int(one.summaries[dtype]["multiset"]) for one in parts) % _MODULUS
+                self._found.setdefault((dtype, total, size), []).append((layer, groups))
+
+    def of(self, whole: Measured, left: Collection[str], *, in_any_layer: bool) -> tuple[Groups, str] | None:
+        """Parts whose numbers together are those of a whole, and the dtype in which they are; None if there are none.
+
+        Args:
+            whole: A tensor of the other side.
+            left: Names of the parts that have still no partner.
+            in_any_layer: Whether the parts may be of another layer than the whole.
+        """
+        if whole.is_constant:
+            return None
+        own = numbers(whole.tensor.name)
+        for dtype, summary in whole.summaries.items():
+            for layer, groups in self._found.get((dtype, int(summary["multiset"]), whole.tensor.size), ()):
+                if (in_any_layer or layer == own) and all(name in left for group in groups for name in group):
+                    return groups, dtype
         return None
-    dtypes = [common_dtype(whole.tensor.dtype, one.tensor.dtype) for one in parts.values()]
-    own = numbers(_name(whole))
-    near = [[name] for name in parts if numbers(name) == own]
-    stacks = [list(family) for family in families if _fixed(family) == own]
-    for groups, least in ((near, 2), (stacks, 1)):
-        for count in range(least, min(3, len(groups)) + 1):
-            for chosen in combinations(groups, count):
-                names = [name for group in chosen for name in group]
-                dtype = common_dtype(whole.tensor.dtype, parts[names[0]].tensor.dtype)
-                if dtype in dtypes and dtype is not None and _adds_up(whole, [parts[name] for name in names], dtype):
-                    return list(chosen), dtype
-    return None
-
-
-def _name(one: Measured) -> str:
-    return one.tensor.name
-
-
-def _fixed(family: Sequence[str]) -> tuple[int, ...]:
-    """The numbers that all names of a family share, without the one in which they differ."""
-    table = np.array([numbers(name) for name in family])
-    return tuple(int(column[0]) for column in table.T if (column == column[0]).all())
-
-
-def _adds_up(whole: Measured, parts: Sequence[Measured], dtype: str) -> bool:
-    target = multiset_in(whole, dtype)
-    found = [multiset_in(part, dtype) for part in parts]
-    if target is None or any(one is None for one in found):
-        return False
-    pairs = [one for one in found if one is not None]
-    return target == (sum(value for value, _ in pairs) % _MODULUS, sum(size for _, size in pairs))
 
 
 def families(names: Iterable[str]) -> list[list[str]]:

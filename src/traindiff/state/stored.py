@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -86,16 +87,43 @@ class Bytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Seal:
+    """Bytes whose checksum a file knows.
+
+    Attributes:
+        content: The bytes.
+        checksum: Their CRC-32.
+    """
+
+    content: Bytes
+    checksum: int
+
+    def holds(self) -> bool:
+        """True if the bytes have this checksum. They are read in slabs.
+
+        Raises:
+            CheckpointError: The file has ended.
+        """
+        found = 0
+        for first in range(0, self.content.count, SLAB_BYTES):
+            slab = self.content.read(first, min(SLAB_BYTES, self.content.count - first))
+            found = zlib.crc32(slab.data, found)
+        return found == self.checksum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """Where the elements of a part lie.
 
     Attributes:
         content: The bytes, of the first element on.
         strides: Of its dims in elements; None if they are row-major.
+        seal: Of the bytes that it lies in, if the file has checksums.
     """
 
     content: Bytes
     strides: tuple[int, ...] | None = None
+    seal: Seal | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +172,7 @@ class StoredTensor:
         memory: Slabs of a tensor in memory, by first and last row.
         summary: Its summary, if that is all there is.
         in_one: Whether it is one slab, because its elements are made of whole tensors.
+        made_of: The tensors whose elements are its own, if it is put together in memory.
         held: Which elements of a sharded tensor it is, if it is what one rank holds; `shape` is then that of the part.
     """
 
@@ -155,6 +184,7 @@ class StoredTensor:
     memory: Callable[[int, int], Bits] | None = None
     summary: Any = None
     in_one: bool = False
+    made_of: tuple[StoredTensor, ...] = ()
     held: Region | Shard | None = None
 
     @property
@@ -236,12 +266,15 @@ class Checkpoint:
         kind: What it is, in words.
         tensors: By name, in the order of the checkpoint.
         notes: What a reader should know of it, sentences.
+        adapter_scale: By what its adapters are to be multiplied, by the name of a weight and the rank of its adapter;
+            None if it does not say.
     """
 
     path: str
     kind: str
     tensors: Mapping[str, StoredTensor]
     notes: tuple[str, ...] = field(default=())
+    adapter_scale: Callable[[str, int], float | None] | None = None
 
 
 def check_parts(where: str, tensor: StoredTensor) -> StoredTensor:

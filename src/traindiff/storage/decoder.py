@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
@@ -14,6 +14,7 @@ from traindiff.storage.batch_metadata import LAYOUT, buffers_of
 from traindiff.storage.schema import (
     ABOUT_COLUMNS,
     SCHEMA,
+    SHARD,
     About,
     Stored,
     about_of,
@@ -24,15 +25,14 @@ from traindiff.storage.schema import (
 )
 
 _SCHEMA_MESSAGE = SCHEMA.serialize().to_pybytes()
-_NUMBERS = tuple(name for name in SCHEMA.names if name not in ABOUT_COLUMNS)
 
 _ENDS = list(accumulate((buffers for _, buffers in LAYOUT), initial=0))
-_ABOUT_BUFFERS = tuple(
-    number
-    for name, (first, end) in zip(SCHEMA.names, pairwise(_ENDS), strict=True)
-    if name in ABOUT_COLUMNS
-    for number in range(first, end)
-)
+_SHARD_NAMES = tuple(one.name for one in SHARD)
+_GROUPS: dict[str, list[int]] = {}
+"""Numbers of the buffers of each column about observations; the columns that make up a shard are one."""
+for _name, (_first, _end) in zip(SCHEMA.names, pairwise(_ENDS), strict=True):
+    if _name in ABOUT_COLUMNS:
+        _GROUPS.setdefault("shard" if _name in _SHARD_NAMES else _name, []).extend(range(_first, _end))
 
 
 def read_columns(message: bytes, names: Collection[str]) -> pa.RecordBatch:
@@ -47,12 +47,42 @@ _MOST_KNOWN = 2
 """Messages whose columns are remembered: some steps of a training have further sites, or another optimizer's."""
 
 
+_Said = Mapping[str, tuple[bytes, ...]]
+"""The bytes of each column about observations."""
+
+
 class _Known(NamedTuple):
     """The columns about the observations of a message, as bytes, and what they say."""
 
     rows: int
-    said: Sequence[bytes]
+    said: _Said
     about: About
+
+
+class SharedColumns:
+    """What columns about observations say, for the decoders of all ranks of a recording.
+
+    Most ranks say the same about their observations, except for the elements that they have.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, list[tuple[int, tuple[bytes, ...], list[Any]]]] = {}  # the latest first
+
+    def known(self, rows: int, said: _Said) -> dict[str, list[Any]]:
+        """The values of the columns that are known, by name."""
+        found = {}
+        for name, content in said.items():
+            same = (one for length, held, one in self._known.get(name, ()) if length == rows and held == content)
+            if (values := next(same, None)) is not None:
+                found[name] = values
+        return found
+
+    def note(self, rows: int, said: _Said, about: About) -> None:
+        """Remember what the columns of a message say."""
+        for name, content in said.items():
+            before = self._known.get(name, [])
+            if not any(values is about[name] for _, _, values in before):
+                self._known[name] = [(rows, content, about[name]), *before][:_MOST_KNOWN]
 
 
 class Decoder:
@@ -60,9 +90,13 @@ class Decoder:
 
     Most steps of a training have the same sites. Then the columns about the observations have the same bytes, and what
     they say is known from a message before. The numbers are decoded each time, and nothing of them is kept.
+
+    Args:
+        shared: Of the recording.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shared: SharedColumns | None = None) -> None:
+        self._shared = shared or SharedColumns()
         self._known: list[_Known] = []  # the latest first
 
     def decoded(self, message: bytes) -> tuple[About, list[Observation], Summaries, Stored]:
@@ -72,12 +106,16 @@ class Decoder:
             Malformed: Its rows cannot be observations.
         """
         rows, places = buffers_of(message)
-        said = [message[places[number][0] : places[number][1]] for number in _ABOUT_BUFFERS]
-        known = next((one for one in self._known if one.rows == rows and one.said == said), None)
+        said = {name: tuple(message[slice(*places[one])] for one in numbers) for name, numbers in _GROUPS.items()}
+        latest = next((one for one in self._known if one.rows == rows and one.said == said), None)
+        held = latest.about if latest else self._shared.known(rows, said)
+        left_out = {*held, *(_SHARD_NAMES if "shard" in held else ())}
         with decoding():
-            batch = read_columns(message, SCHEMA.names if known is None else _NUMBERS)
+            batch = read_columns(message, [name for name in SCHEMA.names if name not in left_out])
         check_columns(batch)
-        latest = known or _Known(rows=rows, said=said, about=about_of(batch))
+        if latest is None:
+            latest = _Known(rows=rows, said=said, about=about_of(batch, held))
+            self._shared.note(rows, said, latest.about)
         found = latest.about, observations_of(batch, latest.about), *numbers_of(batch, latest.about)
         self._known = [latest, *(one for one in self._known if one is not latest)][:_MOST_KNOWN]
         return found

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import NotARecordingError
 from traindiff.storage import segments
+from traindiff.storage.decoder import SharedColumns
 from traindiff.storage.location import SEALS, rank_directory
 from traindiff.storage.reader import Recording, open_recording
 from traindiff.storage.seals import FIRST, MOST_TO_SEARCH, SealLines, Start
@@ -77,11 +78,16 @@ class FollowedStream(RankStream):
         folder: Directory of the rank.
         rank: Its number.
         follower: Waits.
+        shared: What columns say, for all ranks of the recording.
+
+    Attributes:
+        is_read: Whether all that there is has been read, and no more is waited for.
     """
 
-    def __init__(self, folder: Folder, rank: int, follower: Follower) -> None:
-        super().__init__(folder, rank)
+    def __init__(self, folder: Folder, rank: int, follower: Follower, shared: SharedColumns) -> None:
+        super().__init__(folder, rank, shared)
         self._follower = follower
+        self.is_read = False
 
     def _messages(self, start: Start) -> Iterator[PackedStep]:
         number, known = max(1, start.number), -1
@@ -96,9 +102,11 @@ class FollowedStream(RankStream):
                     del part
                 known, grown = size, self._follower.clock()  # other ranks may have been waited for meanwhile
             elif has_ended or not self._follower.is_following:
+                self.is_read = True
                 return
             elif self._follower.clock() - grown >= self._follower.patience_seconds:
                 self._follower.give_up(f"rank {self._rank}")
+                self.is_read = True
                 return
             else:
                 self._follower.wait()
@@ -133,6 +141,11 @@ class FollowedRecording(Recording):
         self._contents.pop(rank, None)  # it may say since how the training ended
         return super().status(rank)
 
+    def is_read(self, rank: int) -> bool:
+        """True if a rank is not followed any more: its stream was read to its end."""
+        stream = self._stream(rank)
+        return isinstance(stream, FollowedStream) and stream.is_read
+
     def has_begun(self, rank: int) -> bool:
         """True if a rank has a step, or ended without one."""
         return rank in self.ranks and (self.last_step(rank) is not None or self._followed(rank).has_ended())
@@ -144,7 +157,7 @@ class FollowedRecording(Recording):
 
     def _followed(self, rank: int) -> FollowedStream:
         folder = segments.of_rank(self._folder.within(rank_directory(rank)))
-        return FollowedStream(folder, rank, self._follower)
+        return FollowedStream(folder, rank, self._follower, self._columns)
 
 
 def open_followed(path: str, follower: Follower) -> Recording:

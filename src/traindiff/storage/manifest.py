@@ -121,6 +121,8 @@ RUN: Demand = shaped(
 
 _TENSORS = mapped(shaped({}, {"shape": listed(_COUNT), "dtype": TEXT, "requires_grad": FLAG}))
 
+_FORM: dict[str, Demand] = {"format": TEXT, "terms": _COUNT}
+
 _CALLED = shaped(
     {},
     {
@@ -130,7 +132,7 @@ _CALLED = shaped(
         "settings": mapped(TEXT),
         "node": nullable(TEXT),
         "of": nullable(TEXT),
-        "products": mapped(shaped({"format": TEXT, "terms": _COUNT})),
+        "products": mapped(shaped(_FORM, {"others": listed(shaped(_FORM))})),
     },
 )
 

@@ -52,6 +52,10 @@ WHOLE = Part()
 """All steps."""
 
 
+_GUESSES = 4
+"""So many messages are guessed before the rest is halved: a message of many sites takes as long as ten of few."""
+
+
 def first_message(step_of: Callable[[int], tuple[str, int] | None], count: int, part: Part) -> int:
     """Number of a message before which nothing belongs to `part`; 1, the first after the schema, if that is not known.
 
@@ -64,15 +68,18 @@ def first_message(step_of: Callable[[int], tuple[str, int] | None], count: int, 
         part: The steps.
     """
     low, high = 1, count  # all before `low` are before the part, and none from `high` on
+    number, tries = 1 + part.begin, _GUESSES  # of a run that recorded every step from 0 on
     while low < high:
-        number = (low + high) // 2
-        found = step_of(number)
+        number = min(max(number, low), high - 1) if tries > 0 else (low + high) // 2
+        found, tries = step_of(number), tries - 1
         if found is not None and found[0] != part.only:
             return 1
-        if found is None or found[1] >= part.begin:
+        if found is None:
             high = number
+        elif found[1] >= part.begin:
+            high, number = number, number - 1 if found[1] == part.begin else number * part.begin // found[1]
         else:
-            low = number + 1
+            low, number = number + 1, number + part.begin - found[1]
     if not part.before or low == 1:
         return low
     last = step_of(low - 1)

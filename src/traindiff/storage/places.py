@@ -99,31 +99,46 @@ class PlaceLists:
         return found
 
 
-class PlaceWriter:
-    """Writes lists of places, each once.
+class PlaceNumbers:
+    """Numbers lists of places in the order in which they are met, each once."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[Place, ...], int] = {}
+        self._lists: list[Places] = []
+
+    def of(self, number: int) -> Places:
+        """A list by its number."""
+        return self._lists[number]
+
+    def number(self, places: Sequence[Place]) -> int:
+        """The number of a list."""
+        key = tuple(places)
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self._numbers)
+            self._lists.append(Places(key))
+            self.met(number)
+        return number
+
+    def met(self, number: int) -> None:
+        """Called when a list is met for the first time."""
+
+
+class PlaceWriter(PlaceNumbers):
+    """Writes lists of places, each once; it is on disk when its number is known.
 
     Args:
         writer: Of the stream for them.
     """
 
     def __init__(self, writer: RecordingWriter) -> None:
+        super().__init__()
         self._writer = writer
-        self._numbers: dict[tuple[Place, ...], int] = {}
-        self._lists: list[Places] = []
 
-    def of(self, number: int) -> Places:
-        """A list that was written, by its number."""
-        return self._lists[number]
-
-    def number(self, places: Sequence[Place]) -> int:
-        """The number of a list, which is on disk when this returns."""
-        key = tuple(places)
-        if key not in self._numbers:
-            number = self._numbers[key] = len(self._numbers)
-            self._lists.append(Places(key))
-            rows = [_row(number, order, place) for order, place in enumerate(key)]
-            self._writer.write_step(rows, empty(len(rows)))
-        return self._numbers[key]
+    def met(self, number: int) -> None:
+        """Write a list."""
+        rows = [_row(number, order, place) for order, place in enumerate(self.of(number))]
+        self._writer.write_step(rows, empty(len(rows)))
 
 
 def _row(number: int, order: int, place: Place) -> Observation:

@@ -18,6 +18,7 @@ from traindiff.core.untrusted.demands import MOST_JSON_BYTES
 from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import MixedRecordingError, NotARecordingError
 from traindiff.storage import manifest, segments, tensor_files
+from traindiff.storage.decoder import SharedColumns
 from traindiff.storage.location import MERGED, PLACES, file_system, lacks_container, rank_directory
 from traindiff.storage.manifest import ended
 from traindiff.storage.part import Part
@@ -79,6 +80,7 @@ class Recording(Shown):
         self._folder = Folder(self._fs, self._root)
         self._contents: dict[int, dict[str, Any]] = {}
         self._streams: dict[int, RankStream] = {}
+        self._columns = SharedColumns()
         self._num_verified: dict[int, int] = {}  # steps whose files have been checked
         self._merged: RankStream | None = None
         self.run = self._read_run()
@@ -88,6 +90,10 @@ class Recording(Shown):
             if (match := re.fullmatch(r"rank-(\d{5,18})", name, re.ASCII)) and name == rank_directory(int(match[1]))
         }
         self.ranks: tuple[int, ...] = tuple(sorted(rank for rank in found if rank < self.world_size))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process opens the recording by itself."""
+        return type(self), (self.path,)
 
     @property
     def world_size(self) -> int:
@@ -191,7 +197,7 @@ class Recording(Shown):
         if begin == 0 and end is None:
             yield from map(self._verified, count(), self._stream(rank).steps())  # which keeps no step that it has given
             return
-        part = Part(begin=begin, end=end, before=before, only=self._only_optimizer(rank))
+        part = Part(begin=begin, end=end, before=before, only=self.only_optimizer(rank))
         yield from map(self._intact, self._stream(rank).steps(part))
 
     @property
@@ -212,7 +218,7 @@ class Recording(Shown):
         Raises:
             CorruptRecordingError: The bytes are not those that were written.
         """
-        part = Part(begin=begin, end=end, before=before, only=self._only_optimizer(self.ranks[0]) if self.ranks else "")
+        part = Part(begin=begin, end=end, before=before, only=self.only_optimizer(self.ranks[0]) if self.ranks else "")
         folder = self._folder.within(PLACES)
         places = PlaceLists(RankStream(segments.of_rank(folder), 0), self.world_size, folder.root)
         for step in self._merged_stream().steps(part):
@@ -237,6 +243,22 @@ class Recording(Shown):
         known: dict[str, Literal["aborted", "unclosed"]] = {"aborted": "aborted", "unclosed": "unclosed"}
         return RankStatus(rank=rank, ending=known.get(found["ending"], "truncated"), message=found["message"])
 
+    def step_bytes(self, rank: int) -> float:
+        """Size of a step of a rank on disk, on average; 0 without steps.
+
+        Args:
+            rank: One of `ranks`.
+        """
+        return self._stream(rank).message_bytes()
+
+    def is_read(self, rank: int) -> bool:  # noqa: ARG002  what is followed knows
+        """True unless more of a rank's stream is waited for: then it is not known how it ends.
+
+        Args:
+            rank: One of `ranks`.
+        """
+        return True
+
     def last_step(self, rank: int) -> int | None:
         """Number of the last step of a rank that was written whole, found by its seals; None if it is not known.
 
@@ -248,8 +270,12 @@ class Recording(Shown):
         """
         return (self._merged_stream() if self.is_compact else self._stream(rank)).last_step()
 
-    def _only_optimizer(self, rank: int) -> str:
-        """Name of the only optimizer of a rank; empty if it has several, or if its `rank.json` names none."""
+    def only_optimizer(self, rank: int) -> str:
+        """Name of the only optimizer of a rank; empty if it has several, or if its `rank.json` names none.
+
+        Args:
+            rank: One of `ranks`.
+        """
         content = self.rank_content(rank)
         names = {one["name"] for one in content.get("optimizers", ())}.union(ended(content).steps)
         return str(names.pop()) if len(names) == 1 else ""
@@ -322,7 +348,8 @@ class Recording(Shown):
 
     def _stream(self, rank: int) -> RankStream:
         if rank not in self._streams:
-            self._streams[rank] = RankStream(segments.of_rank(self._folder.within(rank_directory(rank))), rank)
+            folder = segments.of_rank(self._folder.within(rank_directory(rank)))
+            self._streams[rank] = RankStream(folder, rank, self._columns)
         return self._streams[rank]
 
 

@@ -87,15 +87,20 @@ def from_batch(batch: pa.RecordBatch) -> tuple[list[Observation], Summaries, Sto
     return observations_of(batch, about), *numbers_of(batch, about)
 
 
-def about_of(batch: pa.RecordBatch) -> About:
+def about_of(batch: pa.RecordBatch, held: About | None = None) -> About:
     """What the columns say about each observation, except its step.
+
+    Args:
+        batch: The columns; those that are known may be missing.
+        held: What known columns say.
 
     Raises:
         Malformed: Its rows cannot be observations.
     """
-    shards = _shards(batch)
-    sizes = [shard.size for shard in shards]
-    return {**{name: _values(batch.column(name)) for name in _ABOUT_NAMES}, "shard": shards, "size": sizes}
+    known = held or {}
+    found = {name: known[name] if name in known else _values(batch.column(name)) for name in _ABOUT_NAMES}
+    shards = known["shard"] if "shard" in known else _shards(batch)
+    return {**found, "shard": shards, "size": [shard.size for shard in shards]}
 
 
 def observations_of(batch: pa.RecordBatch, about: About) -> list[Observation]:

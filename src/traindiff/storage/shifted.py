@@ -25,6 +25,15 @@ class ShiftedRecording(Recording):
         super().__init__(path)
         self.offset = offset
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process opens the recording by itself."""
+        return type(self), (self.path, self.offset)
+
+    def last_step(self, rank: int) -> int | None:
+        """Number of the last step of a rank, shifted."""
+        found = super().last_step(rank)
+        return None if found is None else found + self.offset
+
     def rank_content(self, rank: int) -> dict[str, Any]:
         """Content of `rank.json`; the steps in it are shifted too."""
         content = super().rank_content(rank)

@@ -104,7 +104,10 @@ class Store:
     def put_files(self, files: Mapping[str, bytes]) -> None:
         """Write whole files, several at once where the store can: a reader sees an old or a new one, never a part."""
         if self.protocol in _ATOMIC:
-            self._pipe(dict(files))
+            try:
+                self._pipe(dict(files))
+            except FileNotFoundError as error:  # what gcsfs says of a bucket
+                raise self.lacks_container(next(iter(files))) or error from error
             return
         for path, content in files.items():
             self._calling("makedirs")(posixpath.dirname(path), exist_ok=True)

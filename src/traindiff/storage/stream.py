@@ -22,7 +22,7 @@ from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import CorruptRecordingError
 from traindiff.storage import gap, manifest
 from traindiff.storage.batch_metadata import MOST_MESSAGE_BYTES, checked_size, too_much
-from traindiff.storage.decoder import Decoder, read_columns
+from traindiff.storage.decoder import Decoder, SharedColumns, read_columns
 from traindiff.storage.location import DATA, SEALS
 from traindiff.storage.part import WHOLE, Part, first_message
 from traindiff.storage.schema import (
@@ -37,6 +37,9 @@ from traindiff.storage.seals import FIRST, MOST_TO_SEARCH, Seal, SealLines, Star
 
 if TYPE_CHECKING:
     from traindiff.storage.places import PlaceSource
+
+_SEAL_BYTES = 24
+"""Length of the line of a seal, about."""
 
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
@@ -121,12 +124,19 @@ class PackedStep:
 
 
 class RankStream:
-    """Reads the data of one rank from its directory, step by step."""
+    """Reads the data of one rank from its directory, step by step.
 
-    def __init__(self, folder: Folder, rank: int) -> None:
+    Args:
+        folder: The directory.
+        rank: Number of the rank.
+        shared: What columns say, for all ranks of the recording.
+    """
+
+    def __init__(self, folder: Folder, rank: int, shared: SharedColumns | None = None) -> None:
         self._folder = folder
         self._rank = rank
         self._starts: dict[Part, Start] = {}
+        self._decoder = Decoder(shared)
 
     def status(self) -> RankStatus:
         """The end of the stream, from its seals, the length of its data and its note of a gap.
@@ -179,8 +189,7 @@ class RankStream:
                 looked at.
         """
         packed = self._packed_steps(self._start(part) if part.begin else FIRST)
-        unpack = partial(self._unpacked, decoder=Decoder())
-        yield from map(unpack, packed if part == WHOLE else part.of(packed))
+        yield from map(self._unpacked, packed if part == WHOLE else part.of(packed))
 
     def _start(self, part: Part) -> Start:
         """A message before which nothing belongs to the part. It stays the same in a stream that grows."""
@@ -190,6 +199,11 @@ class RankStream:
                 step_of = partial(self._step_of, file, seals, size)
                 self._starts[part] = seals.start(first_message(step_of, len(seals), part))
         return self._starts.get(part, FIRST)
+
+    def message_bytes(self) -> float:
+        """Size of a message on average; 0 without any."""
+        seals = self._size(SEALS)
+        return self._size() * _SEAL_BYTES / seals if seals else 0.0
 
     def last_step(self) -> int | None:
         """Number of the step of the last whole message; None if there is none, or if there are too many seals.
@@ -214,9 +228,9 @@ class RankStream:
             found = _packed(message)
         return found.optimizer, found.step
 
-    def _unpacked(self, packed: PackedStep, *, decoder: Decoder) -> StepObservations:
+    def _unpacked(self, packed: PackedStep) -> StepObservations:
         with self._checking(f"step {packed.step}"):
-            return unpacked(packed, self._rank, decoder)
+            return unpacked(packed, self._rank, self._decoder)
 
     @contextmanager
     def _checking(self, what: str) -> Iterator[None]:

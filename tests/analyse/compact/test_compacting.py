@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from tests.made_up import record
 from traindiff.analyse.compact.compacting import ASKED, INCOMPLETE, compact
 from traindiff.analyse.compact.pruning import prune
 from traindiff.analyse.compare import compare
-from traindiff.errors import ConfigError, CorruptRecordingError
+from traindiff.errors import ConfigError, CorruptRecordingError, RecordingError
 from traindiff.present.data.exports import scalars
 from traindiff.present.data.observations import Filter, rows
 from traindiff.present.page import page_of
@@ -218,6 +220,58 @@ def test_a_recording_is_kept_if_its_compact_form_says_something_else(
         prune(path)
     assert not open_recording(str(path)).is_compact
     assert [one.name for one in tmp_path.iterdir()] == ["run"]
+
+
+def busy(*_: Any, **__: Any) -> None:
+    raise OSError(16, "Device or resource busy")
+
+
+def rename_unless(is_busy: Callable[[Path, Path], bool]) -> Any:
+    """In place of `Path.rename`: it fails for some paths and targets."""
+    rename = Path.rename
+    return lambda path, target: busy() if is_busy(path, Path(target)) else rename(path, target)
+
+
+def test_a_recording_whose_place_cannot_be_taken_gets_its_name_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = record_ranks(tmp_path / "run", CHANGES["a copy"])
+    before = verdict_of(path)
+    monkeypatch.setattr(Path, "rename", rename_unless(lambda one, to: ".pruned-" in one.name and to == path))
+    with pytest.raises(RecordingError, match=r"stays as it is: .* \(Device or resource busy\)"):
+        prune(path)
+
+    assert [one.name for one in tmp_path.iterdir()] == ["run"]
+    assert not open_recording(str(path)).is_compact
+    assert verdict_of(path) == before
+
+
+def test_it_is_said_where_a_recording_is_that_lost_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = record_ranks(tmp_path / "run")
+    before = verdict_of(path)
+    monkeypatch.setattr(Path, "rename", rename_unless(lambda one, to: to == path))
+    with pytest.raises(RecordingError, match="It is whole: give it its name again") as told:
+        prune(path)
+
+    (kept,) = tmp_path.iterdir()
+    assert str(kept) in str(told.value)
+    assert verdict_of(kept) == before
+
+
+def test_it_is_said_what_is_left_of_a_recording_that_was_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = record_ranks(tmp_path / "run")
+    remove = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda one, **how: busy() if ".replaced-" in str(one) else remove(one, **how))
+    with pytest.raises(
+        RecordingError, match="is now its compact form, but what it replaces could not be removed"
+    ) as told:
+        prune(path)
+
+    assert open_recording(str(path)).is_compact
+    (left,) = [one for one in tmp_path.iterdir() if one != path]
+    assert str(left) in str(told.value)
 
 
 def test_a_compact_recording_is_replaced_by_a_new_one(tmp_path: Path) -> None:

@@ -178,3 +178,82 @@ def test_the_first_output_with_samples_decides(kind: type[Captioned], expected: 
             optimizer.step()
 
     assert kinds(traindiff.check(tmp_path / "run")) & {"single-sample-input"} == expected
+
+
+class Words(nn.Module):
+    """Predicts from tokens alone; a second input belongs to them sample by sample, or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head, self.other = nn.Embedding(32, 16), nn.Linear(16, 4), nn.Linear(6, 4)
+
+    def forward(self, tokens: Tensor, others: Tensor | None = None) -> Tensor:
+        words = self.words(tokens)
+        logits: Tensor = self.head(words.mean(dim=1) if tokens.dim() > 1 else words)
+        return logits if others is None else logits + self.other(others).mean(dim=0)
+
+
+def of_words(path: Path, inputs: Callable[[int], tuple[Tensor, ...]], *, steps: int = 14) -> Verdict:
+    """What is said of a training on these inputs."""
+    torch.manual_seed(0)
+    model = Words()
+    optimizer = SGD(model.parameters(), lr=0.05)
+    with traindiff.record(path, model, optimizer, strict=True):
+        for step in range(steps):
+            given = inputs(step)
+            optimizer.zero_grad()
+            functional.cross_entropy(model(*given), drawn(step, len(given[0])) % 4).backward()
+            optimizer.step()
+    return traindiff.check(path)
+
+
+def lost_tokens(step: int, first: int, last: int) -> tuple[Tensor]:
+    tokens = drawn(step, 12, 9) % 31 + 1
+    tokens[first:last] *= step != 9
+    return (tokens,)
+
+
+@pytest.mark.parametrize(("first", "last", "which"), [(0, 12, "all samples"), (0, 6, "the first half")])
+def test_tokens_that_are_lost_in_one_step_are_a_warning(first: int, last: int, which: str, tmp_path: Path) -> None:
+    finding = found(of_words(tmp_path / "run", lambda step: lost_tokens(step, first, last)), "zero-batch")
+
+    assert (finding.step, finding.phase) == (9, "batch")
+    assert f"All inputs are zero for {which} of the batch" in finding.message
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        lambda step: drawn(step, 12) * (step % 5 != 4),  # one class for each sample
+        lambda step: drawn(step, 12, 2) * (step % 5 != 4),  # two flags
+        lambda step: torch.cat([drawn(step, 12, 3), torch.zeros(12, 20, dtype=torch.long)], 1),  # padding
+        lambda step: torch.cat([drawn(step, 9, 9), torch.zeros(3, 9, dtype=torch.long)]),  # padded samples
+        lambda _: torch.zeros(12, 9, dtype=torch.long),  # one word for everything
+    ],
+)
+def test_classes_flags_and_padding_of_zeros_are_none(tokens: Callable[[int], Tensor], tmp_path: Path) -> None:
+    assert "zero-batch" not in kinds(of_words(tmp_path / "run", lambda step: (tokens(step),)))
+
+
+def with_others(step: int, length: int, of_others: int) -> tuple[Tensor, Tensor]:
+    return drawn(step, length, 9), torch.randn(of_others, 6, generator=torch.Generator().manual_seed(step))
+
+
+def test_inputs_that_suddenly_differ_in_their_number_of_samples_are_a_warning(tmp_path: Path) -> None:
+    finding = found(of_words(tmp_path / "run", lambda step: with_others(step, 6, 5 + (step != 9))), "unequal-inputs")
+
+    assert (finding.step, finding.phase, finding.slot) == (9, "batch", "input[0]")
+    assert finding.evidence == {"samples": 6, "other": "input[1]", "samples_of_other": 5, "equal": 9, "num_steps": 1}
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        lambda step: with_others(step, 6, 5),  # never equal: nodes and edges
+        lambda step: with_others(step, 6, 6 + step % 3),  # sometimes equal: sequences with time first
+        lambda step: with_others(step, *[6 - 2 * (step % 7 == 6)] * 2),  # a shorter last batch
+        lambda step: with_others(step, 6, 1),  # one for all
+    ],
+)
+def test_inputs_of_other_kinds_are_none(inputs: Callable[[int], tuple[Tensor, ...]], tmp_path: Path) -> None:
+    assert "unequal-inputs" not in kinds(of_words(tmp_path / "run", inputs))

@@ -97,6 +97,28 @@ def test_each_product_has_its_error_its_worst_row_and_its_format(tmp_path: Path)
     assert described["forward"]["2/aten.addmm[0]"]["source"]["code"] == "model(batch).square().mean().backward()"
 
 
+def test_calls_in_other_dtypes_and_sizes_have_rows_of_their_own(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dtypes = (torch.float32, torch.bfloat16, torch.float32, torch.float16, torch.bfloat16)
+    with traindiff.record(tmp_path / "run", model, optimizer, observe="products", strict=True):
+        for dtype in dtypes:
+            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                both = model(torch.ones(5, WIDTH)).float() + model(torch.ones(4, WIDTH, dtype=dtype))[:1].float()
+            both.square().mean().backward()
+            optimizer.step()
+
+    found = {row.format: row.num_products for row in table(tmp_path / "run") if row.operator == "aten.addmm"}
+    assert found == {
+        "float32 x float32 -> float32": 4, "bfloat16 x bfloat16 -> bfloat16": 4, "float16 x float16 -> float16": 2,
+    }  # fmt: skip
+    backward = [row for row in table(tmp_path / "run") if row.phase == "backward"]
+    assert {(row.format, row.terms) for row in backward} == {
+        (f"{name} x {name} -> {name}", 5) for name in ("float32", "bfloat16", "float16")
+    }
+
+
 def test_only_selected_modules_and_steps_are_looked_into(tmp_path: Path) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

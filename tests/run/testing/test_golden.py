@@ -105,9 +105,14 @@ def test_a_training_that_parts_fails_and_is_named(project: Project) -> None:
     before = project.files()
     project.write(epsilon=1e-2)
 
-    changed = project.run("-k", "test_loop or 0")
+    changed = project.run("-k", "test_loop or 0", "--traindiff-reports", "reports")
 
     changed.assert_outcomes(failed=2, deselected=1)
+    changed.stdout.fnmatch_lines(["FAILED *test_loop - AssertionError: diverged: step 0, *"])
+    changed.stdout.fnmatch_lines(["*report:    *reports/test_loop-training.html"])
+    written = sorted((project.pytester.path / "reports").iterdir())
+    assert [path.name for path in written] == ["TestRecipe.test_recipe%5b0%5d-recipe.html", "test_loop-training.html"]
+    assert all("1 output[0]" in path.read_text() for path in written)
     changed.stdout.fnmatch_lines(["*First divergence: step 0, micro-step 0, forward, 1 output[[]0[]]*"])
     changed.stdout.fnmatch_lines(["*If the change is meant, keep what the training computes now: *"])
     changed.stdout.no_fnmatch_line("*golden.py*")  # the traceback ends in the user's own test

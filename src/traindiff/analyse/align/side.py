@@ -327,28 +327,12 @@ def step_pairs(
     Both runs take their steps in ascending order per optimizer. A step that the other run lacks is yielded as soon as
     the other run is past it. If only one run finished a step, the step counts as present in that run alone.
     """
-    for own, other in _with_one_number(baseline, candidate):
+    for own, other in with_one_number(baseline, candidate):
         if own and other and own.finished != other.finished:
             yield own, None
             yield None, other
         else:
             yield own, other
-
-
-def _with_one_number(
-    baseline: Iterator[RunStep], candidate: Iterator[RunStep]
-) -> Iterator[tuple[RunStep | None, RunStep | None]]:
-    others = StepsOnDemand(candidate)
-    for step in baseline:
-        same: RunStep | None = None
-        for other in others.until(step.optimizer, step.step):
-            if other.step == step.step:
-                same = other
-            else:
-                yield None, other
-        yield step, same
-    for rest in others.rest():
-        yield None, rest
 
 
 class _Step(Protocol):
@@ -396,3 +380,20 @@ class StepsOnDemand(Generic[StepType]):
             while passed:
                 yield passed.popleft()
         yield from self._steps
+
+
+def with_one_number(
+    baseline: Iterator[StepType], candidate: Iterator[StepType]
+) -> Iterator[tuple[StepType | None, StepType | None]]:
+    """Pairs of steps with the same optimizer and number; None for a run that does not have the step."""
+    others = StepsOnDemand(candidate)
+    for step in baseline:
+        same: StepType | None = None
+        for other in others.until(step.optimizer, step.step):
+            if other.step == step.step:
+                same = other
+            else:
+                yield None, other
+        yield step, same
+    for rest in others.rest():
+        yield None, rest

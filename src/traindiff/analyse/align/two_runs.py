@@ -11,7 +11,9 @@ from traindiff.analyse.align.micro_losses import with_added_losses, with_combine
 from traindiff.analyse.align.pairs import Aligned, Presence, align
 from traindiff.analyse.align.returned_states import ReturnedStates, Sources
 from traindiff.analyse.align.side import Side, SideStep, Tables, join, sites_in_order, with_gradient_stages
+from traindiff.analyse.align.singleton_dims import SingletonDims
 from traindiff.analyse.align.site_map import SiteMap
+from traindiff.analyse.align.slot_names import with_common_slots
 from traindiff.analyse.align.uneven import Unplaced
 from traindiff.analyse.align.used_passes import UsedPasses
 from traindiff.analyse.findings import Finding
@@ -195,6 +197,7 @@ class TwoRuns:
         alone: Selected steps that only one run has.
         uneven: Sites whose rows could not be brought together.
         passes: Passes that were left out of steps in which only one run has them.
+        singletons: Activations whose shapes differ in dims of length 1.
         behind: By run and rank: the first step that the rank lacks although its run has it.
 
     Raises:
@@ -224,6 +227,7 @@ class TwoRuns:
         modules = [run.rank_content(rank).get("modules", {}) for run in runs for rank in run.ranks]
         self.uneven = Unplaced(classes={name for one in modules for name in one.values()})
         self.passes = UsedPasses(rename)
+        self.singletons = SingletonDims()
         self._states = (ReturnedStates(), ReturnedStates())
         self._repeatable: _Repeatable | None = None  # the step before, if the next one may repeat it
         self._is_ahead = False  # whether the baseline knows steps that the candidate does not know yet
@@ -346,7 +350,7 @@ class TwoRuns:
         """One evaluation of a step of both runs; with the last one goes everything else of the step."""
         if len(self.compared) == 1 and not evaluation:
             sides = with_beginning(sides[0], sides[1]), with_beginning(sides[1], sides[0])
-        tables = join(sides)
+        tables = self.singletons.without(with_common_slots(join(sides)))
         unmapped = not any(side.unmapped for side in sides)
         same = unmapped and steps[0].missing == steps[1].missing and _are_same(tables)
         if same:  # nothing is divided otherwise

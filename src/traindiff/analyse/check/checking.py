@@ -8,11 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from traindiff.analyse import next_commands
+from traindiff.analyse.blocks.steps import steps_of
+from traindiff.analyse.blocks.tasks import Workers, refuse_following
 from traindiff.analyse.check.chosen_rules import CONSEQUENCE, chosen_rules
 from traindiff.analyse.findings import Finding, also_text, grouped, phase_text, ranks_text, steps_text, where_text
 from traindiff.analyse.merge.history import RunHistory
 from traindiff.analyse.merge.parameters import Updates
-from traindiff.analyse.merge.run_steps import RunStep, run_steps
+from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.unobserved import FailedTaps, unrecorded_of, without_lost
 from traindiff.analyse.products import ProductTable, product_checks
 from traindiff.analyse.rules import run_facts
@@ -121,6 +123,7 @@ def check(
     history: bool = False,
     progress: Callable[[int], None] | None = None,
     follow: Follower | None = None,
+    workers: Workers = None,
 ) -> Verdict:
     """Check one run by itself: no baseline is needed.
 
@@ -140,6 +143,8 @@ def check(
         history: Keep the size of every site in every step, in bounded memory, for a report that shows them.
         progress: Called with the number of each step after it was checked.
         follow: Waits for steps of a run that goes on. The verdict is given at the first finding, or when the run ends.
+        workers: Number of worker processes on this machine that read the recording, or `"ray"` for those of a Ray
+            cluster. The verdict is the same.
 
     Returns:
         The verdict; `print` it, or see `verdict`, `findings` and `warnings`.
@@ -147,7 +152,9 @@ def check(
     Raises:
         ConfigError: `steps` or `config` cannot be read, or names a rule or a limit that there is not.
         RecordingError: The recording cannot be used.
+        WorkerError: Worker processes died again and again.
     """
+    refuse_following(workers, follow)
     selection = parse_steps(steps, where="check(steps=...)")
     if not isinstance(selection, StepSelection):
         raise ConfigError("check(...)", [selection], consequence=CONSEQUENCE)
@@ -165,7 +172,7 @@ def check(
     products = ProductTable() if "products" in run.run["settings"].get("observe", ()) else None
     endings = Endings(run, selection)
     several = False
-    for step in run_steps(run):
+    for step in steps_of(run, workers):
         endings.see(step)
         if step.step not in selection:
             continue

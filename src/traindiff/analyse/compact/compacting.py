@@ -11,20 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from traindiff.analyse.compact.merged_rows import RowMaker, Rows, Unmergeable
-from traindiff.analyse.merge.merged_tables import MergedTables
-from traindiff.analyse.merge.placed_parts import PlacedParts, places_of
-from traindiff.analyse.merge.rank_codes import num_bits
+from traindiff.analyse.blocks.steps import block_results, is_divided
+from traindiff.analyse.blocks.tasks import Tasks, Workers, refuse_following, tasks_of
+from traindiff.analyse.compact.step_rows import RowsOfSteps, StepRows, rows_of_block
 from traindiff.analyse.merge.rank_steps import rank_steps
-from traindiff.analyse.merge.run_steps import RunStep, StepMerger
-from traindiff.analyse.merge.site import NAMES, MergedSite, StepTable
-from traindiff.analyse.products import product_checks
-from traindiff.analyse.rules.products import ROW, WHOLE
+from traindiff.analyse.merge.run_steps import StepMerger
+from traindiff.analyse.merge.span import Span
 from traindiff.core.summary import empty
-from traindiff.errors import ConfigError, CorruptRecordingError, Problem
-from traindiff.storage import Recording, RecordingWriter, StepObservations, open_recording
+from traindiff.errors import ConfigError, Problem
+from traindiff.storage import Follower, Recording, RecordingWriter, StepObservations, not_following, open_followed
 from traindiff.storage.location import MERGED, PLACES
 from traindiff.storage.merged_rows import whole_mark
 from traindiff.storage.places import PlaceWriter
@@ -43,6 +38,7 @@ class Compacted:
         whole: Number of steps that are still stored rank by rank, by the reason.
         bytes_before: Size of the recording; None if it is not on this machine.
         bytes_after: Size of the compact one.
+        notes: Ranks of a run that was followed to which nothing was added for too long, one sentence each.
     """
 
     recording: str
@@ -52,6 +48,7 @@ class Compacted:
     whole: Mapping[str, int]
     bytes_before: int | None
     bytes_after: int
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         before = f"{_size_text(self.bytes_before)} are now " if self.bytes_before is not None else ""
@@ -60,13 +57,11 @@ class Compacted:
         lines = [f"{self.output}: {_count(self.steps, 'step')} of {_count(self.ranks, 'rank')}; {size}, {per:.2g} kB "
                  "per rank and step."]  # fmt: skip
         lines += [f"{_count(number, 'step')} stored rank by rank: {reason}." for reason, number in self.whole.items()]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.notes])
 
 
 ASKED = "asked for with --whole-every"
 INCOMPLETE = "some ranks lack the step, or end in it or before it"
-PARTS = "parts of the step are never merged (operators, products, several evaluations of the loss)"
-OTHER = "merged rows cannot say all of it"
 
 
 def compact(
@@ -75,6 +70,8 @@ def compact(
     *,
     whole_every: int | None = None,
     progress: Callable[[int], None] | None = None,
+    workers: Workers = None,
+    follow: Follower | None = None,
 ) -> Compacted:
     """Merge the ranks of a recording once, into a smaller one of which everything else can be asked as before.
 
@@ -83,6 +80,9 @@ def compact(
         output: Path of the smaller one. It is there when all of it has been written.
         whole_every: Also keep every n-th step rank by rank, if the recording has it so.
         progress: Called with the number of each step.
+        workers: Number of worker processes on this machine that read the recording, or `"ray"` for those of a Ray
+            cluster. The result is the same.
+        follow: Waits for steps of a run that goes on; each is merged when all ranks have it.
 
     Returns:
         What was made; `print` it.
@@ -90,14 +90,17 @@ def compact(
     Raises:
         ConfigError: There is something at `output`, or the recording holds what cannot be merged.
         RecordingError: The recording cannot be used.
+        WorkerError: Worker processes died again and again.
     """
-    run = open_recording(os.fspath(recording))
+    refuse_following(workers, follow)
+    follower = follow or not_following()
+    run = open_followed(os.fspath(recording), follower)
     target = Path(output)
     if problems := _problems(run, os.fspath(output), whole_every):
         raise ConfigError("traindiff compact", problems, consequence="nothing was written")
     unfinished = target.with_name(f"{target.name}.unfinished-{os.getpid()}")
     try:
-        with _Compacting(run, unfinished, whole_every) as compacting:
+        with tasks_of(workers) as tasks, _Compacting(run, unfinished, whole_every, tasks) as compacting:
             for step in compacting.run():
                 if progress:
                     progress(step)
@@ -107,7 +110,7 @@ def compact(
     return Compacted(
         recording=run.path, output=str(target), ranks=len(run.ranks), steps=compacting.num_steps,
         whole=dict(compacting.whole), bytes_before=_size_bytes(Path(recording)) or None,
-        bytes_after=_size_bytes(target),
+        bytes_after=_size_bytes(target), notes=tuple(follower.notes()),
     )  # fmt: skip
 
 
@@ -134,29 +137,25 @@ def _problems(run: Recording, target: str, whole_every: int | None) -> list[Prob
 class _Compacting:
     """Writes a compact recording. To be used in a `with` statement."""
 
-    def __init__(self, run: Recording, target: Path, whole_every: int | None) -> None:
+    def __init__(self, run: Recording, target: Path, whole_every: int | None, tasks: Tasks | None) -> None:
         self.whole: Counter[str] = Counter()
         self.num_steps = 0
         self._run = run
         self._target = str(target)
         self._whole_every = whole_every
+        self._tasks = tasks
         self._stack = ExitStack()
         self._writers: dict[int, RecordingWriter] = {}
         self._lead = min(run.ranks)
         self._merger = StepMerger(run)
-        self._described = {rank: run.rank_content(rank).get("products", {}) for rank in run.ranks}
-        statuses = [run.status(rank) for rank in run.ranks]
-        self._endings = {str(one.rank): {"ending": one.ending, "message": one.message} for one in statuses
-                         if one.ending != "closed"}  # fmt: skip
-        lasts = [run.last_step(one.rank) for one in statuses if one.ending != "closed"]
-        self._tail = min((-1 if last is None else last for last in lasts), default=None)
+        self._endings: dict[str, Any] = {}  # of ranks that were not closed, once that is known
+        self._tail: int | None = None  # the first step in which one of them ends
+        self._not_ended = list(run.ranks)
 
     def __enter__(self) -> _Compacting:
         self._of_rank(self._lead)
         self._merged = self._open(MERGED)
-        places = self._open(PLACES)
-        self._places = PlaceWriter(places)
-        self._maker = RowMaker(self._places, num_bits(self._run.world_size))
+        self._places = PlaceWriter(self._open(PLACES))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -164,70 +163,68 @@ class _Compacting:
 
     def run(self) -> Iterator[int]:
         """Write all steps, and yield the number of each."""
-        for of_ranks in rank_steps(self._run):
-            step = self._merger.merged(of_ranks)
-            self._write(step, of_ranks)
+        for found, of_ranks in self._steps():
+            self._write(found, of_ranks)
             self.num_steps += 1
-            yield step.step
-            of_ranks.clear()
-            step.release()
+            yield found.step
+        self._see_endings()
         for rank in self._run.ranks:
-            self._of_rank(rank)
+            self._of_rank(rank).write_rank(self._run.rank_content(rank))  # which says since how the training ended
             if rank != self._lead:
                 self._writers.pop(rank).close()
         self._writers[self._lead].write_run(self._content(self._endings))
         self._writers[self._lead].close()
         self._merged.close()
 
-    def _write(self, step: RunStep, of_ranks: Sequence[StepObservations]) -> None:
-        is_merged = of_ranks[0].places is not None
-        reason = "" if is_merged else self._reason(step, of_ranks)
-        rows = None if reason else self._rows(step)
-        if rows is not None:
-            self._merged.write_step(rows.observations, rows.numbers)
+    def _see_endings(self) -> None:
+        """Note how ranks have ended; of a run that goes on, those to which nothing is added any more."""
+        for rank in [rank for rank in self._not_ended if self._run.is_read(rank)]:
+            self._not_ended.remove(rank)
+            status = self._run.status(rank)
+            if status.ending != "closed":
+                self._endings[str(rank)] = {"ending": status.ending, "message": status.message}
+                last = self._run.last_step(rank)
+                ends = -1 if last is None else last
+                self._tail = ends if self._tail is None else min(self._tail, ends)
+
+    def _steps(self) -> Iterator[tuple[StepRows, Sequence[StepObservations] | None]]:
+        """The rows of each step, and what its ranks have recorded, if this process has read it."""
+        if self._tasks is not None and is_divided(self._run):
+            for found in block_results([self._run], rows_of_block, self._tasks):
+                yield found, None
             return
-        assert not is_merged, "a step that was merged can be merged again"
-        self.whole[reason or OTHER] += 1
-        for one in of_ranks:
+        maker = RowsOfSteps(self._run, self._merger)
+        for of_ranks in rank_steps(self._run):
+            yield maker.of(of_ranks), of_ranks
+            of_ranks.clear()
+
+    def _write(self, found: StepRows, of_ranks: Sequence[StepObservations] | None) -> None:
+        is_merged = of_ranks is not None and of_ranks[0].places is not None
+        finished = self._merger.is_finished(found.optimizer, found.step, shown=found.shown)
+        reason = "" if is_merged else self._reason(found, finished=finished)
+        if not reason:
+            assert found.rows is not None
+            numbers = {number: self._places.number(places) for number, places in found.places.items()}
+            rows = [one._replace(term=numbers[one.term]) for one in found.rows.observations]
+            self._merged.write_step(rows, found.rows.numbers)
+            return
+        self.whole[reason] += 1
+        for one in self._recorded(found) if of_ranks is None else of_ranks:
             if one.observations:
                 self._of_rank(one.rank).write_step(one.observations, one.summaries)
-        self._merged.write_step([whole_mark(step.optimizer, step.step)], empty(1))
+        self._merged.write_step([whole_mark(found.optimizer, found.step)], empty(1))
 
-    def _reason(self, step: RunStep, of_ranks: Sequence[StepObservations]) -> str:
+    def _recorded(self, found: StepRows) -> Sequence[StepObservations]:
+        """A step as its ranks have recorded it."""
+        return next(rank_steps(self._run, Span(begin=found.step, end=found.step), before=False))
+
+    def _reason(self, found: StepRows, *, finished: bool) -> str:
         """Why a step is stored rank by rank; empty if its ranks are merged."""
-        if self._whole_every is not None and step.step % self._whole_every == 0:
+        if self._whole_every is not None and found.step % self._whole_every == 0:
             return ASKED
-        ends = self._tail is not None and step.step >= self._tail
-        if ends or not step.finished or len(of_ranks) < len(self._run.ranks):
-            return INCOMPLETE
-        if step.earlier or step.operators or step.without_idle is not None or self._has_wrong_products(step):
-            return PARTS
-        return ""
-
-    def _has_wrong_products(self, step: RunStep) -> bool:
-        """True if checks of products are to be kept: of operators all, of layers those that are not clearly right."""
-        checks = product_checks(step.products, self._described)
-        return any(
-            not one.is_of_layer or one.not_judged or one.residual > ROW / 2.0 or one.ratio > WHOLE / 2.0
-            for one in checks
-        )  # half of the rules' limits, as strict as comparisons are
-
-    def _rows(self, step: RunStep) -> Rows | None:
-        """The rows of a step; None if they do not say all of it."""
-        try:
-            rows = self._maker.rows(step.table, optimizer=step.optimizer, step=step.step)
-        except Unmergeable:
-            return None
-        read = StepObservations(
-            rank=self._lead, optimizer=step.optimizer, step=step.step, observations=rows.observations,
-            summaries=rows.numbers, places=self._places,
-        )  # fmt: skip
-        world_size = self._run.world_size
-        try:
-            found = MergedTables(world_size, num_bits(world_size), self._target).table(read)
-        except CorruptRecordingError:  # a reader would refuse them
-            return None
-        return rows if rows.observations and says_the_same(step.table, found) else None
+        self._see_endings()
+        ends = self._tail is not None and found.step >= self._tail
+        return INCOMPLETE if ends or not finished or found.ranks < len(self._run.ranks) else found.reason
 
     def _of_rank(self, rank: int) -> RecordingWriter:
         """The writer of a rank's own stream."""
@@ -247,34 +244,6 @@ class _Compacting:
     def _content(self, endings: Mapping[str, Any] | None) -> dict[str, Any]:
         """Content of `run.json`."""
         return {**self._run.run, "compact": {"endings": endings}}
-
-
-def says_the_same(expected: StepTable, found: StepTable) -> bool:
-    """True if two tables are the same: their sites in order, all that is known of them, and the parts that are kept."""
-    if list(expected) != list(found):
-        return False
-    return all(_same(expected[key], found[key]) for key in expected)
-
-
-_COMPARED = tuple(name for name in NAMES if name not in ("summary", "parts", "abridged"))
-
-
-def _same(expected: MergedSite, found: MergedSite) -> bool:
-    if any(getattr(expected, name) != getattr(found, name) for name in _COMPARED):
-        return False
-    if _bytes(expected.summary) != _bytes(found.summary):
-        return False
-    if not isinstance(found.parts, PlacedParts) or (not found.parts.are_known and found.abridged is None):
-        return False
-    places = tuple((part.micro_step, part.rank, part.shard, part.term) for part in places_of(expected.parts))
-    if places != tuple(found.parts.places):
-        return False
-    known = ((expected.parts[at].summary, summary) for at, summary in found.parts.known.items())
-    return all(one is not None and _bytes(one) == _bytes(other) for one, other in known)
-
-
-def _bytes(summary: Any) -> bytes:
-    return bytes(np.asarray(summary).tobytes())
 
 
 def _size_bytes(path: Path) -> int:

@@ -17,7 +17,7 @@ from traindiff.core.observation import Observation
 from traindiff.core.shards import Shard
 from traindiff.core.summary import SUMMARY, Summaries, add, empty
 from traindiff.storage.merged_rows import ENTRY, MICRO_STEP, PART, RANKS, groups_text, listed
-from traindiff.storage.places import Place, Places, PlaceWriter
+from traindiff.storage.places import Place, PlaceNumbers, Places
 
 
 class Unmergeable(Exception):  # noqa: N818
@@ -46,11 +46,11 @@ class RowMaker:
     """Makes the rows of the merged steps of a recording.
 
     Args:
-        places: Writes the places of parts.
+        places: Numbers the places of parts.
         bits: Number of codes of a site; see `traindiff.analyse.merge.rank_codes`.
     """
 
-    def __init__(self, places: PlaceWriter, bits: int) -> None:
+    def __init__(self, places: PlaceNumbers, bits: int) -> None:
         self._places = places
         self._bits = bits
         self._latest: dict[SiteKey, tuple[Places, int]] = {}  # where the parts of a site were, and the list's number

@@ -20,13 +20,15 @@ from traindiff.analyse.align.optimizer_names import with_names_of
 from traindiff.analyse.align.side import step_pairs
 from traindiff.analyse.align.site_map import SideNames, SiteMap
 from traindiff.analyse.align.two_runs import AlignedStep, TwoRuns
+from traindiff.analyse.blocks.steps import streams_of
+from traindiff.analyse.blocks.tasks import Workers, refuse_following, tasks_of
 from traindiff.analyse.compare.earlier_states import with_earlier_states
 from traindiff.analyse.compare.incremental import Noise, RunningComparison
 from traindiff.analyse.compare.verdict import Comparison
 from traindiff.analyse.findings import more_text, steps_text
 from traindiff.analyse.merge.history import DifferenceHistory
 from traindiff.analyse.merge.renames import parse_renames
-from traindiff.analyse.merge.run_steps import RunStep, StepMerger, run_steps
+from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.site import Part
 from traindiff.analyse.merge.span import WHOLE_RUN, span_of
 from traindiff.analyse.noise.hold_out import calibration_of, following
@@ -112,6 +114,7 @@ def compare(
     ignore: str | Iterable[str] | None = None,
     progress: Progress | None = None,
     follow: Follower | None = None,
+    workers: Workers = None,
 ) -> Comparison:
     """Compare two recordings and name the first divergence.
 
@@ -140,6 +143,8 @@ def compare(
         progress: Called after each step.
         follow: Waits for steps of a candidate that goes on. The verdict is given at its first divergence, or when it
             ends. Steps are then compared by their numbers.
+        workers: Number of worker processes on this machine that read the recordings, or `"ray"` for those of a Ray
+            cluster. The verdict is the same.
 
     Returns:
         The comparison; `print` it, or see `verdict`, `first_divergence` and `findings`.
@@ -147,11 +152,13 @@ def compare(
     Raises:
         ConfigError: A setting is wrong.
         RecordingError: One of the recordings cannot be used.
+        WorkerError: Worker processes died again and again.
     """
     selection = parse_steps(steps, where="compare(steps=...)")
     if not isinstance(selection, StepSelection):
         raise ConfigError("compare(...)", [selection], consequence="nothing was compared")
     tolerance = parse_tolerance(rtol, atol)
+    refuse_following(workers, follow)
     renames, entries, accepted = parse_renames(rename), map_of(map), accepted_of(accept, ignore)
     follower = follow or not_following()
     runs = (open_recording(os.fspath(baseline)), open_followed(os.fspath(candidate), follower))
@@ -175,11 +182,8 @@ def compare(
         history=DifferenceHistory() if history else None, accepted=accepted,
     )  # fmt: skip
     span = WHOLE_RUN if replicas else span_of(runs, selection)  # replicas are held against each other from the first on
-    own = StepMerger(runs[0], comparison.runs.copies[0])
-    mergers = own, StepMerger(runs[1], comparison.runs.copies[1], like=own)
-    streams = (run_steps(run, span, merger) for run, merger in zip(runs, mergers, strict=True))
-    with few_collections():
-        for both in step_pairs(*streams):
+    with tasks_of(workers) as tasks, few_collections():
+        for both in step_pairs(*streams_of(runs, span, copies=comparison.runs.copies, tasks=tasks)):
             step, has_findings = _compared(comparison, *both)
             for one in both:
                 if one is not None:

@@ -432,7 +432,7 @@ class RunningComparison:
         if self._judge.nan_in_both:
             notes.append(f"NaN at the same places in both runs, first at {self._judge.nan_in_both[0]}.")
         notes += [f"--rename {rule} changes no path of the candidate." for rule in self._rename.unused]
-        notes += [*filter(None, [self.runs.map.note()]), *self.runs.map.notes]
+        notes += [*filter(None, [self.runs.singletons.note(), self.runs.map.note()]), *self.runs.map.notes]
         notes += other_models(*self.runs.sides)
         notes += other_dtypes(self._other_dtypes)
         notes += self._notes
@@ -446,7 +446,8 @@ class RunningComparison:
             return "misaligned" if findings[0].kind in EXACT_KINDS else "diverged"
         if incomplete or (self._identical and self._judge.unknown_bits):
             return "incomplete"
-        equal = self._judge.all_equal and not self._judge.findings and not self.runs.map.is_unplaced
+        in_parts = self.runs.map.is_unplaced or self.runs.singletons.sites
+        equal = self._judge.all_equal and not self._judge.findings and not in_parts
         return "identical" if equal else "equivalent"
 
 

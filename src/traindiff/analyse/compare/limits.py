@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from traindiff.analyse.align.pairs import Unaligned
 from traindiff.analyse.align.side import RUNS, Side
 from traindiff.analyse.align.two_runs import TwoRuns
 from traindiff.analyse.compare.accepted import Alone
@@ -52,7 +53,10 @@ def limits(
     not_recorded, partly = _not_recorded(runs)
     notes = [*endings, *failures, *gaps, *_unobserved(runs), *not_recorded, *runs.passes.notes()]
     phases = {site.partition(" ")[0] for site in runs.presence.unobserved}
-    of_one_run = [{one.phase for one in side} for side in alone]
+    of_one_run = [
+        {_BEFORE_LEARNING[1] if _is_constant(one, other) else one.phase for one in sites}
+        for sites, other in zip(alone, reversed(runs.sides), strict=True)
+    ]
     phases.update(*of_one_run)
     if learning_agrees:
         open_sites = phases.difference(_BEFORE_LEARNING)
@@ -64,6 +68,11 @@ def limits(
         failures, open_sites = [], set()
     without_rows = bool(runs.uneven.left_out) and not learning_compared
     return notes, bool(gaps) or bool(failures) or partly or bool(open_sites) or without_rows
+
+
+def _is_constant(site: Unaligned, other: Side) -> bool:
+    """True for a buffer of a module that the other run has not: it matters for what its module returns, if at all."""
+    return (site.phase, site.slot) == ("param", "buffer") and site.path.rpartition(".")[0] not in other.paths
 
 
 def not_followed(runs: TwoRuns) -> list[str]:

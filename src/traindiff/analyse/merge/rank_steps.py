@@ -10,15 +10,19 @@ from traindiff.storage import Recording, StepObservations
 from traindiff.storage.merged_rows import is_whole
 
 
-def rank_steps(recording: Recording, span: Span = WHOLE_RUN) -> Iterator[list[StepObservations]]:
+def rank_steps(
+    recording: Recording, span: Span = WHOLE_RUN, *, before: bool = True
+) -> Iterator[list[StepObservations]]:
     """The steps of a recording, each as the ranks that have it recorded it, in the order of the lowest rank.
+
+    With `before`, also the last step of each optimizer before the span.
 
     A merged step of a compact recording is there once: `places` of it is not None.
     """
     if recording.is_compact:
         yield from _compact_steps(recording, span)
         return
-    streams = {rank: recording.steps(rank, begin=span.begin, end=span.end, before=True) for rank in recording.ranks}
+    streams = {rank: recording.steps(rank, begin=span.begin, end=span.end, before=before) for rank in recording.ranks}
     heads = {rank: head for rank, stream in streams.items() if (head := next(stream, None)) is not None}
     while heads:
         optimizer = heads[min(heads)].optimizer

@@ -67,6 +67,27 @@ class StepContent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MergedAlone:
+    """One step of one optimizer, merged over ranks, without what follows from the steps before it.
+
+    Attributes:
+        optimizer: As in `RunStep`.
+        step: As in `RunStep`.
+        after: As in `RunStep`.
+        content: What is merged of it.
+        ranks: Ranks that have recorded it.
+        last: As in `RunStep`.
+    """
+
+    optimizer: str
+    step: int
+    after: Mapping[str, int]
+    content: StepContent
+    ranks: tuple[int, ...]
+    last: Mapping[int, Observation]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunStep:
     """One step of one optimizer, merged over ranks.
 
@@ -146,7 +167,10 @@ class StepMerger:
 
     def merged(self, of_ranks: Sequence[StepObservations]) -> RunStep:
         """One step, from what each rank has recorded of it; at least one has."""
-        optimizer, step = of_ranks[0].optimizer, of_ranks[0].step
+        return self.step(self.alone(of_ranks))
+
+    def alone(self, of_ranks: Sequence[StepObservations]) -> MergedAlone:
+        """What is known of a step without those before it."""
         is_merged = of_ranks[0].places is not None
         taken = None if is_merged else self._taken and self._taken.take(of_ranks)
         content = (
@@ -154,23 +178,38 @@ class StepMerger:
         )
         if self._given is not None and not is_merged:
             self._given.give(of_ranks, content)
-        table = content.table
-        shown = any(key.phase in ("grad", "optimizer", "param") and key.stage == "" for key in table)
-        if shown:
-            self._shows_calls.add(optimizer)
-        if optimizer in self._counted:
-            finished = step < self._counted[optimizer]
-        else:
-            finished = shown or not (self._called or optimizer in self._shows_calls)
-        return RunStep(
-            optimizer=optimizer, step=step, after=of_ranks[0].after, table=table, earlier=content.earlier,
-            finished=finished, operators=content.operators, products=content.products,
-            without_idle=content.without_idle, layout=content.layout, finite=content.finite,
-            missing=self._without(self._recorded if is_merged else tuple(one.rank for one in of_ranks)),
+        return MergedAlone(
+            optimizer=of_ranks[0].optimizer, step=of_ranks[0].step, after=of_ranks[0].after, content=content,
+            ranks=self._recorded if is_merged else tuple(one.rank for one in of_ranks),
             last=dict.fromkeys(self._recorded, of_ranks[0].observations[-1]) if is_merged else {
                 one.rank: one.observations[-1] for one in of_ranks if one.observations
             },
         )  # fmt: skip
+
+    def step(self, merged: MergedAlone) -> RunStep:
+        """A step after those before it, which show whether it was finished. Steps must be given in order."""
+        content = merged.content
+        finished = self.is_finished(merged.optimizer, merged.step, shown=shows_call(content.table))
+        return RunStep(
+            optimizer=merged.optimizer, step=merged.step, after=merged.after, finished=finished,
+            table=content.table, earlier=content.earlier, operators=content.operators, products=content.products,
+            without_idle=content.without_idle, layout=content.layout, finite=content.finite,
+            missing=self._without(merged.ranks), last=merged.last,
+        )  # fmt: skip
+
+    def is_finished(self, optimizer: str, step: int, *, shown: bool) -> bool:
+        """Whether the optimizer was called in a step.
+
+        Args:
+            optimizer: Its name.
+            step: Number of the step.
+            shown: See `shows_call`.
+        """
+        if shown:
+            self._shows_calls.add(optimizer)
+        if optimizer in self._counted:
+            return step < self._counted[optimizer]
+        return shown or not (self._called or optimizer in self._shows_calls)
 
     def shared(self) -> SharedSteps[StepContent] | None:
         """The steps merged from now on, for the other run; None if some are filed under other names."""
@@ -239,6 +278,11 @@ class StepMerger:
             here = frozenset(there)
             self._missing = there, tuple(rank for rank in self._ranks if rank not in here)
         return self._missing[1]
+
+
+def shows_call(table: Mapping[SiteKey, MergedSite]) -> bool:
+    """True if a step has what is recorded when its optimizer was called."""
+    return any(key.phase in ("grad", "optimizer", "param") and key.stage == "" for key in table)
 
 
 def _is_finite(step: StepObservations) -> bool:

@@ -3,10 +3,11 @@
 from traindiff.analyse.rules.batches import BatchesChange, SamplesDiffer, SamplesVary
 from traindiff.analyse.rules.carried import GradientsAreCleared
 from traindiff.analyse.rules.contributions import ContributionsCount
+from traindiff.analyse.rules.counting import OptimizersKeepParameters, StepsAreCounted
 from traindiff.analyse.rules.edits import OptimizersAloneChangeParameters
 from traindiff.analyse.rules.evaluation import EvaluationDrawsNothing, SpectralNormsAreEstimated
 from traindiff.analyse.rules.flips import TensorsKeepTheirBits
-from traindiff.analyse.rules.inputs import InputsHaveAllSamples, SamplesArrive
+from traindiff.analyse.rules.inputs import InputsHaveAllSamples, InputsHaveEquallyMany, SamplesArrive
 from traindiff.analyse.rules.interrupted import ForwardPassesEnd
 from traindiff.analyse.rules.layers import EvaluationIsCertain, UnitsAreSensitive, UnitsLive
 from traindiff.analyse.rules.losses import LossDecreases, LossDoesNotDiverge, NothingSpikes
@@ -54,6 +55,7 @@ RULES: tuple[type[Rule], ...] = (
     TiedGradientsAddUp,
     ParametersMove,
     ParametersKeepMoving,
+    StepsAreCounted,
     FrozenStagesRest,
     GradientsReachEveryLayer,
     GradientsStayBounded,
@@ -66,6 +68,7 @@ RULES: tuple[type[Rule], ...] = (
     LearningRateIsSet,
     OptimizersHaveGradients,
     GradientsArrive,
+    OptimizersKeepParameters,
     UpdatesAreLargeEnough,
     UnitsAreSensitive,
     OutputsDiffer,
@@ -81,6 +84,7 @@ RULES: tuple[type[Rule], ...] = (
     SamplesVary,
     SamplesArrive,
     InputsHaveAllSamples,
+    InputsHaveEquallyMany,
     SiblingsShareDtype,
     ModelTrainsInTrainingMode,
     EvaluationIsCertain,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from math import prod
 from typing import ClassVar
 
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.site import RankPart, StepTable
+from traindiff.analyse.merge.site import MergedSite, RankPart, StepTable
 from traindiff.analyse.rules.batches import inputs_of
 from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule
 from traindiff.core.observation import SAMPLE
@@ -78,12 +80,65 @@ def _length(part: RankPart) -> int:
     return part.shard.shape[0] if part.shard.shape else 0
 
 
+class InputsHaveEquallyMany(RepeatedRule):
+    """Inputs of one call had equally many samples in all steps before, and now they have not.
+
+    A loader that drops a sample from one input, or two loaders that are not in step, pair the wrong samples; a loss of
+    means hides it. Inputs may differ in their first axis by right: nodes and edges of a graph, sequences whose first
+    axis is time, loaders with other last batches. So two inputs are only held against each other if they were equally
+    long in every step before, for at least `least_equal` steps, and the rule only warns.
+    """
+
+    name = "unequal-inputs"
+    finds = "Inputs of one call have unlike numbers of samples, and had the same in the steps before."
+    warns = True
+    limits: ClassVar[Mapping[str, Limit]] = {
+        "least_steps": Limit(default=1, message="steps in a row in which it must be so"),
+        "least_equal": Limit(default=5, message="steps before, in which the inputs must have been equally long"),
+    }
+
+    def begin(self) -> None:
+        """No input was seen so far."""
+        super().begin()
+        self._equal: dict[tuple[str, str], int] = {}  # steps in which two inputs were equally long; -1 if once unlike
+
+    def _wrong(self, table: StepTable) -> Found | None:
+        inputs = {
+            entry.key.slot: entry
+            for entry in inputs_of(table)
+            if not entry.key.call and entry.parts and entry.shape and _length(entry.parts[0]) > 1
+            and not any(word in entry.key.slot for word in _SHARED)
+        }  # fmt: skip
+        found: Found = {}
+        for first, second in combinations(sorted(inputs), 2):
+            lengths = [_length(inputs[slot].parts[0]) for slot in (first, second)]
+            before = self._equal.get((first, second), 0)
+            if lengths[0] == lengths[1]:
+                self._equal[first, second] = before + 1 if before >= 0 else before
+            elif before >= self.limit("least_equal"):
+                numbers = {"samples": lengths[0], "other": second, "samples_of_other": lengths[1], "equal": before}
+                found[first, second] = inputs[first], numbers
+            else:
+                self._equal[first, second] = -1
+        return found
+
+    def _message(self, row: Repeated) -> str:
+        numbers, slot = row.numbers, row.site.key.slot
+        return (
+            f"{slot} has {numbers['samples']} samples and {numbers['other']} has {numbers['samples_of_other']}; in the "
+            f"{numbers['equal']} steps before, they had equally many. If they belong together sample by sample, look "
+            "at what collates the batch, and at whether the loaders are in step."
+        )
+
+
 class SamplesArrive(RepeatedRule):
     """The whole batch, or one half of it, is zero in all inputs of the model, and in other steps it is not.
 
     A copy to another device that fails leaves zeros, for the whole batch or for the part of one device. Inputs with
-    "mask" in their name do not count. A last batch that is padded to its full length looks the same, so the rule only
-    warns. If every step is like this, the zeros are meant, or `constant-batch` finds them.
+    "mask" in their name do not count. If all inputs are whole numbers, one of them must be sequences of at least
+    `least_tokens` numbers for each sample (tokens): labels and flags may well be 0 in a whole batch. A last batch that
+    is padded to its full length looks the same, so the rule only warns. If every step is like this, the zeros are
+    meant, or `constant-batch` finds them.
     """
 
     name = "zero-batch"
@@ -92,6 +147,7 @@ class SamplesArrive(RepeatedRule):
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(default=1, message="steps in a row in which it must be so"),
         "least_samples": Limit(default=4, message="samples that a batch must have for a half of it to count"),
+        "least_tokens": Limit(default=8, message="whole numbers that a sample must have, if no input has fractions"),
     }
 
     def begin(self) -> None:
@@ -101,7 +157,8 @@ class SamplesArrive(RepeatedRule):
 
     def _wrong(self, table: StepTable) -> Found | None:
         inputs = [entry for entry in inputs_of(table) if "mask" not in entry.key.slot and entry.shape]
-        if not inputs or not any(entry.dtype in UNIT_ROUNDOFF for entry in inputs):
+        least = self.limit("least_tokens")
+        if not any(entry.dtype in UNIT_ROUNDOFF or _numbers_of_a_sample(entry) >= least for entry in inputs):
             return None
         found: Found = {}
         if all(_is_zero(entry.summary) for entry in inputs):
@@ -123,6 +180,13 @@ class SamplesArrive(RepeatedRule):
             f"All inputs are zero for {row.key} of the batch{steps}; in other steps they are not. If that is no "
             "padding, look at the loader, and at what copies the batch to the device."
         )
+
+
+def _numbers_of_a_sample(entry: MergedSite) -> int:
+    """Whole numbers of each sample in an input; 0 if it is of no whole numbers, or has one number for each sample."""
+    if entry.dtype not in _WHOLE_NUMBERS or not entry.parts or len(entry.shape) < 2:
+        return 0
+    return prod(entry.parts[0].shard.shape[1:])
 
 
 def _is_zero(summary: Mapping[str, int]) -> bool:

@@ -151,6 +151,8 @@ class UpdatesFollowSettings(Rule):
             rates[rate] = step
             if len(rates) > MOST_RATES:
                 del rates[next(iter(rates))]
+        told = {one.key.path for one in wrong}
+        found += [one for one in _wrong_states(table, step=step, limit=limit) if one.path not in told]
         found += divided_updates(table, self.facts.held_in, step=step)
         return sorted((one for one in found if one is not None), key=lambda finding: finding.order)
 
@@ -192,6 +194,32 @@ def replayed(table: StepTable) -> Iterator[Replayed]:
             key=key, order=parameter.order if parameter else entry.order, value=value, taken=taken,
             rounding=rounding, residual=entry,
             variants=variants.get((key.path, key.slot), {}), dtype=parameter.dtype if parameter else "",
+        )  # fmt: skip
+
+
+_STATE = "state["
+
+
+def _wrong_states(table: StepTable, *, step: int, limit: float) -> Iterator[Finding]:
+    """States that are not what the formula gives after a step, of parameters that moved as it says."""
+    for key, entry in table.items():
+        if key.phase != "update" or not key.stage.startswith(_STATE) or "=" in key.stage or entry.unobserved:
+            continue
+        worst = float(largest(entry.summary))
+        if worst <= limit:
+            continue
+        name = key.stage[len(_STATE) : -1]
+        beside = {why: _beside(table, key, f"{_STATE}{name}={why}]") for why in ("kept", "zero")}
+        why = next((why for why, one in beside.items() if one is not None and float(largest(one.summary)) <= 1.0), "")
+        what = {"kept": "leaves it as it was", "zero": "leaves it 0"}.get(why, "makes something else of it")
+        message = (
+            f"{key.slot} keeps {name} of {key.path} for later steps, and {what}: what its settings ask for is up to "
+            f"{worst:.3g} roundings away. The update of this step is right, and later ones follow from that state."
+        )
+        yield Finding(
+            step=step, phase="update", stage="replayed", path=key.path, slot="update", order=entry.order,
+            kind="update-rule", message=message,
+            evidence={"state": name, "residual": worst, "variant": f"state-{why or 'other'}"},
         )  # fmt: skip
 
 

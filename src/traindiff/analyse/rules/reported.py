@@ -11,7 +11,7 @@ from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.placed_parts import shards_of
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at, ranks_in
 from traindiff.analyse.rules.rule import Rule, RunFacts
-from traindiff.core.observation import NO_GRADIENT
+from traindiff.core.observation import NO_GRADIENT, REPLACED, TAKEN_OUT
 from traindiff.core.summary import UNIT_ROUNDOFF, nonfinite_count, norm_of, number
 
 
@@ -46,7 +46,7 @@ class Gradients:
     def of(cls, table: StepTable, facts: RunFacts) -> Gradients | None:
         """The gradients of a step; None if they are not all known, or not all finite."""
         entries = {key.path: entry for key, entry in table.items() if key.phase == "grad" and not key.stage}
-        unknown = [e for e in entries.values() if e.unobserved and not e.unobserved.startswith(NO_GRADIENT)]
+        unknown = [e for e in entries.values() if e.unobserved and not _has_none(e.unobserved)]
         entries = {path: entry for path, entry in entries.items() if not entry.unobserved}
         if not facts.complete or unknown or not entries:
             return None
@@ -67,6 +67,11 @@ class Gradients:
             # Short dtypes round each norm; float32 sums may be in any order.
             tolerance=4.0 * u if u > UNIT_ROUNDOFF["float32"] else max(64.0, math.sqrt(count)) * u,
         )
+
+
+def _has_none(reason: str) -> bool:
+    """True if a parameter has no gradient, and not one that its optimizer does not see."""
+    return reason.startswith(NO_GRADIENT) and reason not in (REPLACED, TAKEN_OUT)
 
 
 def set_of(gradients: Gradients, share: float) -> str:

@@ -17,7 +17,7 @@ from traindiff.analyse.rules.optimizers import (
     optimizer_of,
 )
 from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule, Rule
-from traindiff.core.observation import BEFORE, EDITED, MASTER, NO_GRADIENT, REPLACED
+from traindiff.core.observation import BEFORE, EDITED, MASTER, NO_GRADIENT, REPLACED, TAKEN_OUT
 from traindiff.core.summary import UNIT_ROUNDOFF, norm_of
 
 
@@ -120,7 +120,7 @@ class GradientsArrive(Rule):
         for key, entry in table.items():
             if key[:2] != ("grad", "") or key.path in self._seen:
                 continue
-            none = entry.unobserved.startswith(NO_GRADIENT)
+            none = entry.unobserved.startswith(NO_GRADIENT) and entry.unobserved != TAKEN_OUT
             count = 0 if entry.unobserved else int(entry.summary["count"])
             zero = bool(count) and int(entry.summary["zero"]) == count and not _cancels(table, entry)
             if not none and not zero:  # unknown gradients and empty ones count as seen

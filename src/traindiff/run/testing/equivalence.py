@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from traindiff.analyse.compare import Comparison, Verification, compare
-from traindiff.errors import ConfigError, Problem, type_of
+from traindiff.analyse.findings import where_text
+from traindiff.errors import ConfigError, Problem, TraindiffError, type_of
 
 if TYPE_CHECKING:
     from traindiff.observe.torch.session.recorder import Recorder
@@ -103,14 +106,44 @@ def assert_equivalent(
     return _verified(baseline, candidate, output, settings)
 
 
-def require(result: Comparison | Verification, *, hint: str = "") -> None:
-    """Raise `AssertionError` unless the verdict is `equivalent` or `identical`; `hint`, a line, ends its message."""
+def require(result: Comparison | Verification, *, report: Path | None = None, hint: str = "", **settings: Any) -> None:
+    """Raise `AssertionError` unless the verdict is `equivalent` or `identical`.
+
+    The message begins with the first finding in a line, as pytest's summary shows it.
+
+    Args:
+        result: The result that is judged.
+        report: File to write an HTML report to, if the verdict is another one; None for none.
+        hint: A line that ends the message.
+        settings: The settings of `compare` with which the result was made, for the report.
+    """
     __tracebackhide__ = True
     comparison = result.comparison if isinstance(result, Verification) else result
     if result.verdict in ("identical", "equivalent"):
         return
-    paths = f"baseline:  {comparison.baseline}\ncandidate: {comparison.candidate}"
-    raise AssertionError(f"{result}\n\n{paths}{hint}")
+    first = result.first_divergence
+    headline = f"{result.verdict}: {where_text(first)}: {first.message}" if first else f"{result.verdict}."
+    paths = (f"baseline:  {comparison.baseline}", f"candidate: {comparison.candidate}")
+    made = _written_report(comparison, report, settings) if report is not None else ""
+    words = shlex.join(("traindiff", "report", comparison.baseline, comparison.candidate, "-o", "report.html"))
+    lines = (*paths, f"report:    {made or words}")
+    raise AssertionError("\n".join([headline, "", str(result), "", *lines]) + hint)
+
+
+def _written_report(comparison: Comparison, file: Path, settings: Mapping[str, Any]) -> str:
+    """The path of the report that was written; empty if it could not be."""
+    from traindiff.present.page import page_of, write
+
+    noise = comparison.noise or {}
+    measured = [one["path"] for one in noise.get("recordings", ())] + list(noise.get("identical", ()))
+    try:
+        found = compare(comparison.baseline, comparison.candidate, noise=measured, history=True, **settings)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("w", encoding="utf-8", errors="replace") as opened:
+            write(page_of(found), opened)
+    except (TraindiffError, OSError):  # the test fails with what it found, whatever becomes of the report
+        return ""
+    return str(file)
 
 
 def _verified(
@@ -130,7 +163,8 @@ def _verified(
     finally:
         if not keep:
             shutil.rmtree(directory, ignore_errors=True)
-    require(result)
+    judged = {name: settings[name] for name in ("rename", "map", "accept", "rtol", "atol", "identical")}
+    require(result, report=Path(directory) / "report.html", **judged)
     return result
 
 

@@ -44,6 +44,7 @@ class Golden:
     Attributes:
         directory: Holds the golden recordings, one directory per name.
         scratch: Holds the recordings of this run of the test.
+        reports: Directory for the HTML report of a training that differs; by default below `scratch`.
         update: Keep the current results instead of comparing.
         written: Directories that were written or replaced.
         kept: Directories that an update left alone, because the bits are the same.
@@ -51,6 +52,7 @@ class Golden:
 
     directory: Path
     scratch: Path
+    reports: Path | None = None
     update: bool = False
     written: list[Path] = field(default_factory=list)
     kept: list[Path] = field(default_factory=list)
@@ -191,7 +193,8 @@ class Golden:
         noise = sorted(path for path in kept.iterdir() if path.name != _BASELINE and (path / "run.json").exists())
         comparison = compare(kept / _BASELINE, recording, noise=noise, **settings)
         if not self.update:
-            require(comparison, hint=_MEANT)
+            report = (self.reports or self.scratch / "reports") / f"{kept.parent.name}-{kept.name}.html"
+            require(comparison, report=report, hint=_MEANT, **settings)
         elif comparison.verdict == "identical":
             self.kept.append(kept)
         else:

@@ -15,12 +15,17 @@ _WRITTEN, _KEPT = "traindiff written", "traindiff kept"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--traindiff-update` and the ini option `traindiff_golden`."""
+    """Add `--traindiff-update`, `--traindiff-reports` and the ini option `traindiff_golden`."""
     group = parser.getgroup("traindiff", "golden recordings of trainings")
     group.addoption(
         "--traindiff-update",
         action="store_true",
         help="Keep what trainings compute now as golden recordings, instead of comparing with those that are kept.",
+    )
+    group.addoption(
+        "--traindiff-reports",
+        metavar="DIRECTORY",
+        help="Where to write the HTML report of a training that differs; a temporary directory, if left out.",
     )
     parser.addini(
         "traindiff_golden",
@@ -42,6 +47,7 @@ def traindiff_golden(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator
         directory=test.path.parent / request.config.getini("traindiff_golden") / test.path.stem
         / file_name(f"{owner}{test.name}"),
         scratch=tmp_path / "traindiff",
+        reports=Path(request.config.getoption("traindiff_reports") or tmp_path / "traindiff-reports").resolve(),
         update=request.config.getoption("traindiff_update"),
     )  # fmt: skip
     yield golden

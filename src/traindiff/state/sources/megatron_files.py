@@ -1,8 +1,7 @@
 """Megatron's files of each rank, `mp_rank_XX[_YYY][_ZZZ]/model_optim_rng.pt`: cut by tensor, pipeline and expert rank.
 
-The files declare themselves how many ranks there are, and whether layers are gated (`args`). Which dim of a tensor is
-cut follows from the name of its layer: rows of column-parallel ones, columns of row-parallel ones. Layers and experts
-are numbered on each rank from 0.
+The files declare themselves how many ranks there are, and whether layers are gated (`args`). Layers and experts are
+numbered on each rank from 0.
 """
 
 from __future__ import annotations
@@ -10,18 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import accumulate, product
+from itertools import product
 from math import prod
 from typing import Any
 
 from traindiff.core.untrusted.demands import quoted
 from traindiff.core.untrusted.folder import Folder
-from traindiff.state.dtypes import ITEM_BYTES
-from traindiff.state.equal_bits import can_be_equal, equalities
 from traindiff.state.sources.pickles import Record
-from traindiff.state.sources.torch_files import Archive, archive_of, named_tensors
-from traindiff.state.stored import Part, Place, StoredTensor, check_parts, unreadable
+from traindiff.state.sources.tensor_ranks import by_name, over_ranks
+from traindiff.state.sources.torch_files import TorchFile, archive_of, named_tensors
+from traindiff.state.stored import StoredTensor, unreadable
 
 _DIRECTORY = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?", re.ASCII)
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -29,14 +26,6 @@ _LATEST = "latest_checkpointed_iteration.txt"
 _MOST_LATEST_BYTES = 1 << 10
 _CHUNK = re.compile(r"model\d{0,4}", re.ASCII)
 
-_ROWS = re.compile(
-    r"""(.*\.)?(word_embeddings|output_layer|lm_head|linear_qkv|query_key_value|query|key_value|linear_q|linear_kv
-        |linear_q_up_proj|linear_kv_up_proj|linear_fc1|dense_h_to_4h)\.(weight|bias)\d*""",
-    re.VERBOSE | re.ASCII,
-)
-_COLUMNS = re.compile(r"(.*\.)?(linear_proj|linear_fc2|attention\.dense|dense_4h_to_h)\.weight\d*", re.ASCII)
-_GATED = re.compile(r"(.*\.)?(linear_fc1|dense_h_to_4h)\.(weight|bias)\d*", re.ASCII)
-_REPLICATED = re.compile(r"(.*\.)?(\w*norm\w*|router|position_embeddings)\.\w+|.*(norm_weight|bias)", re.ASCII)
 _LAYER = re.compile(r"((?:.*\.)?layers\.)(\d{1,9})(\..+)", re.ASCII)
 _EXPERT = re.compile(
     r"((?:.*\.)?(?:local_experts\.|experts\.linear_fc[12]\.(?:weight|bias)))(\d{1,9})((?:\..+)?)", re.ASCII
@@ -116,7 +105,7 @@ Place3 = tuple[int, int, int]
 """Tensor, pipeline and expert rank."""
 
 
-def _archives(folder: Folder) -> tuple[dict[Place3, Archive], _Declared]:
+def _archives(folder: Folder) -> tuple[dict[Place3, TorchFile], _Declared]:
     """The files of all ranks, and what the first one declares.
 
     Raises:
@@ -125,7 +114,7 @@ def _archives(folder: Folder) -> tuple[dict[Place3, Archive], _Declared]:
     names = [match for name in folder.names() if (match := _DIRECTORY.fullmatch(name))]
     read = {match[0]: _archive(folder, match[0]) for match in names}
     declared = _declared(next(iter(read.values())).value, names)
-    found: dict[Place3, Archive] = {}
+    found: dict[Place3, TorchFile] = {}
     for match in names:
         first, second = int(match[2] or 0), int(match[3] or 0)
         alone = match[3] is None and declared.pipeline == 1 and declared.expert > 1
@@ -145,7 +134,7 @@ def _archives(folder: Folder) -> tuple[dict[Place3, Archive], _Declared]:
     return found, declared
 
 
-def _archive(folder: Folder, name: str) -> Archive:
+def _archive(folder: Folder, name: str) -> TorchFile:
     inner = folder.within(name)
     file = next((one for one in _FILES if inner.exists(one)), None)
     if file is None:
@@ -170,7 +159,7 @@ def _declared(content: Any, names: Sequence[re.Match[str]]) -> _Declared:
     )  # fmt: skip
 
 
-def _chunks(archive: Archive) -> Iterator[Tensors]:
+def _chunks(archive: TorchFile) -> Iterator[Tensors]:
     """The parameters of each part of the model that a rank has: one, or several of an interleaved pipeline.
 
     Raises:
@@ -220,58 +209,7 @@ def _over_tensor_ranks(ranks: Sequence[tuple[str, Tensors]], declared: _Declared
             if name not in tensors:
                 raise unreadable(file, f"it lacks {quoted(name)}, which {first_file} has")
             parts.append(tensors[name])
-        cut = _GATED.fullmatch(name) and declared.is_gated
-        dim = 0 if _ROWS.fullmatch(name) else 1 if _COLUMNS.fullmatch(name) else None
-        if not others or not one.shape:
-            found[name] = one
-        elif dim is None or dim >= len(one.shape):
-            found[name] = one
-            _check_replicated(name, parts, [file for file, _ in ranks], notes)
-        else:
-            found[name] = _joined(parts, dim, 2 if cut else 1, first_file)
+        found[name] = over_ranks(
+            name, parts, [file for file, _ in ranks], by_name(name, gated=declared.is_gated), notes
+        )
     return found
-
-
-def _check_replicated(name: str, parts: Sequence[StoredTensor], files: Sequence[str], notes: list[str]) -> None:
-    """Add a warning if ranks hold other copies of a parameter.
-
-    Raises:
-        CheckpointError: They do, and they may be parts and no copies.
-    """
-    for other, file in zip(parts[1:], files[1:], strict=True):
-        if can_be_equal(parts[0], other) and equalities([(parts[0], other)]) == ["exact"]:
-            continue
-        if not _REPLICATED.fullmatch(name):
-            raise unreadable(file, f"{quoted(name)} is not that of {files[0]}, and how it is cut is not known")
-        notes.append(f"Warning: {name} is another one in {file} than in {files[0]}; that of the first is compared.")
-        return
-
-
-def _joined(parts: Sequence[StoredTensor], dim: int, blocks: int, where: str) -> StoredTensor:
-    """A tensor of which each rank has a part along a dim, in each of equal blocks of it.
-
-    Raises:
-        CheckpointError: The parts do not fit together.
-    """
-    first = parts[0]
-    rest = {(one.dtype, one.shape[:dim], one.shape[dim + 1 :]) for one in parts}
-    if len(rest) > 1 or any(one.shape[dim] % blocks for one in parts):
-        raise unreadable(where, f"the parts of {quoted(first.name)} on the tensor ranks do not fit together")
-    lengths = [one.shape[dim] // blocks for one in parts]
-    starts, total = [0, *accumulate(lengths)], sum(lengths)
-    made = []
-    for block in range(blocks):
-        for one, start, length in zip(parts, starts, lengths, strict=False):
-            offset = [0] * len(one.shape)
-            offset[dim] = block * total + start
-            shape = (*one.shape[:dim], length, *one.shape[dim + 1 :])
-            made.append(Part(offset=tuple(offset), shape=shape, find=partial(_from_row, one, block * length)))
-    shape = (*first.shape[:dim], blocks * total, *first.shape[dim + 1 :])
-    return check_parts(where, replace(first, shape=shape, parts=tuple(made)))
-
-
-def _from_row(tensor: StoredTensor, first: int) -> Place:
-    """The place of a tensor's rows from the given one on."""
-    place = tensor.parts[0].find()
-    step = prod(tensor.shape[1:]) if place.strides is None else place.strides[0]
-    return replace(place, content=place.content.after(first * step * ITEM_BYTES[tensor.dtype]))

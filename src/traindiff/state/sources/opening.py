@@ -8,15 +8,17 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+from traindiff.core.site import printable
 from traindiff.core.untrusted.demands import quoted
 from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import CheckpointError
 from traindiff.state.sources import (
+    adapter_configs,
+    deepspeed_files,
     distributed_checkpoints,
     megatron_files,
     safetensors_files,
     torch_files,
-    zero_checkpoints,
 )
 from traindiff.state.sources.index_files import of_index
 from traindiff.state.sources.live import of_object
@@ -52,11 +54,23 @@ def open_checkpoint(source: Any) -> Checkpoint:
     if not files.exists(root):
         if (missing := lacks_container(files, root)) is not None:
             raise CheckpointError(str(missing))
-        raise CheckpointError(f"{path} does not exist. Give a file or a directory of saved weights.")
+        raise CheckpointError(_not_there(path, files, root))
     if files.isdir(root):
         return _checked(_of_directory(path, Folder(files, root, refuse=unreadable)))
     folder = Folder(files, posixpath.dirname(root) or ".", refuse=unreadable)
     return _checked(_of_file(path, folder, posixpath.basename(root)))
+
+
+def _not_there(path: str, files: Any, root: str) -> str:
+    """What is said of a path that has nothing: some file systems say so, too, of a server that does not answer."""
+    try:
+        files.info(root)
+    except FileNotFoundError:
+        pass
+    except Exception as error:  # noqa: BLE001  each of fsspec's file systems has errors of its own
+        reason = printable(str(error))[:200] or type(error).__name__
+        return f"{path} cannot be reached: {reason}. Give a file or a directory of saved weights."
+    return f"{path} does not exist. Give a file or a directory of saved weights."
 
 
 def _checked(found: Checkpoint) -> Checkpoint:
@@ -99,7 +113,8 @@ def _of_directory(path: str, folder: Folder) -> Checkpoint:
     for name in (*_INDEXES, *_SINGLE):
         if name in names:
             found = (_of_index if name in _INDEXES else _of_file)(path, folder, name)
-            return replace(found, tensors={**found.tensors, **_optimizer_beside(folder, names)})
+            tensors = {**found.tensors, **_optimizer_beside(folder, names)}
+            return replace(found, tensors=tensors, adapter_scale=adapter_configs.scale_beside(folder))
     files = [name for name in names if name.endswith(".safetensors")]
     files = files or [name for name in names if name.endswith(_TORCH_ENDINGS)]
     if not files:
@@ -130,9 +145,10 @@ def _of_ranks(path: str, folder: Folder) -> Checkpoint | None:
     Raises:
         CheckpointError: A file is missing or damaged.
     """
-    zero = zero_checkpoints.directory_of(folder)
-    if zero is not None:
-        return Checkpoint(path=path, kind="DeepSpeed", tensors=zero_checkpoints.of_directory(zero))
+    deepspeed = deepspeed_files.directory_of(folder)
+    if deepspeed is not None:
+        tensors, notes = deepspeed_files.of_directory(deepspeed)
+        return Checkpoint(path=path, kind="DeepSpeed", tensors=tensors, notes=tuple(notes))
     if megatron_files.is_of_ranks(folder):
         tensors, notes = megatron_files.of_directory(folder)
         return Checkpoint(path=path, kind="Megatron", tensors=tensors, notes=tuple(notes))

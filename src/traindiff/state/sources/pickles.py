@@ -30,9 +30,10 @@ _REAL: Mapping[str, Any] = {
 """Containers, which are made as they are."""
 
 _DATA = re.compile(
-    r"""torch\.(\w+Storage|\w*float\w*|\w*int\w*|bool|half|double|bfloat16|complex\w+|strided|device|Tensor|preserve_format
+    r"""torch\.(\w+Storage|per_\w+_affine|\w*float\w*|\w*int\w*|bool|half|double|bfloat16|complex\w+|strided|device|Tensor|preserve_format
         |contiguous_format|channels_last(_3d)?|storage\.\w+Storage|serialization\._get_layout
-        |_utils\._rebuild_(tensor|tensor_v2|tensor_v3|parameter|parameter_with_state)
+        |_utils\._rebuild_(tensor|tensor_v2|tensor_v3|parameter|parameter_with_state|sparse_tensor|sparse_csr_tensor
+            |qtensor|nested_tensor|meta_tensor_no_storage)
         |_tensor\._rebuild_from_type_v2|nn\.parameter\.(Parameter|Buffer)|_C\.\w+
         |distributed\.(checkpoint\.\w+\.\w+|tensor\.[\w.]+|_tensor\.[\w.]+|device_mesh\.\w+|_shard\.[\w.]+))
     |(deepspeed|megatron|transformers|accelerate|lightning|pytorch_lightning|omegaconf|transformer_engine)\.[\w.]+

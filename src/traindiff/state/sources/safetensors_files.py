@@ -21,7 +21,11 @@ _DTYPES: Mapping[str, str] = {
     "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U64": "uint64",
     "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool", "C64": "complex64",
+    "F4": "float4_e2m1fn_x2", "F6_E2M3": "float6_e2m3fn", "F6_E3M2": "float6_e3m2fn",
 }  # fmt: skip
+
+_PACKED: Mapping[str, int] = {"float4_e2m1fn_x2": 4, "float6_e2m3fn": 6, "float6_e3m2fn": 6}
+"""Bits of an element, where several share bytes: these are compared as bytes."""
 
 _TENSOR = shaped(
     {
@@ -49,6 +53,12 @@ def of_file(folder: Folder, name: str) -> dict[str, StoredTensor]:
     if isinstance(header, dict):
         header.pop("__metadata__", None)
     demanded(header, mapped(_TENSOR), where=where, refuse=unreadable)
+    end, before = 0, ""
+    for key, content in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
+        if content["data_offsets"][0] < end:
+            what = f"the tensor {quoted(printable(key))} begins before {quoted(printable(before))} ends"
+            raise unreadable(where, what)
+        end, before = max(end, content["data_offsets"][1]), key
     return {
         printable(key): _tensor(folder, name, printable(key), content, 8 + length, size - 8 - length)
         for key, content in header.items()
@@ -63,11 +73,16 @@ def _tensor(folder: Folder, name: str, key: str, content: Mapping[str, Any], dat
         raise unreadable(
             where, f"the tensor {quoted(key)} ends at byte {data + end}, and the file has {data + room} bytes"
         )
-    if dtype is None:  # e.g. of 4 bits: its bytes
-        dtype, shape = "uint8", (end - begin,)
-    if end - begin != prod(shape) * ITEM_BYTES[dtype]:
+    if dtype is None:
         raise unreadable(
-            where, f"the tensor {quoted(key)} of shape {list(shape)} ({content['dtype']}) has {end - begin} bytes"
+            where, f"the tensor {quoted(key)} has the dtype {quoted(content['dtype'])}, which is not known"
+        )
+    size, found = prod(shape) * ITEM_BYTES[dtype], end - begin
+    if dtype in _PACKED:
+        size, shape = -(-prod(shape) * _PACKED[dtype] // 8), (found,)
+    if found != size:
+        raise unreadable(
+            where, f"the tensor {quoted(key)} of shape {content['shape']} ({content['dtype']}) has {found} bytes"
         )
     place = Place(content=Bytes(folder=folder, name=name, offset=data + begin, count=end - begin))
     part = Part(offset=(0,) * max(1, len(shape)), shape=shape or (1,), find=lambda: place)

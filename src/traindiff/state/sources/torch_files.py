@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import io
 import struct
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any
 
 from traindiff.core.site import printable
 from traindiff.core.untrusted.demands import quoted
 from traindiff.core.untrusted.folder import Folder
+from traindiff.errors import CheckpointError
 from traindiff.state.dtypes import ITEM_BYTES
-from traindiff.state.sources.pickles import Record, loaded, name_of
-from traindiff.state.stored import Bytes, Part, Place, Role, StoredTensor, unreadable
+from traindiff.state.sources.legacy_torch_files import START, LegacyFile
+from traindiff.state.sources.pickles import loaded
+from traindiff.state.sources.readable import readable
+from traindiff.state.sources.torch_tensors import Storage, described_tensor, storage_dtype
+from traindiff.state.stored import Bytes, Place, Role, Seal, StoredTensor, unreadable
 
 MOST_ENTRIES = 1 << 20
 """Limit for the files in an archive: one per storage."""
@@ -27,57 +29,7 @@ MOST_VALUES = 1 << 22
 MOST_DEPTH = 64
 """Limit for nested containers."""
 
-_STORAGES: Mapping[str, str] = {
-    "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
-    "ByteStorage": "uint8", "BoolStorage": "bool", "ComplexFloatStorage": "complex64",
-    "ComplexDoubleStorage": "complex128", "UntypedStorage": "uint8",
-}  # fmt: skip
-
 _LOCAL_HEADER_BYTES = 30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Storage:
-    """A storage: the file of the archive, and its dtype.
-
-    Attributes:
-        key: Its name in the archive.
-        dtype: Of its elements; `uint8` if it has none.
-        count: Number of elements.
-    """
-
-    key: str
-    dtype: str
-    count: int
-
-
-class _File(io.RawIOBase):
-    """A part of a file, for `zipfile`."""
-
-    def __init__(self, content: Bytes) -> None:
-        self._content = content
-        self._place = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = (0, self._place, self._content.count)[whence]
-        self._place = max(0, start + offset)
-        return self._place
-
-    def tell(self) -> int:
-        return self._place
-
-    def readinto(self, buffer: Any) -> int:
-        count = max(0, min(len(buffer), self._content.count - self._place))
-        buffer[:count] = self._content.read(self._place, count).tobytes()
-        self._place += count
-        return count
 
 
 class Archive:
@@ -98,7 +50,7 @@ class Archive:
         self._content = content
         self.where = where
         try:
-            self._zip = zipfile.ZipFile(io.BufferedReader(_File(content), 1 << 16))
+            self._zip = zipfile.ZipFile(readable(content))
         except (zipfile.BadZipFile, ValueError, OverflowError, NotImplementedError, struct.error) as error:
             raise unreadable(where, self._no_archive(error)) from None
         entries = self._zip.infolist()
@@ -109,20 +61,24 @@ class Archive:
         if pickled is None:
             raise unreadable(where, "it is an archive, and not one of torch.save: it has no data.pkl")
         if self._entry(pickled.replace("data.pkl", "constants.pkl")) is not None:
-            raise unreadable(where, "it is a TorchScript archive, which is code")
+            raise CheckpointError(
+                f"{where} is a TorchScript archive, which is code. If you trust it, save what "
+                "torch.jit.load(...).state_dict() returns."
+            )
         self._root = pickled.removesuffix("data.pkl")
         order = self._entry(f"{self._root}byteorder")
         if order is not None and order.count < 16 and order.read(0, order.count).tobytes() == b"big":
             raise unreadable(where, "it was written on a machine with another byte order")
-        data = self._bytes_of(pickled)
-        self.value = loaded(data.read(0, data.count).tobytes(), where=where, stored=self._stored)
+        data = self._bytes_of(pickled).read(0, self._bytes_of(pickled).count).tobytes()
+        checksum = self._entries[pickled].CRC
+        if checksum and zlib.crc32(data) != checksum:
+            raise unreadable(where, f"{quoted(pickled)} does not have the checksum that the file has for it")
+        self.value = loaded(data, where=where, stored=self._stored)
 
     def _no_archive(self, error: Exception) -> str:
         start = self._content.read(0, min(2, self._content.count)).tobytes()
         if start[:1] == b"\x80":
-            return (
-                "it is another pickle, or in the format that torch.save had before version 1.6; only archives are read"
-            )
+            return "it is a pickle that torch.save has not written"
         return f"it is no file of torch.save, or is cut off ({str(error)[:80]})"
 
     def _entry(self, name: str) -> Bytes | None:
@@ -151,7 +107,7 @@ class Archive:
         """What stands for a storage."""
         if not isinstance(key, tuple) or len(key) != 5 or key[0] != "storage" or not isinstance(key[4], int):
             raise unreadable(self.where, "it names a storage in a way that torch.save does not")
-        dtype = _STORAGES.get(name_of(key[1]).rpartition(".")[2])
+        dtype = storage_dtype(key[1])
         name, count = str(key[2]), key[4]
         entry = self._entries.get(f"{self._root}data/{name}")
         if dtype is None or entry is None:
@@ -160,7 +116,7 @@ class Archive:
             raise unreadable(
                 self.where, f"its storage {quoted(name)} has {entry.file_size} bytes, too few for {count} of {dtype}"
             )
-        return Storage(key=name, dtype=dtype, count=count)
+        return Storage(key=name, dtype=dtype, count=count, find=partial(self._place, entry.filename))
 
     def tensor(self, value: Any, name: str, role: Role = "parameter") -> StoredTensor | None:
         """The tensor that a value describes; None if it describes none.
@@ -168,57 +124,27 @@ class Archive:
         Raises:
             CheckpointError: It lies outside of its storage.
         """
-        if not isinstance(value, Record):
-            return None
-        last = value.name.rpartition(".")[2]
-        if last in ("_rebuild_parameter", "_rebuild_parameter_with_state") and value.arguments:
-            return self.tensor(value.arguments[0], name, role)
-        if last == "_rebuild_from_type_v2" and len(value.arguments) > 2 and isinstance(value.arguments[2], tuple):
-            return self.tensor(Record(name_of(value.arguments[0]), value.arguments[2]), name, role)
-        if last not in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3") or len(value.arguments) < 4:
-            return None
-        storage, offset, shape, strides, *more = value.arguments
-        given = name_of(more[2]).removeprefix("torch.") if last.endswith("v3") and len(more) > 2 else ""
-        return self._placed(name, role, storage, offset, shape, strides, given)
+        return described_tensor(value, name, role, self.where)
 
-    def _placed(
-        self, name: str, role: Role, storage: Any, offset: Any, shape: Any, strides: Any, given: str
-    ) -> StoredTensor:
-        whole = (offset, *shape, *strides) if isinstance(shape, tuple) and isinstance(strides, tuple) else ("",)
-        fits = all(type(one) is int and one >= 0 for one in whole) and isinstance(storage, Storage)
-        if not fits or len(shape) != len(strides) or (given or storage.dtype) not in ITEM_BYTES:
-            raise unreadable(self.where, f"the tensor {quoted(name)} is not described as torch.save does it")
-        dtype = given or storage.dtype
-        size = ITEM_BYTES[dtype]
-        room = storage.count * ITEM_BYTES[storage.dtype] // size
-        span = 1 + sum((length - 1) * step for length, step in zip(shape, strides, strict=True))
-        if prod(shape) and (offset + span > room or prod(shape) > room):
-            raise unreadable(
-                self.where, f"the tensor {quoted(name)} of shape {list(shape)} lies outside of its storage"
-            )
-        if not shape:
-            shape_of_part, steps = (1,), None
-        else:
-            plain = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-            shape_of_part = tuple(shape)
-            same = all(a == b or n == 1 for a, b, n in zip(strides, plain, shape, strict=True))
-            steps = None if same or not prod(shape) else tuple(strides)
-        find = partial(self._place, f"{self._root}data/{storage.key}", offset * size, steps)
-        part = Part(offset=(0,) * len(shape_of_part), shape=shape_of_part, find=find)
-        return StoredTensor(name=name, dtype=dtype, shape=tuple(shape), parts=(part,), role=role)
-
-    def _place(self, name: str, first: int, strides: tuple[int, ...] | None) -> Place:
-        return Place(content=self._bytes_of(name).after(first), strides=strides)
+    def _place(self, name: str) -> Place:
+        """The place of a file of the archive."""
+        content = self._bytes_of(name)
+        checksum = self._entries[name].CRC
+        return Place(content=content, seal=Seal(content=content, checksum=checksum) if checksum else None)
 
 
-def archive_of(folder: Folder, name: str) -> Archive:
-    """The archive in a file.
+TorchFile = Archive | LegacyFile
+
+
+def archive_of(folder: Folder, name: str) -> TorchFile:
+    """What `torch.save` has written into a file, today or before version 1.6.
 
     Raises:
         CheckpointError: It cannot be read.
     """
     content = Bytes(folder=folder, name=name, offset=0, count=folder.size(name))
-    return Archive(content, folder.path(name))
+    is_old = content.read(0, min(len(START), content.count)).tobytes() == START
+    return (LegacyFile if is_old else Archive)(content, folder.path(name))
 
 
 Found = Callable[[Any, str, Role], StoredTensor | None]

@@ -1,14 +1,13 @@
-"""DeepSpeed's checkpoints. ZeRO, stages 1 to 3: float32 parameters, merged from the flat partitions of all ranks.
+"""ZeRO's partitions, stages 1 to 3: float32 parameters of a model-parallel rank, merged over its data-parallel ranks.
 
 The layout is that of `deepspeed.utils.zero_to_fp32`. Stages 1 and 2 lay the parameters of a group one after the other
 and cut the whole into one partition per rank; stage 3 cuts each parameter into equal parts, the last one padded.
-Without ZeRO (stage 0), one file has the whole module.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -18,52 +17,24 @@ from traindiff.core.untrusted.demands import quoted
 from traindiff.core.untrusted.folder import Folder
 from traindiff.state.dtypes import ITEM_BYTES
 from traindiff.state.sources.pickles import Record
-from traindiff.state.sources.torch_files import Archive, archive_of, named_tensors
+from traindiff.state.sources.torch_files import TorchFile, archive_of
 from traindiff.state.stored import Part, Place, Role, StoredTensor, check_parts, unreadable
 
-_OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,9})_mp_rank_(\d{2,9})_optim_states\.pt", re.ASCII)
-_MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,9})_)?mp_rank_(\d{2,9})_model_states\.pt", re.ASCII)
 MOST_RANKS = 1 << 16
 """Limit for the ranks of a checkpoint."""
 
-_MOST_TAG_BYTES = 1 << 10
 
+def of_partitions(folder: Folder, optimizers: Mapping[int, str], models: Mapping[int, str]) -> dict[str, StoredTensor]:
+    """The tensors of one model-parallel rank, by name: parameters, buffers, and what the optimizer keeps of them.
 
-def directory_of(folder: Folder) -> Folder | None:
-    """The directory with the files of the ranks: this one, or the one that its file `latest` names. None if neither is.
-
-    Raises:
-        CheckpointError: `latest` names a directory without such files.
-    """
-    if _is_of_ranks(folder):
-        return folder
-    if not folder.exists("latest"):
-        return None
-    tag = folder.read("latest", limit=_MOST_TAG_BYTES).decode(errors="replace").strip()
-    if not tag or not folder.exists(tag):
-        raise unreadable(folder.path("latest"), f"it names the directory {quoted(tag)}, which is not there")
-    inner = folder.within(tag)
-    return inner if _is_of_ranks(inner) else None
-
-
-def _is_of_ranks(folder: Folder) -> bool:
-    return any(_OPTIMIZER.fullmatch(name) or _MODEL.fullmatch(name) for name in folder.names())
-
-
-def of_directory(folder: Folder) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint, by name: parameters, buffers, and what the optimizer keeps of them.
-
-    With ZeRO, parameters are those of the optimizer, in float32. Without it, they are as the module has them.
+    Args:
+        folder: The directory.
+        optimizers: The files `*_optim_states.pt`, by data-parallel rank.
+        models: The files `*_model_states.pt`, likewise.
 
     Raises:
         CheckpointError: A rank's file is missing or damaged, or the partitions do not fit the parameters' shapes.
     """
-    optimizers = _by_rank(folder, _OPTIMIZER)
-    models = _by_rank(folder, _MODEL)
-    if not models:
-        raise unreadable(folder.root, "it has no file *_model_states.pt")
-    if not optimizers:
-        return _without_zero(archive_of(folder, min(models.values())))
     ranks = _ranks(folder, optimizers)
     stage = ranks[0].stage
     archives = [archive_of(folder, name) for name in (models.values() if stage == 3 else [min(models.values())])]
@@ -104,35 +75,6 @@ def _ranks(folder: Folder, files: Mapping[int, str]) -> list[_Rank]:
     return ranks
 
 
-def _without_zero(archive: Archive) -> dict[str, StoredTensor]:
-    """The tensors of the only file.
-
-    Raises:
-        CheckpointError: ZeRO has written it, so that the files with the partitions are missing.
-    """
-    if _mapping(archive.value, archive.where).get("param_shapes"):
-        raise unreadable(archive.where, "it is of ZeRO, and the files *_optim_states.pt beside it are missing")
-    return named_tensors(archive.value, archive.where, archive.tensor)
-
-
-def _by_rank(folder: Folder, pattern: re.Pattern[str]) -> dict[int, str]:
-    """Files by data-parallel rank, ascending.
-
-    Raises:
-        CheckpointError: There are several model-parallel ranks.
-    """
-    found: dict[int, str] = {}
-    for name in folder.names():
-        match = pattern.fullmatch(name)
-        if match and int(match[2]):
-            raise unreadable(
-                folder.path(name), "it is of a second model-parallel rank, and only checkpoints with one can be merged"
-            )
-        if match:
-            found[int(match[1] or 0)] = name
-    return dict(sorted(found.items()))
-
-
 def _mapping(value: Any, where: str) -> Mapping[Any, Any]:
     if not isinstance(value, Mapping):
         raise unreadable(where, "it holds no dict")
@@ -154,7 +96,7 @@ class _Rank:
         CheckpointError: It is not one of ZeRO.
     """
 
-    def __init__(self, archive: Archive) -> None:
+    def __init__(self, archive: TorchFile) -> None:
         self._archive = archive
         content = _mapping(archive.value, archive.where).get("optimizer_state_dict")
         stage = content.get("zero_stage") if isinstance(content, Mapping) else None
@@ -255,11 +197,11 @@ def _shifted(flat: StoredTensor, first: int) -> Place:
     whole = flat.parts[0].find()
     if whole.strides is not None:
         raise unreadable(whole.content.folder.path(whole.content.name), "a partition in it has gaps")
-    return Place(content=whole.content.after(first * ITEM_BYTES[flat.dtype]))
+    return replace(whole, content=whole.content.after(first * ITEM_BYTES[flat.dtype]))
 
 
 def _whole(
-    archive: Archive, content: Mapping[Any, Any], known: Mapping[str, StoredTensor], *, sharded: bool
+    archive: TorchFile, content: Mapping[Any, Any], known: Mapping[str, StoredTensor], *, sharded: bool
 ) -> Iterator[tuple[str, StoredTensor]]:
     """What the module has whole: buffers; in stages 1 and 2 also parameters that are not trained."""
     names, module = content.get("buffer_names"), content.get("module")
@@ -272,7 +214,7 @@ def _whole(
                 yield own, tensor
 
 
-def _frozen(archives: Sequence[Archive], first: Mapping[Any, Any], *, sharded: bool) -> dict[str, StoredTensor]:
+def _frozen(archives: Sequence[TorchFile], first: Mapping[Any, Any], *, sharded: bool) -> dict[str, StoredTensor]:
     """Parameters that are not trained: whole in stages 1 and 2, cut among the ranks in stage 3."""
     shapes = first.get("frozen_param_shapes")
     found: dict[str, StoredTensor] = {}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
-from traindiff.core.observation import MAYBE_UNSEEN, REPLACED
+from traindiff.core.observation import MAYBE_UNSEEN, REPLACED, TAKEN_OUT
 from traindiff.observe.common.sink import Sink
 
 NOT_HELD = f"{MAYBE_UNSEEN}: the optimizer that is followed no longer holds it"
@@ -17,21 +17,27 @@ class HeldBefore:
         sink: Receives the observations.
         optimizer: Name of the optimizer.
         observe: Names of what is observed.
+        is_trained: Tells whether the parameter of the model with a path requires a gradient, and has one.
 
     Attributes:
         paths: The parameters that it held in recorded steps.
     """
 
-    def __init__(self, sink: Sink, *, optimizer: str, observe: Collection[str]) -> None:
+    def __init__(
+        self, sink: Sink, *, optimizer: str, observe: Collection[str], is_trained: Callable[[str], bool]
+    ) -> None:
         self._sink = sink
+        self._is_trained = is_trained
         self._optimizer = optimizer
         self._observe = observe
         self.paths: set[str] = set()
         self._settled: Collection[str] | None = None  # the latest paths, if none are gone
+        self._of_others: set[str] = set()  # the parameters that only an optimizer before this one held
         self._replaced: set[str] = set()  # of these, those whose place in the model another tensor has taken
 
     def add(self, other: HeldBefore) -> None:
         """Note that the optimizer steps in place of another one, whose parameters may still be stepped elsewhere."""
+        self._of_others |= other.paths - self.paths | other._of_others
         self.paths |= other.paths
         self._settled = None
 
@@ -48,8 +54,15 @@ class HeldBefore:
             self._replaced |= gone
         for path in sorted(gone):
             for phase, slot in (("grad", "grad"), ("optimizer", "state"), ("param", "value")):
-                why = REPLACED if phase == "grad" and path in self._replaced else NOT_HELD
                 if phase in self._observe:
+                    why = self._why(path) if phase == "grad" else NOT_HELD
                     self._sink.unobserved(why, phase=phase, path=path, slot=slot, optimizer=self._optimizer)
         self.paths.update(held)
+        self._of_others.difference_update(held)
         self._settled = None if gone else held
+
+    def _why(self, path: str) -> str:
+        """The reason why nothing more is known of the gradient of a parameter."""
+        if path in self._replaced:
+            return REPLACED
+        return TAKEN_OUT if path not in self._of_others and self._is_trained(path) else NOT_HELD

@@ -37,6 +37,7 @@ from traindiff.observe.torch.replay.lbfgs import (
 )
 from traindiff.observe.torch.replay.mistakes import mistakes
 from traindiff.observe.torch.replay.muon_parts import division_of
+from traindiff.observe.torch.replay.states import judged_states
 
 FIRST = 3
 """The number of recorded steps that are replayed at the beginning of a run."""
@@ -78,6 +79,7 @@ class OptimizerReplayTap:
     * stage `rounding`: the largest difference of a correct optimizer from `replayed`, per element;
     * stage `residual`: (taken - replayed) / rounding, so between -1 and 1;
     * stage `variant[NAME]`: the residual of a formula with a known mistake, if that explains the update better;
+    * stage `state[NAME]`: the residual of a tensor of the state after the step, if rounding does not explain it;
     * stage `terms`: of a matrix whose formula needs all of it, and of which this rank has rows or columns, instead of
       these: what adds up over ranks (`traindiff.core.orthogonality`).
 
@@ -190,6 +192,8 @@ class OptimizerReplayTap:
             helpful: set[str] = set()
             for number, copied in enumerate(unexplained):
                 self._try_mistakes(copied, helpful, read, everything=number < MOST_VARIANTS)
+            if "(" not in self._label:
+                self._judge_states(read)
         finally:
             self._let_go()
 
@@ -312,6 +316,22 @@ class OptimizerReplayTap:
         worst = [self._replay(copied, read) for copied in self._copied]
         sizes = read_together(worst)
         return [sizes(one) for one in worst]
+
+    def _judge_states(self, read: Callable[[Tensor], float]) -> None:
+        """Record the states that are not what the formula gives."""
+        found = [
+            (copied, one)
+            for copied in self._copied
+            for one in judged_states(copied, self._state_of(copied.parameter), read)
+        ]
+        worst = [one.residual.abs().nan_to_num(nan=0.0).max() for _, one in found]
+        sizes = read_together(worst)
+        for (copied, one), size in zip(found, worst, strict=True):
+            if sizes(size) > 1.0:
+                self._emit(copied, one.residual, f"state[{one.name}]")
+                for name, other in (("kept", one.kept), ("zero", one.zero)):
+                    if other is not None:
+                        self._emit(copied, other, f"state[{one.name}={name}]")
 
     def _replay(self, copied: CopiedRange, read: Callable[[Tensor], float]) -> Tensor:
         gradient = copied.latest_gradient()

@@ -81,7 +81,10 @@ class OptimizerTap:
         self._calls = 0
         self._calls_before_scaler = 0
         self._hooks = HeldHooks()
-        self.was_held = HeldBefore(context.sink, optimizer=name, observe=context.observe)
+        self._parameters = context.targets.parameters
+        self.was_held = HeldBefore(
+            context.sink, optimizer=name, observe=context.observe, is_trained=self._is_trained
+        )  # fmt: skip
         self.marks = Marks()
         self._all = context.optimizers
         self.is_compiled = False
@@ -103,6 +106,11 @@ class OptimizerTap:
             scaler = ScalerListener(before=self._before_scaler, after=partial(self._after_scaler, guarded(self._skip)))
             undo.enter_context(tap_loss_scaler(scaler))
             return undo.pop_all()
+
+    def _is_trained(self, path: str) -> bool:
+        """True if a parameter of the model requires a gradient, and has one."""
+        parameter = self._parameters.get(path)
+        return parameter is not None and parameter.requires_grad and parameter.grad is not None
 
     def is_attached(self) -> bool:
         """True if all hooks on the optimizer are there."""

@@ -12,6 +12,7 @@ from traindiff.core.observation import (
     ALLOWED,
     ERROR,
     FLIPPED,
+    FORMAT,
     MEDIAN,
     PRODUCT,
     RECOMPUTED_PRODUCT,
@@ -172,12 +173,21 @@ class _Products:
             )  # fmt: skip
 
     def _record(self, call: OperatorCall, checked: Checked) -> None:
-        call.about.setdefault("products", {})[checked.slot] = {"format": str(checked.form), "terms": checked.num_terms}
+        form = {"format": str(checked.form), "terms": checked.num_terms}
+        first = call.about.setdefault("products", {}).setdefault(checked.slot, form)
+        forms = [{name: first[name] for name in form}, *first.get("others", ())]
         found = checked.residual
-        for name, tensor in (
+        numbers = [
             (RESIDUAL, found.rows), (ERROR, found.error), (ALLOWED, found.allowed), (WORST_ROW, found.worst),
             (MEDIAN, found.median),
-        ):  # fmt: skip
+        ]  # fmt: skip
+        if form != forms[0]:  # the call has other dtypes, or sizes, than in another step
+            if form not in forms:
+                forms.append(form)
+                first["others"] = forms[1:]
+            place = float(forms.index(form))
+            numbers.append((FORMAT, torch.tensor(place, dtype=torch.float64, device="cpu")))
+        for name, tensor in numbers:
             self._sink.emit(
                 tensor, phase=call.phase, path=call.path, slot=f"{checked.slot}.{name}", stage=call.inside.stage,
                 call=call.inside.call, scaled=False,

@@ -31,8 +31,8 @@ def adam(parameter: Any, gradient: Any, state: Any, settings: Any, wrong: str = 
     Reddi et al., On the Convergence of Adam and Beyond, ICLR 2018; torch.optim.Adam.
     """
     lr, eps, (beta1, beta2) = settings["lr"], settings["eps"], settings["betas"]
-    g, parameter, decayed = _decayed(parameter, gradient, settings, after=wrong == "decay-after-step")
-    m, v, t = _moments(g, state, settings, wrong)
+    g, parameter, finished = decayed(parameter, gradient, settings, after=wrong == "decay-after-step")
+    m, v, t = moments(g, state, settings, wrong)
     if settings.get("amsgrad"):
         v = maximum(v, state.get("max_exp_avg_sq", 0.0))
     first, second = _corrections(t, settings, wrong)
@@ -53,7 +53,7 @@ def adam(parameter: Any, gradient: Any, state: Any, settings: Any, wrong: str = 
         divisor = root / second**0.5 + eps
     if wrong == "nesterov":
         m = beta1 * m + (1.0 - beta1) * g
-    return decayed(parameter - lr / first * m / divisor)
+    return finished(parameter - lr / first * m / divisor)
 
 
 SPARSE_ADAM_MISTAKES = (
@@ -89,8 +89,8 @@ def adamax(parameter: Any, gradient: Any, state: Any, settings: Any, wrong: str 
     Source: Kingma and Ba, Adam, ICLR 2015, algorithm 2; torch.optim.Adamax.
     """
     lr, eps, (_, beta2) = settings["lr"], settings["eps"], _betas(settings, wrong)
-    g, parameter, decayed = _decayed(parameter, gradient, settings)
-    m, _, t = _moments(g, state, settings, wrong)
+    g, parameter, finished = decayed(parameter, gradient, settings)
+    m, _, t = moments(g, state, settings, wrong)
     held = state.get("exp_inf", 0.0)
     size = abs(g) + (0.0 if wrong == "eps-in-divisor" else eps)
     norm = maximum(beta2 * held, size)
@@ -105,7 +105,7 @@ def adamax(parameter: Any, gradient: Any, state: Any, settings: Any, wrong: str 
     if wrong == "norm-corrected":
         norm = norm / (1.0 - beta2**t)
     first, _ = _corrections(t, settings, wrong)
-    return decayed(parameter - lr / first * m / norm)
+    return finished(parameter - lr / first * m / norm)
 
 
 NADAM_MISTAKES = (
@@ -125,8 +125,8 @@ def nadam(parameter: Any, gradient: Any, state: Any, settings: Any, wrong: str =
     Source: Dozat, Incorporating Nesterov Momentum into Adam, ICLR workshop 2016; torch.optim.NAdam.
     """
     lr, eps, (beta1, _) = settings["lr"], settings["eps"], settings["betas"]
-    g, parameter, decayed = _decayed(parameter, gradient, settings, after=wrong == "decay-after-step")
-    m, v, t = _moments(g, state, settings, wrong)
+    g, parameter, finished = decayed(parameter, gradient, settings, after=wrong == "decay-after-step")
+    m, v, t = moments(g, state, settings, wrong)
     _, second = _corrections(t, settings, wrong)
     mu, following = (
         beta1 * (1.0 - 0.5 * 0.96 ** ((t + ahead - (wrong == "schedule-one-step-late")) * settings["momentum_decay"]))
@@ -138,13 +138,13 @@ def nadam(parameter: Any, gradient: Any, state: Any, settings: Any, wrong: str =
     product = held if wrong == "schedule-product-late" else held * mu
     divisor = _divisor(v, second, eps, wrong)
     if wrong == "no-nesterov":
-        return decayed(parameter - lr / (1.0 - beta1**t) * m / divisor)
+        return finished(parameter - lr / (1.0 - beta1**t) * m / divisor)
     of_gradient, of_moment = lr * (1.0 - mu), lr * following
     if wrong != "no-bias-correction":
         of_gradient, of_moment = of_gradient / (1.0 - product), of_moment / (1.0 - product * following)
     if wrong == "no-gradient-term":
-        return decayed(parameter - of_moment * m / divisor)
-    return decayed(parameter - of_gradient * g / divisor - of_moment * m / divisor)
+        return finished(parameter - of_moment * m / divisor)
+    return finished(parameter - of_gradient * g / divisor - of_moment * m / divisor)
 
 
 RADAM_MISTAKES = (
@@ -163,8 +163,8 @@ def radam(parameter: Any, gradient: Any, state: Any, settings: Any, wrong: str =
     Source: Liu et al., On the Variance of the Adaptive Learning Rate and Beyond, ICLR 2020; torch.optim.RAdam.
     """
     lr, eps, (_, beta2) = settings["lr"], settings["eps"], settings["betas"]
-    g, parameter, decayed = _decayed(parameter, gradient, settings, after=wrong == "decay-after-step")
-    m, v, t = _moments(g, state, settings, wrong)
+    g, parameter, finished = decayed(parameter, gradient, settings, after=wrong == "decay-after-step")
+    m, v, t = moments(g, state, settings, wrong)
     first, second = _corrections(t, settings, wrong)
     longest = 2.0 / (1.0 - beta2) - 1.0
     length = longest - 2.0 * t * beta2**t / (1.0 - beta2**t)
@@ -184,10 +184,10 @@ def radam(parameter: Any, gradient: Any, state: Any, settings: Any, wrong: str =
         factor = rectification * scale
     else:
         factor = by_sign(length - 5.0, positive=rectification * scale, zero=plain, negative=plain)
-    return decayed(parameter - m / first * lr * factor)
+    return finished(parameter - m / first * lr * factor)
 
 
-def _decayed(parameter: Any, gradient: Any, settings: Any, *, after: bool = False) -> tuple[Any, Any, Any]:
+def decayed(parameter: Any, gradient: Any, settings: Any, *, after: bool = False) -> tuple[Any, Any, Any]:
     """Gradient and parameter after weight decay, and what is left to do with the new parameter."""
     decay = settings.get("weight_decay", 0.0)
     g = -gradient if settings.get("maximize") else gradient
@@ -208,7 +208,7 @@ def _betas(settings: Any, wrong: str) -> tuple[Any, Any]:
     return (beta2, beta1) if wrong == "swapped-betas" else (beta1, beta2)
 
 
-def _moments(g: Any, state: Any, settings: Any, wrong: str) -> tuple[Any, Any, Any]:
+def moments(g: Any, state: Any, settings: Any, wrong: str) -> tuple[Any, Any, Any]:
     """First and second moment of this step, and its number; late moments go with late corrections."""
     beta1, beta2 = _betas(settings, wrong)
     m_old, v_old = state.get("exp_avg", 0.0 * g), state.get("exp_avg_sq", 0.0 * g)

@@ -182,8 +182,7 @@ class CopiedRange:
             rounding = rounding + start.parameter.unit * value.abs()
         if self.terms is not None:  # each further term is added to the parameter by itself, and rounded
             rounding = rounding + self._sums() * start.parameter.unit * (start.parameter.value.abs() + value.abs())
-        may_overflow = self._may_overflow(start)
-        rounding = torch.where(may_overflow | rounding.isnan(), torch.inf, rounding)
+        rounding = torch.where(self.may_overflow(start) | rounding.isnan(), torch.inf, rounding)
         update = value - start.parameter.value
         return Update(value=self._unless_skipped(update, read).reshape(-1), rounding=rounding.reshape(-1))
 
@@ -204,7 +203,7 @@ class CopiedRange:
     def _unless_skipped(self, update: Tensor, read: Callable[[Tensor], float]) -> Tensor:
         return torch.zeros_like(update) if self.overflowed is not None and read(self.overflowed) else update
 
-    def _may_overflow(self, start: Start) -> Tensor:
+    def may_overflow(self, start: Start) -> Tensor:
         """True where squares or states may exceed the largest number of the shortest dtype."""
         largest = min(torch.finfo(one.dtype).max for one in (self.elements, *self.state.values()))
         found: Tensor = start.gradient.value.abs() > 0.5 * math.sqrt(largest)

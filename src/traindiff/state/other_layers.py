@@ -1,0 +1,149 @@
+"""What the other layers say of a layer: which of its tensors are which, and whether it is laid out as they are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from traindiff.core.maps.entries import Layout
+from traindiff.state.comparison import NUMBER, Relation, numbers, skeleton
+from traindiff.state.measured import Measured
+
+Numbers = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pattern:
+    """Which tensors of a layer are which, with `*` in place of numbers, and in which layout.
+
+    Attributes:
+        baseline: Names of the baseline.
+        candidate: Names of the candidate.
+        layout: How the several make up the one; None if nothing was moved.
+    """
+
+    baseline: tuple[str, ...]
+    candidate: tuple[str, ...]
+    layout: Layout | None
+
+    def names(self, baseline: Numbers, candidate: Numbers) -> tuple[list[str], list[str]]:
+        """The names in one layer."""
+        return [_filled(one, baseline) for one in self.baseline], [_filled(one, candidate) for one in self.candidate]
+
+
+def _filled(pattern: str, given: Numbers) -> str:
+    parts = pattern.split("*")
+    return "".join(part + digits for part, digits in zip(parts, [*map(str, given), ""], strict=True))
+
+
+def numbers_of(names: Sequence[str]) -> Numbers | None:
+    """The numbers that names of one layer have in common; None if they have others, or none."""
+    found = {numbers(name) for name in names}
+    own = found.pop() if found else ()
+    return own if own and not found else None
+
+
+def is_settled(relation: Relation) -> bool:
+    """True if tensors of both sides are the same, under names of their own."""
+    paired = relation.word in ("identical", "equivalent") and relation.baseline and relation.candidate
+    return bool(paired) and relation.kind != "tied"
+
+
+def patterns(relations: Iterable[Relation]) -> Counter[Pattern]:
+    """The patterns of relations of single layers, by the number of layers."""
+    return Counter(
+        Pattern(
+            baseline=tuple(map(skeleton, one.baseline)),
+            candidate=tuple(map(skeleton, one.candidate)),
+            layout=one.layout,
+        )
+        for one in relations
+        if is_settled(one) and numbers_of(one.baseline) is not None and numbers_of(one.candidate) is not None
+    )
+
+
+def layers_of(relations: Iterable[Relation]) -> dict[Numbers, Numbers]:
+    """The numbers of the baseline's layer that most tensors of each layer of the candidate are in."""
+    found: dict[Numbers, Counter[Numbers]] = {}
+    for one in relations:
+        own, other = numbers_of(one.candidate), numbers_of(one.baseline)
+        if is_settled(one) and own is not None and other is not None:
+            found.setdefault(own, Counter())[other] += 1
+    return {own: counts.most_common(1)[0][0] for own, counts in found.items()}
+
+
+def expected(
+    relations: Sequence[Relation], baseline: Mapping[str, object], candidate: Mapping[str, object]
+) -> Iterator[tuple[list[str], list[str], Layout | None]]:
+    """What is left of both sides, and belongs together if it is as in the other layers.
+
+    Args:
+        relations: Of tensors that are settled.
+        baseline: Names that are left.
+        candidate: Names that are left.
+
+    Yields:
+        Names of the baseline, of the candidate, and the layout.
+    """
+    layers = layers_of(relations)
+    used: set[str] = set()
+    for pattern, _ in patterns(relations).most_common():
+        for name in candidate:
+            own = numbers(name)
+            if name in used or skeleton(name) != pattern.candidate[0] or "*" not in pattern.baseline[0]:
+                continue
+            other = layers.get(own, own)
+            if any(one.count("*") != len(other) for one in pattern.baseline):
+                continue
+            here, there = pattern.names(other, own)
+            if all(one in baseline and f"\0{one}" not in used for one in here) and all(
+                one in candidate and one not in used for one in there
+            ):
+                used |= {*there, *(f"\0{one}" for one in here)}
+                yield here, there, pattern.layout
+
+
+Holds = Callable[[Sequence[str], Sequence[str], Layout | None], bool]
+"""Whether tensors of the baseline are those of the candidate in a layout."""
+
+
+def laid_out_alike(relations: Sequence[Relation], shapes: Mapping[str, Measured], holds: Holds) -> list[Relation]:
+    """The relations, of which those of layers that are laid out unlike the others differ.
+
+    Code finds the tensors of all layers by one pattern of names, and treats them alike. So a layer whose rows are
+    still rotary halves, or whose gate and up are swapped, is another model, whatever its names are.
+
+    Args:
+        relations: Of all tensors of the candidate.
+        shapes: Tensors of the candidate, by name: only those of one shape are held against each other.
+        holds: Is asked whether the layout of the other layers fits as well.
+    """
+    kinds: dict[tuple[str, tuple[int, ...]], dict[Pattern, list[int]]] = {}
+    for number, one in enumerate(relations):
+        measured = shapes.get(one.name)
+        # what has no summary was paired by its name, or by a map
+        if is_settled(one) and NUMBER.search(one.name) and measured and measured.summaries and not measured.is_constant:
+            for pattern in patterns([one]):
+                key = (skeleton(one.name), measured.tensor.shape)
+                kinds.setdefault(key, {}).setdefault(pattern, []).append(number)
+    usual = {key: max(ways, key=lambda way: len(ways[way])) for key, ways in kinds.items()}
+    sources = {tuple(sorted(way.baseline)) for way in usual.values()}
+    found = list(relations)
+    layers = layers_of(relations)
+    for key, ways in kinds.items():
+        for way, places in ways.items():
+            # a tensor of a name that is the baseline's for nothing else is only named otherwise
+            if way == usual[key] or tuple(sorted(way.baseline)) not in sources:
+                continue
+            for place in places:
+                one, own = relations[place], numbers(relations[place].name)
+                other = layers.get(own, own)
+                if holds(*usual[key].names(other, own), usual[key].layout):
+                    continue
+                count = len(ways[usual[key]])
+                others = f"{count} other layer{'s' if count > 1 else ''}"
+                how = "otherwise" if way.baseline == usual[key].baseline else "of other tensors"
+                message = f"{one.message}; in {others}, {key[0]} is made up {how}"
+                found[place] = replace(one, word="differs", kind="unlike", message=message)
+    return found
