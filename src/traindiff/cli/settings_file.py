@@ -1,4 +1,4 @@
-"""Defaults of options, from `traindiff.toml` or from `[tool.traindiff]` in `pyproject.toml` (docs/settings.md).
+"""Defaults of options, from `traindiff.toml` or from `[tool.traindiff]` in `pyproject.toml`.
 
 Such a file may come with recordings or code of others. So it holds no arguments, and nothing that says what is written,
 sent or run: a file that happens to lie in a directory changes how things are judged and shown, and this is said.

@@ -1,4 +1,4 @@
-"""Differences that the user sets aside: taken out of the findings, and listed (docs/maps.md).
+"""Differences that the user sets aside: taken out of the findings, and listed.
 
 An accepted difference has a reason, and what follows from it is accepted too. An ignored site has none. What follows
 from a difference at an ignored site was not judged by itself, so the verdict is then `incomplete` at best.
