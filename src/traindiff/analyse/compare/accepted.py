@@ -69,7 +69,8 @@ def without_accepted(
     left = tuple(filter(kept, findings))
     remaining = tuple(filter(kept, alone[0])), tuple(filter(kept, alone[1]))
     ignored = [one for one in accepted.entries if one.is_ignored]
-    known = [_names(one) for one in (*rows, *alone[0], *alone[1], *findings)]
+    everything: list[Finding | Unaligned | SiteDifference] = [*rows, *alone[0], *alone[1], *findings]
+    known = [_names(one) for one in everything]
     counts = {
         ignores: len({site for entry, sites in listed.items() if entry.is_ignored is ignores for site in sites})
         for ignores in (False, True)
