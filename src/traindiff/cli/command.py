@@ -125,8 +125,8 @@ def _show_settings(
         rows.append((_dashed(one), _shown(value), place.get(source.name, f"default{fixed}")))
     typer.echo(f"{ctx.command_path}: settings from {file.path if file else 'no file'}")
     widths = [max(len(row[at]) for row in rows) for at in range(2)] if rows else []
-    for name, value, place in rows:
-        typer.echo(f"  {name:<{widths[0]}}  {value:<{widths[1]}}  {place}")
+    for name, value, origin in rows:
+        typer.echo(f"  {name:<{widths[0]}}  {value:<{widths[1]}}  {origin}")
 
 
 def _dashed(option: Any) -> str:
@@ -145,8 +145,10 @@ def _shown(value: Any) -> str:
 class Application(typer.Typer):
     """Commands of traindiff."""
 
-    def command(self, name: str | None = None, **settings: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Declare a command, as `typer.Typer.command` does. It also takes `--show-settings`."""
+    def command(  # type: ignore[override]
+        self, name: str | None = None, **settings: Any
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Declare a command, as `typer.Typer.command` does with its settings. It also takes `--show-settings`."""
         declare = super().command(name, **{"cls": Command, **settings})
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:

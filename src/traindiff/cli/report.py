@@ -79,11 +79,11 @@ def report(
 
         check_directory(png)
     result: Comparison | Verdict
-    of_two = {
+    of_two: dict[str, Any] = {
         "noise": noise or (), "rename": rename, "map": layout, "accept": accept, "ignore": ignore,
         "rtol": rtol, "atol": atol, "identical": identical, "offset": offset,
     }  # fmt: skip
-    of_one = {"rules": rules, "skip": skip, "config": config}
+    of_one: dict[str, Any] = {"rules": rules, "skip": skip, "config": config}
     if candidate is None:
         _refuse(
             of_two, "is for two recordings, and one was given.", "Give a baseline and a candidate, or leave it out."

@@ -124,8 +124,8 @@ def defaults_of(file: SettingsFile, commands: Mapping[str, Any], wanted: str) ->
     Raises:
         ConfigError: The file has an unknown or misspelt key, or a value of another kind, for any of the commands.
     """
-    options = {name: found for name, command in commands.items() if (found := dict(_options(command)))}
-    everywhere = {option for found in options.values() for option in found}
+    options = {name: own for name, command in commands.items() if (own := dict(_options(command)))}
+    everywhere = {option for own in options.values() for option in own}
     problems: list[Problem] = []
     found: dict[str, Default] = {}
     for key, value in file.content.items():
@@ -134,17 +134,17 @@ def defaults_of(file: SettingsFile, commands: Mapping[str, Any], wanted: str) ->
             for below, one in value.items():
                 _read(file, key, below, one, options[key], problems, found if key == wanted else {})
         elif name in everywhere:
-            having = {command: own for command, own in options.items() if name in own}
-            if len({_kind(own[name]) for own in having.values()}) > 1:
+            having = {command: some for command, some in options.items() if name in some}
+            if len({_kind(some[name]) for some in having.values()}) > 1:
                 what = "means different things to different commands."
                 table = ".".join(filter(None, (file.table, next(iter(having)))))
                 fix = f"Write it in the table of a command, e.g. [{table}]."
                 problems.append(Problem(where=f"{file.place()} {printable(key)}", what=what, fix=fix))
                 continue
-            for command, own in having.items():
+            for command, some in having.items():
                 mine: dict[str, Default] = {}
                 before = len(problems)
-                _read(file, "", key, value, own, problems, mine)
+                _read(file, "", key, value, some, problems, mine)
                 if len(problems) > before:
                     break
                 if command == wanted:
@@ -240,7 +240,8 @@ def _options(command: Any) -> Iterator[tuple[str, Any]]:
 
 def option_name(option: Any) -> str:
     """The first long name of an option, without dashes; the short one if it has no other."""
-    return next((name for name in option.opts if name.startswith("--")), option.opts[0]).lstrip("-")
+    names: list[str] = option.opts
+    return next((name for name in names if name.startswith("--")), names[0]).lstrip("-")
 
 
 def _kind(option: Any) -> tuple[Any, ...]:

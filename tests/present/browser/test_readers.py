@@ -207,7 +207,7 @@ def test_a_page_of_a_run_that_goes_on_keeps_what_was_chosen(browser: Any, viewer
 
     shutil.rmtree(tmp_path / "runs" / "growing")
     record(tmp_path / "runs" / "growing", with_losses, steps=9, close=False)
-    tab.locator(".facts li", has_text="9 steps checked").wait_for(timeout=60_000)
+    tab.locator(".facts li", has_text="9 steps checked").wait_for(timeout=150_000)
     tab.wait_for_selector("body[data-ready]")
 
     assert tab.evaluate("window.same")  # the same document, not one that was loaded again

@@ -1,4 +1,4 @@
-"""Differences that the user sets aside: taken out of the findings, and listed (traindiff explain maps).
+"""Differences that the user sets aside: taken out of the findings, and listed.
 
 An accepted difference has a reason, and what follows from it is accepted too. An ignored site has none. What follows
 from a difference at an ignored site was not judged by itself, so the verdict is then `incomplete` at best.
@@ -69,7 +69,8 @@ def without_accepted(
     left = tuple(filter(kept, findings))
     remaining = tuple(filter(kept, alone[0])), tuple(filter(kept, alone[1]))
     ignored = [one for one in accepted.entries if one.is_ignored]
-    known = [_names(one) for one in (*rows, *alone[0], *alone[1], *findings)]
+    everything: list[Finding | Unaligned | SiteDifference] = [*rows, *alone[0], *alone[1], *findings]
+    known = [_names(one) for one in everything]
     counts = {
         ignores: len({site for entry, sites in listed.items() if entry.is_ignored is ignores for site in sites})
         for ignores in (False, True)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 from traindiff.core.maps.toml_files import toml_of, unusable
 from traindiff.core.site import printable
@@ -99,10 +100,11 @@ def accepted_of(path: str | os.PathLike[str] | None, ignore: str | Iterable[str]
 
 
 def _globs(ignore: str | Iterable[str] | None) -> list[str]:
+    globs: list[Any]
     try:
         globs = [ignore] if isinstance(ignore, str) else list(ignore or ())
     except TypeError:
-        globs = [ignore]  # type: ignore[list-item]  refused below
+        globs = [ignore]
     for one in globs:
         if not isinstance(one, str) or not one.strip():
             fix = 'Write a path, or a path and a slot, e.g. ignore="transformer.h.3.*".'
