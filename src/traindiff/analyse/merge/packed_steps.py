@@ -49,9 +49,9 @@ class Packer:
     def packed(self, steps: Sequence[MergedAlone | None]) -> PackedSteps:
         """Steps of several runs, which may share entries."""
         packing = _Packing(self._places)
-        contents = [one and packing.content(one) for one in steps]
+        contents = [None if one is None else packing.content(one) for one in steps]
         return PackedSteps(
-            about=tuple(one and (one.optimizer, one.step, one.after) for one in steps),
+            about=tuple(None if one is None else (one.optimizer, one.step, one.after) for one in steps),
             numbers=packing.numbers(),
             rest=pickle.dumps((packing.entries, contents), protocol=5),
         )
