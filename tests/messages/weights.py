@@ -164,7 +164,7 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
 
 @situation("a file from before torch 1.6 that is cut off")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
-    torch.save(STATE, here / "model.pt", _use_new_zipfile_serialization=False)
+    torch.save({"bias": STATE["bias"]}, here / "model.pt", _use_new_zipfile_serialization=False)
     (here / "model.pt").write_bytes((here / "model.pt").read_bytes()[:-8])
     opened(here / "model.pt")
 

@@ -22,6 +22,14 @@ class LocalFiles:
         """True if there is a directory, or a link that leads to one."""
         return os.path.isdir(path)  # noqa: PTH112
 
+    def info(self, path: str) -> dict[str, Any]:
+        """Size in bytes of a file or a directory.
+
+        Raises:
+            OSError: It does not exist, or may not be asked for.
+        """
+        return {"size": Path(path).stat().st_size}
+
     def ls(self, path: str, *, detail: bool = False) -> list[Any]:
         """Paths of the entries of a directory; of a file, its own path.
 

@@ -104,7 +104,7 @@ class LegacyFile:
         found = self._storages[key]
         size = found.count * ITEM_BYTES[found.dtype]
         length = int.from_bytes(rest.read(0, _LENGTH_BYTES).tobytes(), "little", signed=True)
-        what = f"its storage {quoted(key)} has {found.count} elements of {found.dtype}"
+        what = f"a storage of it has {found.count} elements of {found.dtype}"
         if length != found.count:
             raise unreadable(self.where, f"{what}, and the file says {length}")
         if _LENGTH_BYTES + size > rest.count:
