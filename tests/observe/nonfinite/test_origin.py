@@ -71,6 +71,16 @@ def test_a_weight_that_was_changed_behind_the_optimizers_back_is_named() -> None
     assert "as does weight of last, changed outside of the optimizer." in message
 
 
+def test_a_weight_that_has_grown_behind_the_optimizers_back_is_told_as_it_is() -> None:
+    def change(model: Any, _: Any) -> None:
+        model.last.weight.data.fill_(3e38)
+
+    message = found(breaks=in_step(1, change))
+
+    assert "last output holds" in message
+    assert "(weight up to 3e+38, " in message
+
+
 def test_a_loss_that_overflows_is_told_from_the_model() -> None:
     message = found(loss_of=lambda output: (output * 1e30).square().sum())
 

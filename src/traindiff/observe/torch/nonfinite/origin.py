@@ -96,6 +96,7 @@ def of_output(call: Call, slot: str, reading: Reading) -> Found:
         changed = ", changed outside of the optimizer" if by_code else ""
         message = f"{whole}, as does {_and(names)} of {_named(call.path)}{changed}."
     else:
+        _read_weights_again(call)
         largest = ", ".join(
             f"{name} up to {one.extent.largest:.3g}"
             for name, one in call.frame.read("")
@@ -114,6 +115,20 @@ def _bad_weights(call: Call) -> list[str]:
     parameters = [name for name, one in call.module.named_parameters(recurse=False) if not _is_finite(one)]
     buffers = call.module.named_buffers(recurse=False)
     return parameters + [name for name, one in buffers if not _is_finite(one) and not only_masks(one)]
+
+
+def _read_weights_again(call: Call) -> None:
+    """Put into the frame what weights are now, if they have grown since: code may write to them through `.data`."""
+    weights = dict(call.module.named_parameters(recurse=False))
+    for name, one in call.frame.read(""):
+        if name not in weights or one.extent is None:
+            continue
+        try:
+            now = extent(weights[name])
+        except UnsupportedTensorError:
+            continue
+        if now.largest > one.extent.largest:
+            one.extent = now
 
 
 def _is_finite(tensor: Tensor) -> bool:
