@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 SCHEMA_NAME = "traindiff-recordings"
 SCHEMA_VERSION = 1
 
-_STATES = {"closed": "", "aborted": "ended by an error", "unclosed": "recording, or killed", "unreadable": "unreadable"}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedRun:
@@ -103,6 +101,7 @@ def listed_run(directory: str, one: Listed, path: str | None) -> ListedRun:
 def print_list(console: Console, found: RecordingList) -> None:
     """Print a line for each recording."""
     from traindiff.present.text.layout import columns
+    from traindiff.present.text.overview import ENDINGS
 
     if not found.recordings:
         console.print(Text(f"There is no recording under {found.directory}."), soft_wrap=True)
@@ -116,7 +115,7 @@ def print_list(console: Console, found: RecordingList) -> None:
             "-" if one.last_step is None else str(one.last_step),
             "-" if one.last_loss is None else f"{one.last_loss:.6g}",
         )
-        cells = (one.path, one.created[:16].replace("T", " "), *numbers, _STATES.get(one.ending, ""))
+        cells = (one.path, one.created[:16].replace("T", " "), *numbers, ENDINGS[one.ending])
         table.add_row(*map(Text, cells))
     console.print(table)
 

@@ -19,13 +19,14 @@ DEPTH = 3
 MOST = 10
 """Recordings that are listed."""
 
-_ENDINGS = {
+ENDINGS = {
     "closed": "",
     "aborted": "ended by an error",
     "unclosed": "still recording, or killed",
     "unreadable": "cannot be read",
     "unread": "",
 }
+"""What is said of how a recording ends."""
 
 BEGIN = (
     ("traindiff demo --tour", "record, compare, report, check and watch a small training (two minutes)"),
@@ -70,7 +71,7 @@ def _print_recordings(console: Console, found: Sequence[Listed]) -> None:
     for one in found[:MOST]:
         ranks = "" if not one.ranks else "1 rank" if one.ranks == 1 else f"{one.ranks} ranks"
         size = f"{one.size_bytes / 1e6:.1f} MB" if one.size_bytes else ""
-        cells = (f"  {printable(one.name)}", one.created[:16].replace("T", " "), ranks, size, _ENDINGS[one.ending])
+        cells = (f"  {printable(one.name)}", one.created[:16].replace("T", " "), ranks, size, ENDINGS[one.ending])
         table.add_row(*map(Text, cells))
     console.print(table)
 
