@@ -98,7 +98,7 @@ def _replace(path: Path, pruned: Path, old: Path) -> None:
 
 
 def _said(verdict: Any) -> Mapping[str, Any]:
-    """What a verdict says, without the path of the recording."""
+    """What a verdict says, without the path of the recording, which is also in the commands that would tell more."""
     found = verdict.to_json()
     notes = [note.replace(found["recording"], "") for note in found["notes"]]
-    return {**found, "recording": "", "notes": notes}
+    return {**found, "recording": "", "notes": notes, "next": []}

@@ -446,7 +446,8 @@ class RunningComparison:
             return "misaligned" if findings[0].kind in EXACT_KINDS else "diverged"
         if incomplete or (self._identical and self._judge.unknown_bits):
             return "incomplete"
-        in_parts = self.runs.map.is_unplaced or self.runs.singletons.sites
+        uneven = self.runs.uneven
+        in_parts = self.runs.map.is_unplaced or self.runs.singletons.sites or uneven.padded or uneven.computed
         equal = self._judge.all_equal and not self._judge.findings and not in_parts
         return "identical" if equal else "equivalent"
 
