@@ -58,9 +58,11 @@ def without_other_rows(tables: Tables, known: Collection[str] = ()) -> ComputedR
     if not apart or _last_shapes(baseline) != _last_shapes(candidate):
         return ComputedRows(tables=tables)
     found = [key for key in apart if _are_chosen(baseline[key], candidate[key])]
-    others = _modules(apart) - _modules(found)
+    calls = _calls(baseline), _calls(candidate)
+    arranged = [key for key in apart if _are_arranged(key, tables) or calls[0][key.of_calls] != calls[1][key.of_calls]]
+    others = _modules(arranged) - _modules(found)
     padded = others if others and (others <= set(known) or _what_follows_agrees(tables, others)) else set()
-    found = apart if padded else found
+    found = [*found, *(key for key in apart if key.path in padded)]
     if not found:
         return ComputedRows(tables=tables)
     places = {_place(key) for key in found}
@@ -95,6 +97,17 @@ def _place(key: SiteKey) -> SiteKey:
 
 def _modules(keys: Collection[SiteKey]) -> set[str]:
     return {key.path for key in keys}
+
+
+def _calls(table: StepTable) -> Counter[SiteKey]:
+    """Calls of a step, by site."""
+    return Counter(key.of_calls for key in table if _flows(key))
+
+
+def _are_arranged(key: SiteKey, tables: Tables) -> bool:
+    """True if the rows of an activation are in tensors of another number of axes."""
+    baseline, candidate = (len(table[key].shape) for table in tables)
+    return baseline != candidate
 
 
 def _have_same_features(baseline: MergedSite, candidate: MergedSite) -> bool:
