@@ -120,6 +120,8 @@ def test_what_rounding_allows_is_never_exceeded_by_torch(
 ) -> None:
     if kind is SGD and how == {"fused": True} and dtype != torch.float32:
         pytest.skip("torch 2.13 on the CPU does not update; tests/analyse/rules/test_replay.py")
+    if kind is optim.Muon and not options.get("nesterov", True) and dtype == torch.bfloat16:
+        pytest.skip("torch 2.13 divides the momentum buffer itself by its norm, which is a finding: below")
     torch.manual_seed(0)
     model = mlp().to(dtype)
     parameters = [one for one in model.parameters() if one.dim() == 2] if kind is optim.Muon else model.parameters()
@@ -136,6 +138,21 @@ def test_what_rounding_allows_is_never_exceeded_by_torch(
     assert len(residuals) == 3 * len(optimizer.param_groups[0]["params"])
     assert max(max(-summary["minimum"], summary["maximum"]) for _, summary in residuals) <= 1.0
     assert not [seen.stage for seen, _ in rows(tmp_path / "run") if seen.stage.startswith(("variant", "state"))]
+
+
+def test_a_buffer_that_muon_divides_in_place_is_found(tmp_path: Path) -> None:
+    """`_zeropower_via_newtonschulz` makes no copy of what is in bfloat16 already; without Nesterov that is the buffer."""
+    torch.manual_seed(0)
+    model = mlp().to(torch.bfloat16)
+    optimizer = optim.Muon([one for one in model.parameters() if one.dim() == 2], nesterov=False)
+    with traindiff.record(tmp_path / "run", model, optimizer, observe="replay", strict=True):
+        for batch in batches(3):
+            model(batch.to(torch.bfloat16)).square().mean().backward()
+            optimizer.step()
+
+    first = traindiff.check(tmp_path / "run").findings[0]
+    assert (first.step, first.path, first.kind) == (0, "0.weight", "update-rule")
+    assert "momentum_buffer" in first.message
 
 
 @pytest.mark.parametrize("count", [1, 10, 1000, 100_000])
