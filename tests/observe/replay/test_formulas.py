@@ -141,7 +141,7 @@ def test_what_rounding_allows_is_never_exceeded_by_torch(
 
 
 def test_a_buffer_that_muon_divides_in_place_is_found(tmp_path: Path) -> None:
-    """`_zeropower_via_newtonschulz` makes no copy of what is in bfloat16 already; without Nesterov that is the buffer."""
+    """Its iteration makes no copy of what is in bfloat16 already; without Nesterov that is the buffer itself."""
     torch.manual_seed(0)
     model = mlp().to(torch.bfloat16)
     optimizer = optim.Muon([one for one in model.parameters() if one.dim() == 2], nesterov=False)
