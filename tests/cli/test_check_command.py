@@ -34,6 +34,7 @@ def test_a_rank_that_drifts_is_printed_and_exits_with_one(traindiff: Traindiff, 
         "First finding: step 1, param, fc.weight value",
         "  Rank 2 holds another copy of fc.weight value than ranks 0 and 1. They differ by 1.1 of their size (relative "
         "L2).",
+        "  more: traindiff explain ranks-disagree",
     ]
 
 

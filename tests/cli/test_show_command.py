@@ -28,12 +28,12 @@ def test_the_table_has_a_head_and_one_row_per_observation(traindiff: Traindiff) 
         "recorded 2026-01-01T00:00:00+00:00 with torch 2.13.0, 1 rank; "
         "observed batch, forward, loss, backward, grad, optimizer, update, param, samples, replay",
         "",
-        "step  phase  site              tensor           norm      mean     min    max  zero  nan  inf",
-        "0     loss   loss backward     float32 scalar   1.05      1.05    1.05   1.05     0    0    0",
-        "0     grad   fc.weight grad    float32 8x6     0.292   0.00426  -0.164  0.138     0    0    0",
-        "0     grad   fc.bias grad      float32 8       0.283  0.000339  -0.213  0.112     0    0    0",
-        "0     grad   head.weight grad  float32 3x8     0.632  1.28e-09  -0.338  0.265     0    0    0",
-        "0     grad   head.bias grad    float32 3       0.818  4.97e-09  -0.641  0.484     0    0    0",
+        "step  phase  site              tensor                norm        mean         min         max  zero  nan  inf",
+        "0     loss   loss backward     float32 scalar  1.05260277  1.05260277  1.05260277  1.05260277     0    0    0",
+        "0     grad   fc.weight grad    float32 8x6          0.292     0.00426      -0.164       0.138     0    0    0",
+        "0     grad   fc.bias grad      float32 8            0.283    0.000339      -0.213       0.112     0    0    0",
+        "0     grad   head.weight grad  float32 3x8          0.632    1.28e-09      -0.338       0.265     0    0    0",
+        "0     grad   head.bias grad    float32 3            0.818    4.97e-09      -0.641       0.484     0    0    0",
     ]
 
 

@@ -147,6 +147,12 @@ def _loss(model: nn.Module, batch: Tensor) -> Tensor:
     return found
 
 
+def _is_written_out(precision: str) -> bool:
+    """True if torch computes an LSTM from matrix products here, and not with one kernel."""
+    short = precision in ("bfloat16", "autocast")
+    return precision == "float64" or (short and not torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.parametrize("kind", [*OPERATIONS, *TAKEN])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast", "float64"])
@@ -164,7 +170,7 @@ def test_right_gradients_are_within_rounding_and_all_are_witnessed(tmp_path: Pat
     assert found.keys() == {name for name, _ in model.named_parameters()}
     assert reasons(path) == {}
     assert max(found.values()) < RIGHT
-    assert bool(contributed(path)) == (kind in TAKEN and (kind, precision) != ("lstm", "float64"))  # that is no kernel
+    assert bool(contributed(path)) == (kind in TAKEN and not (kind == "lstm" and _is_written_out(precision)))
 
 
 class Whole(nn.Module):
