@@ -42,6 +42,7 @@ def test_a_client_asks_all_tools(tmp_path: Path) -> None:
 
     record(tmp_path / "runs" / "base")
     record(tmp_path / "runs" / "new", scaled(FC, 0.01, step=1))
+    record(tmp_path / "elsewhere" / "base")
     asked: dict[str, Any] = {}
 
     async def ask() -> None:
@@ -60,7 +61,7 @@ def test_a_client_asks_all_tools(tmp_path: Path) -> None:
                 "outside": {},
             }.items():
                 called = "check" if name == "outside" else name
-                given = {"recording": "../runs/base"} if name == "outside" else arguments
+                given = {"recording": "../elsewhere/base"} if name == "outside" else arguments
                 asked[name] = await session.call_tool(called, given)
 
     anyio.run(ask)
