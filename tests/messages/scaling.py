@@ -255,7 +255,7 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> str:
     return command("prune", "run")
 
 
-@situation("what is left of a recording that was replaced")
+@situation("a recording that was replaced, and could not be removed")
 def _(here: Path, patched: pytest.MonkeyPatch) -> str:
     record_ranks(here / "run")
     patched.setattr("os.getpid", lambda: 7)

@@ -49,6 +49,48 @@ NOT_PROVOKED = {
         "needs a machine where a command of the tour fails"
     ),
     "demo | the tour ends here": "the consequence of the one before",
+    **dict.fromkeys(
+        ("KeyError(at)",),
+        "a programmer's error: a step that was not packed",
+    ),
+    **dict.fromkeys(
+        ("is {}; it must be a text or a number.",),
+        "tests/cli/test_settings_file.py",
+    ),
+    **dict.fromkeys(
+        (
+            "plot({}) | names no site of this result.",
+            "plot | nothing was drawn",
+            "ModuleNotFoundError(text, name=name)",
+            "plot({})",
+        ),
+        "tests/present/test_notebook.py",
+    ),
+    **dict.fromkeys(
+        ("OpenTelemetry's exporter could not send it",),
+        "needs OpenTelemetry; tests/present/test_telemetry.py",
+    ),
+    **dict.fromkeys(
+        (
+            "{} | is no directory. | Give the directory that holds recordings.",
+            "mcp | nothing was started",
+            "traindiff mcp | needs the package mcp, 2.0 or later.",
+            "investigate | runs code, which this server was not allowed to do. | "
+            "Run it yourself: {}. Or start the server with traindiff mcp --run.",
+            "investigate | nothing was run",
+            "a recording of this server",
+            "nothing was read",
+            "is no recipe of a file below the directory of this server. | "
+            "Write FILE.py:FUNCTION, with the path of the file below that directory.",
+            "investigate | ended with exit code {}. | Read what it said, and change the recipe.",
+            "investigate | there is no result",
+        ),
+        "an agent reads it; tests/run/agents",
+    ),
+    **dict.fromkeys(
+        ("AssertionError('\\n'.join([headline, '', str(result), '', *lines]) + hint)",),
+        "a test that fails reads it; tests/run/testing/test_assert_equivalent.py",
+    ),
     "interrupted": "needs somebody who interrupts",
     "A task of Ray failed {} times: {}": "needs a cluster of Ray; tests/analyse/blocks/test_on_ray.py",
     "the Trainer has ended; give it more steps (max_steps)": "needs a trainer; tests/integrations/test_resuming.py",

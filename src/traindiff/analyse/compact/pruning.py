@@ -93,7 +93,7 @@ def _replace(path: Path, pruned: Path, old: Path) -> None:
     except OSError as error:
         raise RecordingError(
             f"{path} is now its compact form, but what it replaces could not be removed ({error.strerror}). "
-            f"Remove what is left of it: {old}"
+            f"Remove the rest of it: {old}"
         ) from None
 
 

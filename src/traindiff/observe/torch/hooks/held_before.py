@@ -21,6 +21,7 @@ class HeldBefore:
 
     Attributes:
         paths: The parameters that it held in recorded steps.
+        of_others: Those that only an optimizer before this one held.
     """
 
     def __init__(
@@ -32,12 +33,12 @@ class HeldBefore:
         self._observe = observe
         self.paths: set[str] = set()
         self._settled: Collection[str] | None = None  # the latest paths, if none are gone
-        self._of_others: set[str] = set()  # the parameters that only an optimizer before this one held
+        self.of_others: set[str] = set()
         self._replaced: set[str] = set()  # of these, those whose place in the model another tensor has taken
 
     def add(self, other: HeldBefore) -> None:
         """Note that the optimizer steps in place of another one, whose parameters may still be stepped elsewhere."""
-        self._of_others |= other.paths - self.paths | other._of_others
+        self.of_others |= other.paths - self.paths | other.of_others
         self.paths |= other.paths
         self._settled = None
 
@@ -58,11 +59,11 @@ class HeldBefore:
                     why = self._why(path) if phase == "grad" else NOT_HELD
                     self._sink.unobserved(why, phase=phase, path=path, slot=slot, optimizer=self._optimizer)
         self.paths.update(held)
-        self._of_others.difference_update(held)
+        self.of_others.difference_update(held)
         self._settled = None if gone else held
 
     def _why(self, path: str) -> str:
         """The reason why nothing more is known of the gradient of a parameter."""
         if path in self._replaced:
             return REPLACED
-        return TAKEN_OUT if path not in self._of_others and self._is_trained(path) else NOT_HELD
+        return TAKEN_OUT if path not in self.of_others and self._is_trained(path) else NOT_HELD
