@@ -45,16 +45,18 @@ def without_other_rows(tables: Tables, known: Collection[str] = ()) -> ComputedR
         known: Paths of modules that were left out in an earlier step.
     """
     baseline, candidate = tables
-    counts = _elements(baseline), _elements(candidate)
-    apart = [
+    shaped = [
         key
         for key, entry in baseline.items()
         if key in candidate
         and _flows(key)
         and entry.shape != candidate[key].shape
-        and counts[0][key.of_calls] != counts[1][key.of_calls]
         and _have_same_features(entry, candidate[key])
     ]
+    if not shaped:
+        return ComputedRows(tables=tables)
+    counts = _elements(baseline), _elements(candidate)
+    apart = [key for key in shaped if counts[0][key.of_calls] != counts[1][key.of_calls]]
     if not apart or _last_shapes(baseline) != _last_shapes(candidate):
         return ComputedRows(tables=tables)
     found = [key for key in apart if _are_chosen(baseline[key], candidate[key])]

@@ -81,7 +81,7 @@ def is_reshaped(pair: Pair) -> bool:
     """True if both inputs hold the same elements, in tensors of different shapes: axes that are joined or moved."""
     one, other = pair.baseline, pair.candidate
     known = one.exact and other.exact and one.dtype == other.dtype and one.shape != other.shape
-    return bool(known and all(one.summary[name] == other.summary[name] for name in ("count", "multiset")))
+    return known and _have_same_elements(pair)
 
 
 def _are_same_samples(baseline: Sequence[Sample], candidate: Sequence[Sample]) -> bool:
@@ -92,9 +92,13 @@ def _are_same_samples(baseline: Sequence[Sample], candidate: Sequence[Sample]) -
 
 def _holds_the_same(pair: Pair) -> bool:
     """True if an input whose places are not known holds the same elements in both runs."""
-    one, other = pair.baseline, pair.candidate
-    names = ("count", "multiset")
-    return not (one.placed and other.placed) and all(one.summary[name] == other.summary[name] for name in names)
+    return not (pair.baseline.placed and pair.candidate.placed) and _have_same_elements(pair)
+
+
+def _have_same_elements(pair: Pair) -> bool:
+    """True if both tensors hold the same elements, in any order."""
+    one, other = pair.baseline.summary, pair.candidate.summary
+    return all(one[name] == other[name] for name in ("count", "multiset"))
 
 
 OTHER_SAMPLES = "holds other samples"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -11,7 +10,7 @@ from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.site import StepTable
 from traindiff.analyse.rules.replay import LIMIT, LOST_SHARE, Replayed, replayed
 from traindiff.analyse.rules.rule import Limit, Rule
-from traindiff.core.summary import UNIT_ROUNDOFF, norm_of
+from traindiff.core.summary import UNIT_ROUNDOFF, distance, norm_of
 
 SHORT = UNIT_ROUNDOFF["float16"]
 """Unit roundoff from which a dtype loses updates that matter. Longer dtypes only lose gradients that are
@@ -73,8 +72,7 @@ def is_another_update(finding: Finding, tables: tuple[StepTable, StepTable], com
 
 def _apart(one: Replayed, other: Replayed) -> float:
     size = max(norm_of(one.value.summary), norm_of(other.value.summary))
-    difference = one.value.summary["sketch"] - other.value.summary["sketch"]
-    return math.sqrt(float((difference**2).sum())) / size if size else 0.0
+    return float(distance(one.value.summary, other.value.summary)) / size if size else 0.0
 
 
 def _is_lost(one: Replayed, share: float) -> bool:

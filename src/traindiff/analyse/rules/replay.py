@@ -15,7 +15,7 @@ from traindiff.analyse.rules.optimizers import learning_rates
 from traindiff.analyse.rules.orthogonal import divided_updates
 from traindiff.analyse.rules.replayed_mistakes import is_a_method, meaning
 from traindiff.analyse.rules.rule import Limit, Rule
-from traindiff.core.summary import finite_count, largest, norm_of
+from traindiff.core.summary import distance, finite_count, largest, norm_of
 
 LIMIT = 2.0
 """Largest residual that is not a finding, in units of what rounding allows.
@@ -179,12 +179,15 @@ class UpdatesFollowSettings(Rule):
 def replayed(table: StepTable) -> Iterator[Replayed]:
     """The replayed parameters of a step, in execution order."""
     variants: dict[tuple[str, str], dict[str, MergedSite]] = {}
+    residuals: list[tuple[SiteKey, MergedSite]] = []
     for key, entry in table.items():
-        if key.phase == "update" and key.stage.startswith("variant["):
-            variants.setdefault((key.path, key.slot), {})[key.stage[len("variant[") : -1]] = entry
-    for key, entry in table.items():
-        if key.phase != "update" or key.stage != "residual" or entry.unobserved:
+        if key.phase != "update":
             continue
+        if key.stage.startswith("variant["):
+            variants.setdefault((key.path, key.slot), {})[key.stage[len("variant[") : -1]] = entry
+        elif key.stage == "residual" and not entry.unobserved:
+            residuals.append((key, entry))
+    for key, entry in residuals:
         parts = [_beside(table, key, stage) for stage in ("replayed", "taken", "rounding")]
         value, taken, rounding = parts
         if value is None or taken is None or rounding is None:
@@ -317,5 +320,4 @@ def _step_with(factor: float, earlier: Mapping[float, int], *, within: float) ->
 
 def _apart(one: Replayed) -> float:
     size = norm_of(one.value.summary)
-    difference = one.taken.summary["sketch"] - one.value.summary["sketch"]
-    return math.sqrt(float((difference**2).sum())) / size if size else math.inf
+    return float(distance(one.value.summary, one.taken.summary)) / size if size else math.inf
