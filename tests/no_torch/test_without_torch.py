@@ -67,7 +67,7 @@ def test_summaries_are_printed(form: str) -> None:
     assert "fc.weight" in result.stdout
 
 
-@pytest.mark.parametrize("form", ["table", "csv", "json"])
+@pytest.mark.parametrize("form", ["text", "csv", "json"])
 def test_show_works(form: str) -> None:
     result = command("show", "baseline", "--format", form)
 
