@@ -38,7 +38,7 @@ def page(name: str) -> str:
     Args:
         name: One of `pages()`.
     """
-    text = _PICTURE.sub("", pages()[name].read_text(encoding="utf-8"))
+    text = _PICTURE.sub("", pages()[name].read_text(encoding="utf-8")).rstrip("\n")
     return _LINK.sub(_as_command, text)
 
 
