@@ -3,12 +3,14 @@
 A row's hash is `sum over columns j of bits(x_j) * w_j mod 2^64` with odd pseudo-random weights w; a column's is the
 same over rows. So the rows of a transposed tensor have the hashes of the tensor's columns, and what moves rows moves
 hashes.
-Rows are those of the tensor seen as a matrix with its last dim as columns; a vector has one column.
+Rows are those of the tensor seen as a matrix with its last dim as columns; a vector has one column. A tensor with three
+dims is a stack of matrices (of experts), and has the columns of each, one matrix after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import permutations
 from math import gcd, prod
 
@@ -36,20 +38,25 @@ def hashes(tensor: StoredTensor, dtype: str) -> tuple[Hashes, Hashes]:
     """
     columns = tensor.shape[-1] if len(tensor.shape) > 1 else 1
     rows = tensor.size // max(1, columns)
-    of_rows, of_columns = np.zeros(rows, np.uint64), np.zeros(columns, np.uint64)
+    matrices = num_matrices(tensor.shape)
+    height = rows // max(1, matrices)
+    of_rows, of_columns = np.zeros(rows, np.uint64), np.zeros((matrices, columns), np.uint64)
     across, place = _weights(0, columns), 0
     words = ITEM_BYTES[tensor.dtype] // bits_type(tensor.dtype).itemsize  # a complex128 is kept as 16 bytes
     inside = _weights(1 << 60, words)
     with np.errstate(over="ignore"):
         for slab in tensor.slabs:
             bits = in_dtype(tensor.slab(*slab), tensor.dtype, dtype).reshape(-1, columns, words)
-            for first in range(0, len(bits), step := max(1, (1 << 18) // columns)):
-                block = bits[first : first + step].astype(np.uint64)
+            first, most = 0, max(1, (1 << 18) // columns)
+            while first < len(bits):
+                matrix, row = divmod(place, height)
+                block = bits[first : first + min(most, height - row)].astype(np.uint64)
+                first += len(block)
                 block = block[..., 0] if words == 1 else (block * inside).sum(axis=2, dtype=np.uint64)
                 of_rows[place : place + len(block)] = (block * across).sum(axis=1, dtype=np.uint64)
-                of_columns += (block * _weights(place, len(block))[:, None]).sum(axis=0, dtype=np.uint64)
+                of_columns[matrix] += (block * _weights(row, len(block))[:, None]).sum(axis=0, dtype=np.uint64)
                 place += len(block)
-    return of_rows, of_columns
+    return of_rows, of_columns.reshape(-1)
 
 
 class KnownHashes:
@@ -119,6 +126,35 @@ def layout_of(parts: Sequence[Hashes], rows: Hashes, columns: Hashes) -> Layout 
                 if heads is not None:
                     join = "concat" if groups == 1 else "interleave"
                     return Layout(join=join, groups=groups, transpose=transpose, heads=heads, order=order)
+    return None
+
+
+def of_each(layout: Layout, count: int) -> Layout:
+    """The layout of single tensors, from the one of stacks of so many: the first of each stack, the second, ...
+
+    The tensors are counted stack after stack. The layout stays if stacks are cut elsewhere than between their tensors.
+    """
+    stacks = len(layout.order)
+    apart = stacks > 1 and layout.groups == count
+    if count == 1 or (layout.groups != 1 and not apart) or any(heads % count for heads in layout.heads):
+        return layout
+    places = [(place, one) for place in range(stacks) for one in range(count)]
+    places = sorted(places, key=lambda place: place[1]) if apart else places
+    return replace(
+        layout, join="concat", groups=1,
+        order=tuple(layout.order[place] * count + one for place, one in places),
+        heads=tuple(layout.heads[place] // count for place, _ in places),
+    )  # fmt: skip
+
+
+def stacked_order(parts: Sequence[Hashes], rows: Hashes, columns: Hashes) -> list[int] | None:
+    """Which of the parts, given by the hashes of their rows, lies in each place of a stack; None if they do not."""
+    known = {part.tobytes(): number for number, part in enumerate(parts)}
+    for whole in (rows, columns):
+        if len(known) == len(parts) and len(whole) == sum(map(len, parts)):
+            order = [known.get(block.tobytes()) for block in whole.reshape(len(parts), -1)]
+            if None not in order:
+                return [number for number in order if number is not None]
     return None
 
 
@@ -203,6 +239,11 @@ def padded(baseline: Hashes, candidate: Hashes) -> bool:
     """True if the longer of two begins with all rows of the shorter one."""
     count = min(len(baseline), len(candidate))
     return count > 0 and len(baseline) != len(candidate) and np.array_equal(baseline[:count], candidate[:count])
+
+
+def num_matrices(shape: Sequence[int]) -> int:
+    """How many matrices a tensor is a stack of: the length of the first of three dims; else 1."""
+    return shape[0] if len(shape) == 3 else 1
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from traindiff.core.maps.entries import Layout
-from traindiff.state.arrangements import Hashes, KnownHashes, holds, layout_of, layout_text
-from traindiff.state.comparison import Relation, Word, numbers
+from traindiff.state.arrangements import Hashes, KnownHashes, holds, layout_of, layout_text, of_each, stacked_order
+from traindiff.state.comparison import Relation, Word, numbers, skeleton
 from traindiff.state.differences import arranged, difference, rounded_to
 from traindiff.state.elements import UNFIT
 from traindiff.state.equal_bits import Equality
@@ -23,6 +23,9 @@ from traindiff.state.measured import MOST_THREADS, Measured, common_dtype, measu
 from traindiff.state.other_layers import expected, laid_out_alike, layers_of
 from traindiff.state.pairing import Sums, by_content, content_keys, likest, rearranged
 from traindiff.state.stored import Role
+
+_MOST_NAMED = 4
+"""Of tensors that make up another one, so many are named."""
 
 
 class Matching:
@@ -217,9 +220,13 @@ class Matching:
                 other = own[likest(name, known)].tensor.name
                 names: tuple[list[str], list[str]] = ([], [name]) if whose == "candidate" else ([name], [])
                 lacking = "baseline" if whose == "candidate" else "candidate"
+                word: Word = "equivalent"
                 message = f"is {other} again: tied in the {lacking}, which has it once"
+                if skeleton(other) == skeleton(own[name].tensor.name):  # one layer more is another model
+                    word = "only"
+                    message = f"is {other} again, and the {lacking} lacks it: a layer that is there twice, or is tied"
                 key = name if whose == "candidate" else f"\0{name}"
-                self._found[key] = self._relation("equivalent", "tied", *names, message)
+                self._found[key] = self._relation(word, "tied", *names, message)
                 if whose == "candidate":
                     here.pop(name)
 
@@ -248,7 +255,7 @@ class Matching:
                         f"{first} to {parts[group[-1]].tensor.name}" for first, group in zip(told, groups, strict=True)
                     ]
                 if layout is None:
-                    message = f"has the numbers of {' and '.join(told)} in an order that is not known"
+                    message = f"has the numbers of {' and '.join(told)} {self._order(names, parts, whole_side[name], dtype)}"
                 else:
                     message = f"is {layout_text(layout, told)}"
                 together = [whole_side[name], *(parts[key] for key in names)]
@@ -262,11 +269,21 @@ class Matching:
                 if overflows(together, dtype):
                     word, kind, message = "differs", "overflow", f"{message}, {UNFIT}"
                 evidence = {"dtype": dtype, "groups": layout.groups if layout else None}
+                layout = layout and of_each(layout, len(groups[0]))
                 relation = self._relation(word, kind, *sides, message, layout=layout, evidence=evidence)
                 self._settle(*sides, relation)
 
     def _stacked(self, names: list[str], parts: Mapping[str, Measured], dtype: str) -> Hashes:
         return np.concatenate([self._hashes.of(parts[name].tensor, dtype)[0] for name in names])
+
+    def _order(self, names: Sequence[str], parts: Mapping[str, Measured], whole: Measured, dtype: str) -> str:
+        """A clause on the order of tensors that are stacked in one, and in no known layout."""
+        given = [self._hashes.of(parts[name].tensor, dtype)[0] for name in names]
+        order = stacked_order(given, *self._hashes.of(whole.tensor, dtype))
+        if order is None:
+            return "in an order that is not known"
+        first = next((place for place, number in enumerate(order) if place != number), 0)
+        return f"in another order: place {first} of {len(names)} has number {order[first]} of them"
 
     def _layout(self, parts: list[Hashes], whole: Measured, dtype: str) -> Layout | None:
         return layout_of(parts, *self._hashes.of(whole.tensor, dtype))
@@ -307,6 +324,8 @@ class Matching:
             found = difference(*made, self._hashes)
             word: Word = found.word if found.word != "only" else "differs"
             named = f"{', '.join(baseline[:-1])} and {baseline[-1]}" if len(baseline) > 1 else baseline[0]
+            if len(baseline) > _MOST_NAMED:
+                named = f"{baseline[0]} to {baseline[-1]} ({len(baseline)} tensors)"
             message = f"by its name, is the baseline's {named}, and {found.message}"
             relation = self._relation(word, found.kind, *sides, message, evidence=found.evidence, layout=layout)
             self._settle(*sides, relation)
