@@ -25,6 +25,9 @@ from traindiff.state.stored import StoredTensor
 
 Hashes = NDArray[np.uint64]
 
+_MOST_NAMED = 4
+"""Of tensors that make up another one, so many are named."""
+
 
 def _weights(first: int, count: int) -> Hashes:
     return splitmix64(np.arange(first, first + count, dtype=np.uint64) ^ np.uint64(0x5851F42D4C957F2D)) | np.uint64(1)
@@ -147,15 +150,17 @@ def of_each(layout: Layout, count: int) -> Layout:
     )  # fmt: skip
 
 
-def stacked_order(parts: Sequence[Hashes], rows: Hashes, columns: Hashes) -> list[int] | None:
-    """Which of the parts, given by the hashes of their rows, lies in each place of a stack; None if they do not."""
+def order_clause(parts: Sequence[Hashes], rows: Hashes, columns: Hashes) -> str:
+    """A clause on the order in which parts, given by the hashes of their rows, lie in a whole in no known layout."""
     known = {part.tobytes(): number for number, part in enumerate(parts)}
     for whole in (rows, columns):
         if len(known) == len(parts) and len(whole) == sum(map(len, parts)):
             order = [known.get(block.tobytes()) for block in whole.reshape(len(parts), -1)]
-            if None not in order:
-                return [number for number in order if number is not None]
-    return None
+            moved = [place for place, number in enumerate(order) if place != number]
+            if None not in order and moved:
+                first = moved[0]
+                return f"in another order: place {first} of {len(parts)} has number {order[first]} of them"
+    return "in an order that is not known"
 
 
 def _group_counts(lengths: Sequence[int]) -> list[int]:
@@ -260,10 +265,14 @@ def layout_text(layout: Layout, names: Sequence[str]) -> str:
             told.append(f"{names[number]} with its rows from rotary {way} in {abs(heads)} heads")
         else:
             told.append(names[number])
-    listed = told[0] if len(told) == 1 else f"{', '.join(told[:-1])} and {told[-1]}"
-    if len(told) > 4:
-        listed = f"{told[0]} to {told[-1]} ({len(told)} tensors)"
     how = ""
     if len(told) > 1:
         how = ", one after the other" if layout.join == "concat" else f", interleaved in {layout.groups} groups"
-    return f"{listed}{how}{', transposed' if layout.transpose else ''}"
+    return f"{listed_names(told)}{how}{', transposed' if layout.transpose else ''}"
+
+
+def listed_names(names: Sequence[str]) -> str:
+    """Names of tensors in a sentence; of many, the first and the last one."""
+    if len(names) > _MOST_NAMED:
+        return f"{names[0]} to {names[-1]} ({len(names)} tensors)"
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -171,3 +171,35 @@ def laid_out_alike(relations: Sequence[Relation], shapes: Mapping[str, Measured]
                 message = f"{one.message}; in {others}, {key[0]} is made up {how}"
                 found[place] = replace(one, word="differs", kind="unlike", message=message)
     return found
+
+
+def biases_as_weights(relations: Sequence[Relation], holds: Holds) -> list[Relation]:
+    """The relations, of which those of biases that are laid out unlike the weights of their modules differ.
+
+    What moves the rows of a weight moves the outputs of its module, and the elements of its bias with them.
+
+    Args:
+        relations: Of all tensors of the candidate.
+        holds: Is asked whether the layout of the weights fits the biases as well.
+    """
+    weights = {modules: one for one in relations if is_settled(one) and (modules := _modules(one, "weight"))}
+    found = list(relations)
+    for number, one in enumerate(relations):
+        of_weights = weights.get(_modules(one, "bias")) if is_settled(one) else None
+        if of_weights is None:
+            continue
+        layouts = [None if each is None else replace(each, transpose=False) for each in (one.layout, of_weights.layout)]
+        plain = [layout is None or layout.is_plain for layout in layouts]
+        if all(plain) or layouts[0] == layouts[1] or holds(one.baseline, one.candidate, layouts[1]):
+            continue
+        message = f"{one.message}; the weight there is laid out otherwise: it {skeleton(of_weights.message)}"
+        found[number] = replace(one, word="differs", kind="unlike", message=message)
+    return found
+
+
+def _modules(relation: Relation, parameter: str) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """The modules of both sides whose parameters of this name a relation is about; None if it is about others."""
+    sides = [[name.rpartition(".") for name in names] for names in (relation.baseline, relation.candidate)]
+    if not all(last == parameter for side in sides for _, _, last in side):
+        return None
+    return tuple(module for module, _, _ in sides[0]), tuple(module for module, _, _ in sides[1])
