@@ -67,7 +67,11 @@ def _patterns_of(names: Sequence[str]) -> tuple[str, ...]:
     found = []
     for name in names:
         kept = iter(same)
-        found.append(NUMBER.sub(lambda match, kept=kept: "*" if next(kept) else match[0], name))
+
+        def place(match: re.Match[str], kept: Iterator[bool] = kept) -> str:
+            return "*" if next(kept) else match[0]
+
+        found.append(NUMBER.sub(place, name))
     return tuple(found)
 
 
@@ -185,7 +189,8 @@ def biases_as_weights(relations: Sequence[Relation], holds: Holds) -> list[Relat
     weights = {modules: one for one in relations if is_settled(one) and (modules := _modules(one, "weight"))}
     found = list(relations)
     for number, one in enumerate(relations):
-        of_weights = weights.get(_modules(one, "bias")) if is_settled(one) else None
+        modules = _modules(one, "bias") if is_settled(one) else None
+        of_weights = None if modules is None else weights.get(modules)
         if of_weights is None:
             continue
         layouts = [None if each is None else replace(each, transpose=False) for each in (one.layout, of_weights.layout)]

@@ -132,8 +132,8 @@ def _of_directory(path: str, folder: Folder) -> Checkpoint:
     if there:
         found = _of_file(path, folder, there[0])
         tensors = {**found.tensors, **_optimizer_beside(folder, names)}
-        notes = (*found.notes, *_not_read(path, there[:1], there[1:]))
-        return replace(found, tensors=tensors, notes=notes, adapter_scale=adapter_configs.scale_beside(folder))
+        told = (*found.notes, *_not_read(path, there[:1], there[1:]))
+        return replace(found, tensors=tensors, notes=told, adapter_scale=adapter_configs.scale_beside(folder))
     of_torch = [name for name in names if name.endswith(_TORCH_ENDINGS)]
     files = [name for name in names if name.endswith(".safetensors")]
     if files and of_torch:
