@@ -298,7 +298,7 @@ def test_an_object_whose_state_cannot_be_asked_for_is_looked_into(tmp_path: Path
 
 
 def test_what_only_the_resumed_run_replays_is_no_divergence(tmp_path: Path) -> None:
-    """The first steps of a recording are replayed: those of a resumed one are late ones of the run that never stopped."""
+    """The first steps of a recording are replayed: those of a resumed run are late ones of the run that went on."""
 
     def recipe() -> traindiff.Training:
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).bfloat16()
