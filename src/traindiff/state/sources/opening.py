@@ -123,8 +123,8 @@ def _of_directory(path: str, folder: Folder) -> Checkpoint:
         tensors, notes = of_recording(path)
         return Checkpoint(path=path, kind="recording", tensors=tensors, notes=tuple(notes))
     if distributed_checkpoints.METADATA in names:
-        kind = "torch.distributed.checkpoint"
-        return Checkpoint(path=path, kind=kind, tensors=distributed_checkpoints.of_directory(folder))
+        tensors, notes = distributed_checkpoints.of_directory(folder)
+        return Checkpoint(path=path, kind="torch.distributed.checkpoint", tensors=tensors, notes=tuple(notes))
     of_ranks = _of_ranks(path, folder)
     if of_ranks is not None:
         return of_ranks
