@@ -72,8 +72,8 @@ def of_directory(folder: Folder) -> tuple[Tensors, list[str]]:
     """
     archives, declared = _archives(folder)
     notes = [
-        "Of Megatron's files, only the model is compared: what the optimizer keeps, in them or in distrib_optim.pt, has "
-        "numbers or lies in flat buffers, without the parameters' names."
+        "Of Megatron's files, only the model is compared: what the optimizer keeps, in them or in distrib_optim.pt, "
+        "has numbers or lies in flat buffers, without the parameters' names."
     ]
     chunks = {place: list(_chunks(archive)) for place, archive in archives.items()}
     found: Tensors = {}
