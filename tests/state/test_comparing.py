@@ -632,11 +632,26 @@ def test_biases_that_are_laid_out_unlike_their_weights_are_found(*, back: bool) 
     found = compared(bad).differences
     assert {one.kind for one in found} == {"unlike"}
     assert len(found) == 2 * LAYERS
-    assert all(one.name.endswith(".bias") and "the weight there is laid out otherwise" in one.message for one in found)
+    assert all(one.name.endswith(".bias") and "its weight is another one, or laid out" in one.message for one in found)
     zeros = [
         {name: torch.zeros_like(v) if name.endswith(".bias") else v for name, v in one.items()} for one in (state, bad)
     ]
     assert weights(*zeros).verdict == "equivalent"
+
+
+def test_biases_that_were_exchanged_between_modules_are_found() -> None:
+    state = {name: value for name, value in _with_biases(STATE).items() if ".2." not in name}
+    query = {name: value.clone() for name, value in state.items() if name.endswith("q_proj.bias")}
+    state |= {name.replace("q_proj", "o_proj"): value + 1 for name, value in query.items()}
+    other = {name.replace("q_proj", "wq").replace("o_proj", "wo"): value for name, value in state.items()}
+    swapped = {
+        name.replace("wo.b", "x.b").replace("wq.b", "wo.b").replace("x.b", "wq.b"): other[name] for name in other
+    }
+
+    assert weights(state, other).verdict == "identical"
+    found = weights(state, swapped).differences
+    assert {one.kind for one in found} == {"unlike"}
+    assert {one.name for one in found} == {name for name in other if re.search(r"\.w[qo]\.bias", name)}
 
 
 def test_tensors_in_another_shape_are_the_same_numbers() -> None:

@@ -103,7 +103,7 @@ class Matching:
             if self._baseline[name].tensor.name not in elsewhere
         ]
         alike = laid_out_alike(ordered, by_own_name(self._candidate), self._holds)
-        alike = biases_as_weights(alike, self._holds)
+        alike = biases_as_weights(alike, by_own_name(self._baseline), self._holds)
         return [*in_order(alike, by_own_name(self._baseline)), *rest]
 
     def _num_bytes(self, name: str) -> int:

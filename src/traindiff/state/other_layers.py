@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from traindiff.core.maps.entries import Layout
@@ -177,27 +177,30 @@ def laid_out_alike(relations: Sequence[Relation], shapes: Mapping[str, Measured]
     return found
 
 
-def biases_as_weights(relations: Sequence[Relation], holds: Holds) -> list[Relation]:
-    """The relations, of which those of biases that are laid out unlike the weights of their modules differ.
+def biases_as_weights(relations: Sequence[Relation], baseline: Collection[str], holds: Holds) -> list[Relation]:
+    """The relations, of which those of biases that do not belong to the weights of their modules differ.
 
     What moves the rows of a weight moves the outputs of its module, and the elements of its bias with them.
 
     Args:
         relations: Of all tensors of the candidate.
-        holds: Is asked whether the layout of the weights fits the biases as well.
+        baseline: Names of the baseline.
+        holds: Is asked whether the biases of the weights' modules, laid out as these, are the candidate's as well.
     """
-    weights = {modules: one for one in relations if is_settled(one) and (modules := _modules(one, "weight"))}
+    weights = {modules[1]: one for one in relations if is_settled(one) and (modules := _modules(one, "weight"))}
     found = list(relations)
     for number, one in enumerate(relations):
         modules = _modules(one, "bias") if is_settled(one) else None
-        of_weights = None if modules is None else weights.get(modules)
-        if of_weights is None:
+        of_weights = None if modules is None else weights.get(modules[1])
+        if modules is None or of_weights is None:
             continue
+        own = [f"{name.rpartition('.')[0]}.bias" for name in of_weights.baseline]
         layouts = [None if each is None else replace(each, transpose=False) for each in (one.layout, of_weights.layout)]
         plain = [layout is None or layout.is_plain for layout in layouts]
-        if all(plain) or layouts[0] == layouts[1] or holds(one.baseline, one.candidate, layouts[1]):
+        alike = tuple(own) == one.baseline and (all(plain) or layouts[0] == layouts[1])
+        if alike or not all(name in baseline for name in own) or holds(own, one.candidate, layouts[1]):
             continue
-        message = f"{one.message}; the weight there is laid out otherwise: it {skeleton(of_weights.message)}"
+        message = f"{one.message}; its weight is another one, or laid out otherwise: it {skeleton(of_weights.message)}"
         found[number] = replace(one, word="differs", kind="unlike", message=message)
     return found
 
