@@ -672,3 +672,16 @@ def test_a_small_factor_is_said_with_its_digits() -> None:
     (found,) = weights(STATE, STATE | {UP: STATE[UP] * (1 + 1e-6)}).differences
 
     assert found.message == "is the baseline's times 1.000001"
+
+
+@pytest.mark.parametrize("shape", [(3000, 1, 4), (5, 7, 11), (1, 70000, 5), (3, 40000, 8)])
+def test_each_matrix_of_a_stack_may_be_transposed(shape: tuple[int, ...]) -> None:
+    stack = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    turned = stack.transpose(1, 2).contiguous()
+
+    (found,) = weights({"w": stack}, {"v": turned}).relations
+    assert (found.word, found.kind) == ("equivalent", "rearranged")
+    assert (found.baseline, found.candidate) == (("w",), ("v",))
+    if len(stack) > 1:
+        turned[[0, -1]] = turned[[-1, 0]]
+        assert weights({"w": stack, "b": stack[0]}, {"v": turned, "b": stack[0]}).verdict == "incomplete"

@@ -53,12 +53,17 @@ def hashes(tensor: StoredTensor, dtype: str) -> tuple[Hashes, Hashes]:
             first, most = 0, max(1, (1 << 18) // columns)
             while first < len(bits):
                 matrix, row = divmod(place, height)
-                block = bits[first : first + min(most, height - row)].astype(np.uint64)
-                first += len(block)
+                count = min(most, height - row, len(bits) - first)
+                several = 1
+                if count == height:  # slabs have whole matrices
+                    several = min(max(1, most // height), (len(bits) - first) // height)
+                block = bits[first : first + several * count].astype(np.uint64)
                 block = block[..., 0] if words == 1 else (block * inside).sum(axis=2, dtype=np.uint64)
                 of_rows[place : place + len(block)] = (block * across).sum(axis=1, dtype=np.uint64)
-                of_columns[matrix] += (block * _weights(row, len(block))[:, None]).sum(axis=0, dtype=np.uint64)
+                stacked = block.reshape(several, count, columns) * _weights(row, count)[:, None]
+                of_columns[matrix : matrix + several] += stacked.sum(axis=1, dtype=np.uint64)
                 place += len(block)
+                first += len(block)
     return of_rows, of_columns.reshape(-1)
 
 
