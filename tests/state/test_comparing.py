@@ -682,6 +682,6 @@ def test_each_matrix_of_a_stack_may_be_transposed(shape: tuple[int, ...]) -> Non
     (found,) = weights({"w": stack}, {"v": turned}).relations
     assert (found.word, found.kind) == ("equivalent", "rearranged")
     assert (found.baseline, found.candidate) == (("w",), ("v",))
-    if len(stack) > 1:
+    if len(stack) > 1 and 1 not in shape:  # else it is rows in another order
         turned[[0, -1]] = turned[[-1, 0]]
         assert weights({"w": stack, "b": stack[0]}, {"v": turned, "b": stack[0]}).verdict == "incomplete"
