@@ -50,7 +50,6 @@ def test_the_report_of_a_run_that_is_recording_brings_itself_up_to_date(
 ) -> None:
     page = opened(f"{viewer.address}run/growing")
     assert page.text(".facts b >> nth=0") == "2"
-    page.tab.wait_for_timeout(2500)  # it has asked once
     longer = record(tmp_path / "longer", steps=6, close=False)
     shutil.copytree(longer, tmp_path / "root" / "growing", dirs_exist_ok=True)
 
