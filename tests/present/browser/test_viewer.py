@@ -45,6 +45,22 @@ def test_two_recordings_of_the_list_are_compared(browser: Any, viewer: Viewer) -
     tab.close()
 
 
+def test_the_list_renews_itself_around_what_is_typed(browser: Any, viewer: Viewer) -> None:
+    tab = browser.new_page(viewport={"width": 390, "height": 700})
+    tab.goto(viewer.address)
+    tab.evaluate("window.same = true")
+    tab.fill("input[type=search]", "cand")
+    tab.focus("a[aria-label='pin candidate as the baseline']")
+    tab.locator("#runs a.word", has_text="healthy").nth(1).wait_for(timeout=60_000)
+
+    assert tab.evaluate("window.same")
+    assert tab.input_value("input[type=search]") == "cand"
+    assert tab.evaluate("document.activeElement.getAttribute('aria-label')") == "pin candidate as the baseline"
+    assert tab.evaluate("document.documentElement.scrollWidth") == 390
+    assert tab.locator("#runs a.word >> nth=0").bounding_box()["x"] < 390  # the verdict is seen without scrolling
+    tab.close()
+
+
 def test_the_report_of_a_run_that_is_recording_brings_itself_up_to_date(
     opened: Open, viewer: Viewer, tmp_path: Path
 ) -> None:

@@ -17,7 +17,6 @@ from traindiff.analyse.merge.history import History
 from traindiff.core.observation import ALL_GRADIENTS, Observation
 from traindiff.core.site import PHASES, ROOT
 from traindiff.errors import RecordingError
-from traindiff.present.counting import as_people_count
 from traindiff.present.page.terms import explanations
 from traindiff.storage import Recording, open_recording
 
@@ -154,8 +153,7 @@ def data_of(
         "histograms": histograms(recordings, rows),
         "terms": explanations(one.kind for one in findings),
         "findings": [
-            {**one.to_json(), "message": as_people_count(one.message), "row": sites.places.get(place_of(one))}
-            for one in findings
+            {**one.to_json(), "message": one.said, "row": sites.places.get(place_of(one))} for one in findings
         ],
     }
 

@@ -127,7 +127,6 @@ def environment(package: str) -> Environment:
 
     from traindiff.analyse.findings import phase_text
     from traindiff.analyse.products import PRODUCT_COLUMNS
-    from traindiff.present.counting import as_people_count
     from traindiff.present.page.dataflow import message
 
     environment = Environment(
@@ -137,7 +136,6 @@ def environment(package: str) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["counted"] = as_people_count
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
     environment.globals.update(phase_text=phase_text, in_words=message, product_columns=PRODUCT_COLUMNS)
     return environment
