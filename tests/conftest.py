@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -33,10 +34,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_collection_finish() -> None:
-    """Have ranks forked from a process that has imported and built what they need; see `tests.warm`.
+    """Prepare this process for many tests.
 
-    Only where a collected test may run ranks. The server that `launch` would start is then there already.
+    Python's garbage collector leaves out what is alive by now: thousands of tests and all that they have imported. A
+    recorder looks for optimizers and models among the objects that the collector knows.
+
+    Ranks are forked from a process that has imported and built what they need; see `tests.warm`. Only where a
+    collected test may run ranks. The server that `launch` would start is then there already.
     """
+    gc.collect()
+    gc.freeze()
     if "traindiff.run.processes.launch" in sys.modules or "tests.run.verify.recipes" in sys.modules:
         from multiprocessing import forkserver
 

@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from typing import Any
 
@@ -152,12 +153,16 @@ def variables(prefixes: tuple[str, ...]) -> dict[str, str]:
 
 def _versions(packages: Collection[str]) -> dict[str, str]:
     found = {"python": platform.python_version(), "traindiff": __version__}
-    for name in packages:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    return found | {name: version for name in packages if (version := _version(name))}
+
+
+@cache
+def _version(package: str) -> str:
+    """Version of an installed package; empty if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _text(argument: str) -> str:
