@@ -284,13 +284,20 @@ def _noise_sentence(comparison: Comparison) -> str:
 
 
 def _alone(comparison: Comparison) -> Iterator[str]:
-    for side, missing in zip(("baseline", "candidate"), comparison.unaligned, strict=True):
-        if missing:
-            named = ", ".join(f"{label(one.path, one.slot)} ({one.phase})" for one in missing[:3])
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            yield f"Only in the {side}: {named}{more}."
-    if all(comparison.unaligned):
+    names = [[f"{label(one.path, one.slot)} ({one.phase})" for one in missing] for missing in comparison.unaligned]
+    both = [name for name in dict.fromkeys(names[0]) if name in names[1]]
+    alone = [[name for name in of_run if name not in both] for of_run in names]
+    for side, of_run in zip(("baseline", "candidate"), alone, strict=True):
+        if of_run:
+            yield f"Only in the {side}: {_first_names(of_run)}."
+    if all(alone):
         yield "If these are the same sites under other names: --rename PATTERN=REPLACEMENT."
+    if both:
+        yield f"In both runs, but in other steps, calls or passes of a step, so not compared: {_first_names(both)}."
+
+
+def _first_names(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _pinned(pinned: Pinned, free: Comparison) -> PinnedStep:
