@@ -49,10 +49,10 @@ def check(
     recording: Annotated[str, typer.Argument(metavar="RECORDING", help="Recording of the run to check.")],
     steps: StepsOption = None,
     workers: WorkersOption = None,
+    ignore: IgnoreOption = None,
     rules: RulesOption = None,
     skip: SkipOption = None,
     config: ConfigOption = None,
-    ignore: IgnoreOption = None,
     products: Annotated[
         bool,
         typer.Option(
