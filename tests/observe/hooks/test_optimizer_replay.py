@@ -17,6 +17,7 @@ from tests.observe.hooks.models import mlp
 from tests.observe.hooks.reading import row, rows, unobserved
 from tests.observe.hooks.trainings import TRAININGS, batches
 from traindiff.core.shards import Piece
+from traindiff.observe.torch.hooks import optimizer_replay
 from traindiff.observe.torch.hooks.optimizer_replay import OptimizerReplayTap
 from traindiff.observe.torch.replay.copying import RANGE, WHOLE
 
@@ -233,13 +234,14 @@ def test_a_parameter_that_is_too_large_for_a_formula_of_whole_ones_is_said(tmp_p
     assert found == ("weight", "Adafactor", reason)
 
 
-def test_matrices_take_turns_if_their_products_cost_too_much(tmp_path: Path) -> None:
+def test_matrices_take_turns_if_their_products_cost_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_replay, "WORK", 32 * 32 * 32)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1400, bias=False))
+    model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 44, bias=False))
     optimizer = torch.optim.Muon(model.parameters(), lr=0.01)
     with traindiff.record(tmp_path / "run", model, optimizer, observe="replay", strict=True):
         for _ in range(2):
-            model(torch.randn(4, 1024)).square().sum().backward()
+            model(torch.randn(4, 32)).square().sum().backward()
             optimizer.step()
 
     assert [seen.path for seen, _ in rows(tmp_path / "run", stage="residual")] == ["0.weight", "1.weight"]

@@ -17,6 +17,7 @@ from traindiff.core.torch_compat.execution import is_capturing
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.compiled import CallObserver, tap_compiled_calls
 from traindiff.observe.torch.hooks.step_hooks import has_closure, hook_after_step, hook_before_step
+from traindiff.observe.torch.replay.batches import Batch, batches
 from traindiff.observe.torch.replay.copied_range import (
     CopiedRange,
     in_roundings,
@@ -312,47 +313,45 @@ class OptimizerReplayTap:
         return not reason
 
     def _replay_all(self, read: Callable[[Tensor], float]) -> list[float]:
-        """The largest residual of each copied parameter. Synchronizes once per device for all of them."""
-        worst = [self._replay(copied, read) for copied in self._copied]
+        """The largest residual of each copied range. Synchronizes once per device for all of them."""
+        worst = [one for batch in batches(self._copied, read) for one in self._replay(batch, read)]
         sizes = read_together(worst)
         return [sizes(one) for one in worst]
 
     def _judge_states(self, read: Callable[[Tensor], float]) -> None:
         """Record the states that are not what the formula gives."""
-        found = [
-            (copied, one)
-            for copied in self._copied
-            for one in judged_states(copied, self._state_of(copied.parameter), read)
-        ]
-        worst = [one.residual.abs().nan_to_num(nan=0.0).max() for _, one in found]
-        sizes = read_together(worst)
-        for (copied, one), size in zip(found, worst, strict=True):
-            if sizes(size) > 1.0:
-                self._emit(copied, one.residual, f"state[{one.name}]")
-                for name, other in (("kept", one.kept), ("zero", one.zero)):
-                    if other is not None:
-                        self._emit(copied, other, f"state[{one.name}={name}]")
+        found = [one for batch in batches(self._copied, read) for one in judged_states(batch, self._state_of, read)]
+        sizes = [_sizes(one.residual()) for one in found]
+        worst = [one.max() for one in sizes]
+        largest = read_together(worst)
+        for judged in (one for one, size in zip(found, worst, strict=True) if largest(size) > 1.0):
+            stages = {"": judged.residual(), "=kept": judged.kept(), "=zero": judged.zero()}
+            parts = {which: judged.batch.parts(one) for which, one in stages.items() if one is not None}
+            for number, copied in enumerate(judged.batch.ranges):
+                if float(_sizes(parts[""][number]).max()) > 1.0:
+                    for which, of_ranges in parts.items():
+                        self._emit(copied, of_ranges[number], f"state[{judged.name}{which}]")
 
-    def _replay(self, copied: CopiedRange, read: Callable[[Tensor], float]) -> Tensor:
-        gradient = copied.latest_gradient()
-        nothing = torch.zeros((), dtype=torch.float64, device=copied.elements.device)
-        if gradient is None:
+    def _replay(self, batch: Batch, read: Callable[[Tensor], float]) -> list[Tensor]:
+        """Record the updates of a batch, and return the largest residual of each range."""
+        nothing = [torch.zeros((), dtype=torch.float64, device=one.elements.device) for one in batch.ranges]
+        if batch.gradient is None:
             return nothing
-        if copied.divided:
-            self._emit_terms(copied, gradient, read)
+        if batch.whole.divided:
+            self._emit_terms(batch.whole, batch.gradient, read)
             return nothing
         try:
-            update = copied.replay(gradient, read)
+            update = batch.whole.replay(batch.gradient, read)
         except Exception as error:  # noqa: BLE001 - a user's formula may raise anything
-            self._not_replayed(f"the formula of {copied.formula.name} raised {type(error).__name__}: {error}")
+            self._not_replayed(f"the formula of {batch.whole.formula.name} raised {type(error).__name__}: {error}")
             return nothing
-        taken = copied.taken()
+        taken = batch.taken()
         residual = in_roundings(taken - update.value, update.rounding)
-        for stage, tensor in (
-            ("replayed", update.value), ("taken", taken), ("rounding", update.rounding), ("residual", residual),
-        ):  # fmt: skip
-            self._emit(copied, tensor, stage)
-        return residual.abs().nan_to_num(nan=0.0).max()
+        stages = {"replayed": update.value, "taken": taken, "rounding": update.rounding, "residual": residual}
+        for copied, *parts in zip(batch.ranges, *map(batch.parts, stages.values()), strict=True):
+            for stage, tensor in zip(stages, parts, strict=True):
+                self._emit(copied, tensor, stage)
+        return [one.max() for one in batch.parts(_sizes(residual))]
 
     def _try_mistakes(
         self, copied: CopiedRange, helpful: set[str], read: Callable[[Tensor], float], *, everything: bool
@@ -413,6 +412,11 @@ class OptimizerReplayTap:
                 f"not replayed: {reason}", phase="update", path=path or self._name, slot=self._label,
                 stage="replayed", optimizer=self._name,
             )  # fmt: skip
+
+
+def _sizes(residual: Tensor) -> Tensor:
+    """Magnitudes; 0 where a residual is not finite, which other rules judge."""
+    return residual.abs().nan_to_num(nan=0.0)
 
 
 def _rate(group: Mapping[str, Any]) -> float | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from traindiff.observe.torch.replay.adam import decayed, moments
+from traindiff.observe.torch.replay.batches import Batch
 from traindiff.observe.torch.replay.copied_range import CopiedRange, Start, in_roundings, local_part
 from traindiff.observe.torch.replay.rounded import Rounded, by_sign, maximum, sqrt
 
@@ -21,57 +22,91 @@ STATES_OF: Mapping[str, Callable[[Start], Mapping[str, Any]]]
 
 
 class JudgedState(NamedTuple):
-    """One tensor of a state after a step.
+    """One tensor of the state of each range of a batch, after a step. All tensors are flat and in float64.
 
     Attributes:
-        name: Its name in the state.
-        residual: Its difference from what the formula gives, in units of what rounding explains; flat.
-        kept: The same for the value before the step, in place of the formula's; None if it was made in this step.
-        zero: The same for zeros.
+        batch: The ranges.
+        name: Its name in the states.
+        now: What the states hold.
+        before: What they held before the step; None if they were made in this step.
+        expected: What the formula gives.
+        rounding: What rounding may change of that.
     """
 
+    batch: Batch
     name: str
-    residual: Tensor
-    kept: Tensor | None
-    zero: Tensor
+    now: Tensor
+    before: Tensor | None
+    expected: Tensor
+    rounding: Tensor
+
+    def residual(self) -> Tensor:
+        """The difference from what the formula gives, in units of what rounding explains."""
+        return in_roundings(self.now - self.expected, self.rounding)
+
+    def kept(self) -> Tensor | None:
+        """The same for the value before the step in place of the formula's; None if it was made in this step."""
+        return None if self.before is None else in_roundings(self.now - self.before, self.rounding)
+
+    def zero(self) -> Tensor:
+        """The same for zeros."""
+        return in_roundings(self.now, self.rounding)
 
 
 def judged_states(
-    copied: CopiedRange, state: Mapping[str, Any], read: Callable[[Tensor], float]
+    batch: Batch, state_of: Callable[[Tensor], Mapping[str, Any]], read: Callable[[Tensor], float]
 ) -> Iterator[JudgedState]:
-    """The tensors of a state after a step that have a number for each copied element.
+    """The tensors of states after a step that have a number for each copied element.
 
     Yields nothing if the step was skipped, or for a sparse gradient, complex elements, and parts of whole matrices.
 
     Args:
-        copied: What the step began with.
-        state: The state after the step.
-        read: The number in a tensor of `copied.scalars`.
+        batch: What the step began with.
+        state_of: Gives the state of a parameter after the step.
+        read: The number in a tensor of `CopiedRange.scalars`.
     """
-    gradient, of = copied.latest_gradient(), STATES_OF.get(copied.formula.name)
+    copied, of = batch.whole, STATES_OF.get(batch.whole.formula.name)
     if (
-        gradient is None or of is None or copied.terms is not None or copied.divided
+        batch.gradient is None or of is None or copied.terms is not None or copied.divided
         or copied.parameter.is_complex() or (copied.overflowed is not None and read(copied.overflowed))
     ):  # fmt: skip
         return
-    start = copied.start(gradient, read, rounded=True)
+    start = copied.start(batch.gradient, read, rounded=True)
     may_overflow = copied.may_overflow(start).reshape(-1)
+    states = [state_of(one.parameter) for one in batch.ranges]
     for name, found in of(start).items():
-        held = state.get(name)
-        if not isinstance(held, Tensor) or held.shape != copied.parameter.shape or not isinstance(found, Rounded):
+        if not isinstance(found, Rounded):
             continue
-        expected = torch.as_tensor(found.value).reshape(-1)
-        now = local_part(held, copied.part).to(torch.float64)
-        unit = max(copied.unit, torch.finfo(held.dtype).eps / 2.0)
-        rounding = torch.as_tensor(found.error).reshape(-1) + unit * expected.abs() + found.tiny
-        rounding = torch.where(may_overflow | rounding.isnan(), torch.inf, rounding)
+        expected = torch.as_tensor(found.value).expand(copied.shape).reshape(-1)
+        held = [_held(one, state.get(name)) for one, state in zip(batch.ranges, states, strict=True)]
+        units = [torch.finfo(one.dtype).eps / 2.0 for one in held if one is not None]
+        if not units:
+            continue
+        # A range without this state is as expected.
+        now = torch.cat(
+            [
+                part if one is None else one.to(torch.float64)
+                for one, part in zip(held, batch.parts(expected), strict=True)
+            ]
+        )
+        error = torch.as_tensor(found.error)
+        error = error.reshape(-1) if error.dim() else error
+        rounding = error + max(copied.unit, *units) * expected.abs() + found.tiny
         before = copied.state.get(name)
         yield JudgedState(
+            batch=batch,
             name=name,
-            residual=in_roundings(now - expected, rounding),
-            kept=None if before is None else in_roundings(now - before.to(torch.float64), rounding),
-            zero=in_roundings(now, rounding),
+            now=now,
+            before=None if before is None else before.to(torch.float64),
+            expected=expected,
+            rounding=torch.where(may_overflow | rounding.isnan(), torch.inf, rounding),
         )
+
+
+def _held(copied: CopiedRange, value: Any) -> Tensor | None:
+    """The elements of a state that belong to a range; None if it has no number for each element."""
+    fits = isinstance(value, Tensor) and value.shape == copied.parameter.shape
+    return local_part(value, copied.part) if fits else None
 
 
 def _of_adam(start: Start) -> dict[str, Any]:
