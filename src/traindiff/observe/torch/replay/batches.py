@@ -39,7 +39,8 @@ class Batch:
 
     def parts(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """What belongs to each range, of a flat tensor with a number for each element."""
-        return tensor.split([one.elements.numel() for one in self.ranges])
+        found: tuple[Tensor, ...] = tensor.split([one.elements.numel() for one in self.ranges])
+        return found
 
 
 def batches(copied: Sequence[CopiedRange], read: Callable[[Tensor], float]) -> Iterator[Batch]:
