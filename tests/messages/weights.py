@@ -115,6 +115,20 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     traindiff.weights(here / "a.safetensors", here / "b.safetensors")
 
 
+@situation("safetensors with bytes behind their tensors")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    save_file(STATE, here / "a.safetensors")
+    with (here / "a.safetensors").open("ab") as file:
+        file.write(b"more")
+    opened(here / "a.safetensors")
+
+
+@situation("a pointer of Git LFS")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    (here / "a.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    opened(here / "a.safetensors")
+
+
 @situation("safetensors that are cut off")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     save_file(STATE, here / "a.safetensors")

@@ -553,3 +553,122 @@ def test_no_source_is_changed() -> None:
     weights(STATE, bfloat16(torchtitan(STATE)))
 
     assert all(torch.equal(value, before[name]) for name, value in STATE.items())
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("back", [False, True])
+def test_a_fault_in_the_stacked_experts_of_a_layer_is_located(*, transpose: bool, back: bool) -> None:
+    torch.manual_seed(0)
+    names = [
+        f"layers.{layer}.experts.{number}.{part}" for layer in (0, 1) for part in ("gate", "up") for number in (0, 1, 2)
+    ]
+    experts = {f"{name}.weight": torch.randn(6, 8) for name in names}
+    stacked = {}
+    for layer in (0, 1):
+        of_part = [
+            torch.stack([experts[f"layers.{layer}.experts.{number}.{part}.weight"] for number in (0, 1, 2)])
+            for part in ("gate", "up")
+        ]
+        made = torch.cat(of_part, dim=1)  # gate and up of an expert, then of the next one
+        stacked[f"layers.{layer}.experts.gate_up_proj"] = made.transpose(1, 2).contiguous() if transpose else made
+    faulty = {name: value.clone() for name, value in stacked.items()}
+    faulty["layers.1.experts.gate_up_proj"].view(-1)[50] += 1.0
+
+    def compared(whole: State) -> WeightsComparison:
+        return weights(whole, experts) if back else weights(experts, whole)
+
+    assert compared(stacked).verdict == "equivalent"
+    (found,) = compared(faulty).differences
+    assert len(found.baseline) + len(found.candidate) == 7
+    assert all(name.startswith("layers.1.") for name in (*found.baseline, *found.candidate))
+    assert "1 of 288 elements differ" in found.message
+
+
+def test_experts_in_another_order_are_named() -> None:
+    torch.manual_seed(0)
+    experts = {f"experts.{number}.weight": torch.randn(6, 8) for number in range(5)}
+    order = (0, 2, 1, 3, 4)
+    for turned in (lambda value: value, lambda value: value.t()):
+        stacked = torch.stack([turned(experts[f"experts.{number}.weight"]) for number in order])
+        (found,) = weights(experts, {"experts.w": stacked.contiguous()}).differences
+        assert "in another order: place 1 of 5 has number 2 of them" in found.message
+
+
+def test_a_layer_that_is_there_twice_is_another_model() -> None:
+    more = STATE | {
+        name.replace(".2.", f".{LAYERS}."): value.clone() for name, value in STATE.items() if ".layers.2." in name
+    }
+
+    for first, second, side in ((STATE, more, "baseline"), (more, STATE, "candidate")):
+        result = weights(first, second)
+        assert (result.verdict, result.counts()["only"]) == ("incomplete", len(more) - len(STATE))
+        (found,) = {one.message for one in result.relations if one.name.endswith(".3.mlp.up_proj.weight")}
+        assert found.startswith("is model.layers.2.mlp.up_proj.weight again")
+        assert f"the {side} lacks it" in found
+
+
+def _with_biases(state: State) -> State:
+    made = torch.Generator().manual_seed(3)
+    wide = {name: len(value) for name, value in state.items() if name.endswith(("q_proj.weight", "k_proj.weight"))}
+    return state | {name.replace(".weight", ".bias"): torch.randn(rows, generator=made) for name, rows in wide.items()}
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_biases_that_are_laid_out_unlike_their_weights_are_found(*, back: bool) -> None:
+    state = _with_biases(STATE)
+    good = torchtitan(STATE)
+    bad = dict(good)
+    for name, value in state.items():
+        if name.endswith(".bias"):
+            at = name.removeprefix("model.").replace("self_attn.q_proj", "attention.wq")
+            at = at.replace("self_attn.k_proj", "attention.wk")
+            heads = HEADS if "wq" in at else GROUPS
+            good[at], bad[at] = pairs(value[:, None], heads)[:, 0].contiguous(), value
+
+    def compared(candidate: State) -> WeightsComparison:
+        return weights(candidate, state) if back else weights(state, candidate)
+
+    assert compared(good).verdict == "equivalent"
+    found = compared(bad).differences
+    assert {one.kind for one in found} == {"unlike"}
+    assert len(found) == 2 * LAYERS
+    assert all(one.name.endswith(".bias") and "its weight is another one, or laid out" in one.message for one in found)
+    zeros = [
+        {name: torch.zeros_like(v) if name.endswith(".bias") else v for name, v in one.items()} for one in (state, bad)
+    ]
+    assert weights(*zeros).verdict == "equivalent"
+
+
+def test_biases_that_were_exchanged_between_modules_are_found() -> None:
+    state = {name: value for name, value in _with_biases(STATE).items() if ".2." not in name}
+    query = {name: value.clone() for name, value in state.items() if name.endswith("q_proj.bias")}
+    state |= {name.replace("q_proj", "o_proj"): value + 1 for name, value in query.items()}
+    other = {name.replace("q_proj", "wq").replace("o_proj", "wo"): value for name, value in state.items()}
+    swapped = {
+        name.replace("wo.b", "x.b").replace("wq.b", "wo.b").replace("x.b", "wq.b"): other[name] for name in other
+    }
+
+    assert weights(state, other).verdict == "identical"
+    found = weights(state, swapped).differences
+    assert {one.kind for one in found} == {"unlike"}
+    assert {one.name for one in found} == {name for name in other if re.search(r"\.w[qo]\.bias", name)}
+
+
+def test_tensors_in_another_shape_are_the_same_numbers() -> None:
+    torch.manual_seed(0)
+    patches = {"embedding.weight": torch.randn(16, 3, 4, 4), "bias": torch.randn(16)}
+    for name in ("embedding.weight", "projection.weight"):
+        linear = {name: patches["embedding.weight"].reshape(16, 48), "bias": patches["bias"]}
+        assert of_kind(weights(patches, linear)) == {"rearranged": {name}}
+        assert weights(patches, linear).verdict == "equivalent"
+        result = weights(patches, bfloat16(linear))
+        assert result.verdict == "equivalent"
+        assert "in the shape [16, 48] (there [16, 3, 4, 4]), rounded to bfloat16" in str(result)
+    turned = patches["embedding.weight"].flip(1).reshape(16, 48)
+    assert weights(patches, {**patches, "embedding.weight": turned}).verdict == "diverged"
+
+
+def test_a_small_factor_is_said_with_its_digits() -> None:
+    (found,) = weights(STATE, STATE | {UP: STATE[UP] * (1 + 1e-6)}).differences
+
+    assert found.message == "is the baseline's times 1.000001"

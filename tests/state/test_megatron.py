@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import traindiff
 from tests.state.models import GROUPS, LAYERS, State, hugging_face, megatron
 from traindiff.errors import CheckpointError
 from traindiff.state.sources.opening import open_checkpoint
+from traindiff.state.sources.stacked_layers import apart
+from traindiff.state.stored import StoredTensor
 
 ROWS = ("word_embeddings.", "output_layer.", "linear_qkv.w", "linear_qkv.b", "linear_fc1.w")
 COLUMNS = ("linear_proj.w", "linear_fc2.w")
@@ -213,6 +216,79 @@ def test_a_distributed_checkpoint_is_found_by_its_iteration(tmp_path: Path) -> N
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("12")
 
     assert open_checkpoint(tmp_path).kind == "torch.distributed.checkpoint"
+
+
+def _stacked(state: State) -> State:
+    """As Megatron's distributed checkpoints have it: all layers of the decoder in one tensor."""
+    made = {name: value for name, value in state.items() if ".layers." not in name}
+    for name in state:
+        if ".layers.0." in name:
+            layers = [state[name.replace(".0.", f".{number}.")] for number in range(LAYERS)]
+            made[name.replace(".0.", ".")] = torch.stack(layers)
+    return made
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_stacked_layers_of_a_distributed_checkpoint_are_the_hugging_face_model(tmp_path: Path) -> None:
+    state = megatron(hugging_face())
+    faulty = {name: value.clone() for name, value in state.items()}
+    faulty["decoder.layers.1.self_attention.linear_qkv.weight"][5, 7] += 1.0
+    for number, model in enumerate((state, faulty)):
+        dcp.save(_stacked(model), checkpoint_id=tmp_path / str(number), no_dist=True)
+        (tmp_path / str(number) / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+
+    assert traindiff.weights(state, tmp_path / "0").verdict == "identical"
+    assert traindiff.weights(hugging_face(), tmp_path / "0").verdict == "equivalent"
+    (found,) = traindiff.weights(hugging_face(), tmp_path / "1").differences
+    assert found.candidate == ("decoder.layers.1.self_attention.linear_qkv.weight",)
+    assert "all in row 5 of" in found.message
+    (tmp_path / "0" / "metadata.json").write_text('{"other": 1}')
+    assert traindiff.weights(_stacked(state), tmp_path / "0").verdict == "identical"
+
+
+def test_layers_and_experts_are_taken_apart_whatever_the_boxes_of_their_shards_are(tmp_path: Path) -> None:
+    whole = torch.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5)
+    name = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
+    every = slice(0, 3)
+    boxes = [
+        (slice(0, 2), every, slice(0, 2)), (slice(0, 1), every, slice(2, 4)), (slice(1, 2), every, slice(2, 4))
+    ]  # fmt: skip
+    files = []
+    for number, box in enumerate(boxes):
+        value = whole[box].transpose(2, 3).contiguous().transpose(2, 3) if number == 1 else whole[box].contiguous()
+        torch.save(value, tmp_path / f"{number}.pt")
+        (stored,) = open_checkpoint(tmp_path / f"{number}.pt").tensors.values()
+        offset = (*(one.start for one in box), 0)
+        files.append(replace(stored.parts[0], offset=offset, shape=stored.shape))
+    stacked = StoredTensor(name=name, dtype="float32", shape=tuple(whole.shape), parts=tuple(files))
+
+    norm = "decoder.final_layernorm.weight"
+    found = apart({name: stacked, norm: replace(stacked, name=norm)})
+
+    assert len(found) == 7
+    for layer in range(2):
+        for expert in range(3):
+            one = found[f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.weight"]
+            assert one.shape == (4, 5)
+            assert one.slab(0, 4).view("float32").tolist() == whole[layer, expert].reshape(-1).tolist()
+            assert one.slab(1, 3).view("float32").tolist() == whole[layer, expert, 1:3].reshape(-1).tolist()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_buckets_of_the_optimizer_are_noted_and_its_state_by_name_is_compared(tmp_path: Path) -> None:
+    state = megatron(hugging_face())
+    for number in (0, 1):
+        bucket = "chained_0.optimizer.distributed.dp_group_idx_0.gbuf_idx_0.bucket_idx_0.exp_avg"
+        buckets, moment = {bucket: torch.ones(7 + number)}, "chained_1.optimizer.state.exp_avg"
+        moments = {f"{moment}.{name}": value + number for name, value in _stacked(state).items()}
+        dcp.save({**_stacked(state), **buckets, **moments}, checkpoint_id=tmp_path / str(number), no_dist=True)
+        (tmp_path / str(number) / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+
+    result = traindiff.weights(tmp_path / "0", tmp_path / "1")
+
+    assert {one.role for one in result.differences} == {"optimizer"}
+    assert len(result.differences) == len(state)
+    assert "in buckets of many parameters" in result.notes[0]
 
 
 def test_no_mutated_file_of_a_rank_raises_anything_else(tmp_path: Path) -> None:

@@ -299,12 +299,24 @@ def a_distributed_file_cut_off(here: Path) -> None:
     _cut(here / "__0_0.distcp", 100)
 
 
+def safetensors_with_more_at_the_end(here: Path) -> None:
+    save_file({"weight": torch.ones(30)}, here / "model.safetensors")
+    with (here / "model.safetensors").open("ab") as file:
+        file.write(b"more")
+
+
+def a_pointer_of_git_lfs(here: Path) -> None:
+    (here / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+
+
 DAMAGES: Mapping[Callable[[Path], None], tuple[str, ...]] = {
     nothing_there: ("is no directory of saved weights",),
     an_index_names_no_file: ("model.safetensors.index.json", '"second" is in "c.safetensors", which is not there'),
     an_index_names_no_key: ("a.safetensors", 'lacks "third"'),
     an_index_leads_outside: ("'../a.safetensors', which lies outside",),
     safetensors_cut_off: ("model.safetensors", 'the tensor "weight" ends at byte'),
+    safetensors_with_more_at_the_end: ("its tensors end at byte", "libraries refuse to load it"),
+    a_pointer_of_git_lfs: ("model.safetensors is a pointer of Git LFS", "git lfs pull"),
     safetensors_with_another_header: ("model.safetensors", '"weight" of shape [31] (F32) has 120 bytes'),
     a_pickle_with_code: ("model.pt", 'would call "posix.system"'),
     an_archive_cut_off: ("model.pt", "is cut off"),
@@ -432,3 +444,14 @@ def test_no_mutated_file_raises_anything_else(tmp_path: Path, name: str) -> None
         except traindiff.TraindiffError:
             refused += 1
     assert refused > 20
+
+
+def test_files_beside_the_one_that_was_read_are_named(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(30)}, tmp_path / "model.safetensors")
+    torch.save({"weight": torch.zeros(30)}, tmp_path / "pytorch_model.bin")
+
+    result = traindiff.weights({"weight": torch.ones(30)}, tmp_path)
+
+    assert result.verdict == "identical"
+    (note,) = result.notes
+    assert note.startswith(f'{tmp_path} has "pytorch_model.bin" beside "model.safetensors", which is what was read.')

@@ -3,12 +3,14 @@
 A row's hash is `sum over columns j of bits(x_j) * w_j mod 2^64` with odd pseudo-random weights w; a column's is the
 same over rows. So the rows of a transposed tensor have the hashes of the tensor's columns, and what moves rows moves
 hashes.
-Rows are those of the tensor seen as a matrix with its last dim as columns; a vector has one column.
+Rows are those of the tensor seen as a matrix with its last dim as columns; a vector has one column. A tensor with three
+dims is a stack of matrices (of experts), and has the columns of each, one matrix after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import permutations
 from math import gcd, prod
 
@@ -23,6 +25,9 @@ from traindiff.state.stored import StoredTensor
 
 Hashes = NDArray[np.uint64]
 
+_MOST_NAMED = 4
+"""Of tensors that make up another one, so many are named."""
+
 
 def _weights(first: int, count: int) -> Hashes:
     return splitmix64(np.arange(first, first + count, dtype=np.uint64) ^ np.uint64(0x5851F42D4C957F2D)) | np.uint64(1)
@@ -36,20 +41,25 @@ def hashes(tensor: StoredTensor, dtype: str) -> tuple[Hashes, Hashes]:
     """
     columns = tensor.shape[-1] if len(tensor.shape) > 1 else 1
     rows = tensor.size // max(1, columns)
-    of_rows, of_columns = np.zeros(rows, np.uint64), np.zeros(columns, np.uint64)
+    matrices = num_matrices(tensor.shape)
+    height = rows // max(1, matrices)
+    of_rows, of_columns = np.zeros(rows, np.uint64), np.zeros((matrices, columns), np.uint64)
     across, place = _weights(0, columns), 0
     words = ITEM_BYTES[tensor.dtype] // bits_type(tensor.dtype).itemsize  # a complex128 is kept as 16 bytes
     inside = _weights(1 << 60, words)
     with np.errstate(over="ignore"):
         for slab in tensor.slabs:
             bits = in_dtype(tensor.slab(*slab), tensor.dtype, dtype).reshape(-1, columns, words)
-            for first in range(0, len(bits), step := max(1, (1 << 18) // columns)):
-                block = bits[first : first + step].astype(np.uint64)
+            first, most = 0, max(1, (1 << 18) // columns)
+            while first < len(bits):
+                matrix, row = divmod(place, height)
+                block = bits[first : first + min(most, height - row)].astype(np.uint64)
+                first += len(block)
                 block = block[..., 0] if words == 1 else (block * inside).sum(axis=2, dtype=np.uint64)
                 of_rows[place : place + len(block)] = (block * across).sum(axis=1, dtype=np.uint64)
-                of_columns += (block * _weights(place, len(block))[:, None]).sum(axis=0, dtype=np.uint64)
+                of_columns[matrix] += (block * _weights(row, len(block))[:, None]).sum(axis=0, dtype=np.uint64)
                 place += len(block)
-    return of_rows, of_columns
+    return of_rows, of_columns.reshape(-1)
 
 
 class KnownHashes:
@@ -120,6 +130,37 @@ def layout_of(parts: Sequence[Hashes], rows: Hashes, columns: Hashes) -> Layout 
                     join = "concat" if groups == 1 else "interleave"
                     return Layout(join=join, groups=groups, transpose=transpose, heads=heads, order=order)
     return None
+
+
+def of_each(layout: Layout, count: int) -> Layout:
+    """The layout of single tensors, from the one of stacks of so many: the first of each stack, the second, ...
+
+    The tensors are counted stack after stack. The layout stays if stacks are cut elsewhere than between their tensors.
+    """
+    stacks = len(layout.order)
+    apart = stacks > 1 and layout.groups == count
+    if count == 1 or (layout.groups != 1 and not apart) or any(heads % count for heads in layout.heads):
+        return layout
+    places = [(place, one) for place in range(stacks) for one in range(count)]
+    places = sorted(places, key=lambda place: place[1]) if apart else places
+    return replace(
+        layout, join="concat", groups=1,
+        order=tuple(layout.order[place] * count + one for place, one in places),
+        heads=tuple(layout.heads[place] // count for place, _ in places),
+    )  # fmt: skip
+
+
+def order_clause(parts: Sequence[Hashes], rows: Hashes, columns: Hashes) -> str:
+    """A clause on the order in which parts, given by the hashes of their rows, lie in a whole in no known layout."""
+    known = {part.tobytes(): number for number, part in enumerate(parts)}
+    for whole in (rows, columns):
+        if len(known) == len(parts) and len(whole) == sum(map(len, parts)):
+            order = [known.get(block.tobytes()) for block in whole.reshape(len(parts), -1)]
+            moved = [place for place, number in enumerate(order) if place != number]
+            if None not in order and moved:
+                first = moved[0]
+                return f"in another order: place {first} of {len(parts)} has number {order[first]} of them"
+    return "in an order that is not known"
 
 
 def _group_counts(lengths: Sequence[int]) -> list[int]:
@@ -205,6 +246,11 @@ def padded(baseline: Hashes, candidate: Hashes) -> bool:
     return count > 0 and len(baseline) != len(candidate) and np.array_equal(baseline[:count], candidate[:count])
 
 
+def num_matrices(shape: Sequence[int]) -> int:
+    """How many matrices a tensor is a stack of: the length of the first of three dims; else 1."""
+    return shape[0] if len(shape) == 3 else 1
+
+
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """Rows and columns of a tensor, as they are hashed."""
     return (prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (prod(shape), 1)
@@ -219,10 +265,14 @@ def layout_text(layout: Layout, names: Sequence[str]) -> str:
             told.append(f"{names[number]} with its rows from rotary {way} in {abs(heads)} heads")
         else:
             told.append(names[number])
-    listed = told[0] if len(told) == 1 else f"{', '.join(told[:-1])} and {told[-1]}"
-    if len(told) > 4:
-        listed = f"{told[0]} to {told[-1]} ({len(told)} tensors)"
     how = ""
     if len(told) > 1:
         how = ", one after the other" if layout.join == "concat" else f", interleaved in {layout.groups} groups"
-    return f"{listed}{how}{', transposed' if layout.transpose else ''}"
+    return f"{listed_names(told)}{how}{', transposed' if layout.transpose else ''}"
+
+
+def listed_names(names: Sequence[str]) -> str:
+    """Names of tensors in a sentence; of many, the first and the last one."""
+    if len(names) > _MOST_NAMED:
+        return f"{names[0]} to {names[-1]} ({len(names)} tensors)"
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

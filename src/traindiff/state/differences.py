@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +21,9 @@ from traindiff.state.arrangements import (
 )
 from traindiff.state.comparison import Word
 from traindiff.state.elements import element_difference
-from traindiff.state.measured import Measured, common_dtype
-from traindiff.state.pairing import rearranged
+from traindiff.state.maps import joined
+from traindiff.state.measured import Measured, common_dtype, measure
+from traindiff.state.pairing import in_one_order, rearranged
 
 _SMALL = 1 << 16
 """Elements of a tensor whose rows may be hashed without a reason."""
@@ -79,6 +80,25 @@ def difference(baseline: Measured, candidate: Measured, hashes: KnownHashes) -> 
     )  # fmt: skip
 
 
+def put_together(
+    baseline: Sequence[Measured], candidate: Sequence[Measured], layout: Layout | None
+) -> tuple[Measured, Measured] | None:
+    """Both sides as one tensor each, with summaries; None if they do not fit, or only summaries are known."""
+    made = [one[0] for one in (baseline, candidate)]
+    if layout is None:
+        return made[0], made[1]
+    side = 0 if len(candidate) == 1 else 1
+    parts, whole = (baseline, candidate[0]) if side == 0 else (candidate, baseline[0])
+    if len(parts) != len(layout.order) or not all(one.tensor.is_readable for one in (*parts, whole)):
+        return None
+    tensor = joined([parts[number].tensor for number in layout.order], whole.tensor, layout)
+    if tensor is None:
+        return None
+    dtypes = [one.tensor.dtype for one in made if common_dtype(one.tensor.dtype, tensor.dtype) == one.tensor.dtype]
+    (made[side],) = measure([(tensor, [dtype for dtype in dtypes if dtype != tensor.dtype])])
+    return made[0], made[1]
+
+
 def rounded_to(dtype: str, *tensors: Measured) -> str:
     """A clause on the dtype to which some of these tensors were rounded; empty if all have it."""
     return f", rounded to {dtype}" if any(one.tensor.dtype != dtype for one in tensors) else ""
@@ -86,9 +106,12 @@ def rounded_to(dtype: str, *tensors: Measured) -> str:
 
 def arranged(baseline: Measured, candidate: Measured, dtype: str, hashes: KnownHashes) -> tuple[str, Layout | None]:
     """A clause on tensors with the same numbers in other places, and their layout if it is a known one."""
+    short = rounded_to(dtype, baseline, candidate)
+    shapes = [list(one.tensor.shape) for one in (baseline, candidate)]
+    if shapes[0] != shapes[1] and in_one_order(baseline, candidate, dtype):
+        return f"is the baseline's {baseline.tensor.name} in the shape {shapes[1]} (there {shapes[0]}){short}", None
     first, second = hashes.of(baseline.tensor, dtype), hashes.of(candidate.tensor, dtype)
     layout = layout_of([first[0]], *second)
-    short = rounded_to(dtype, baseline, candidate)
     if layout is not None:
         if layout.transpose and not any(layout.heads):
             return f"is the baseline's {baseline.tensor.name}, transposed{short}", layout

@@ -266,9 +266,10 @@ def _sized(total: _Totals) -> ElementDifference:
         and total.high - total.low <= spread
     ):
         evidence["offset"] = middle
+        shown = shown_number(middle, u + (total.high - total.low) / abs(middle))
         return ElementDifference(
             kind="offset",
-            message=f"is the baseline's plus {shown_number(middle, u)} in every element",
+            message=f"is the baseline's plus {shown} in every element",
             evidence=evidence,
         )
     shown = f"relative L2 difference {relative:.3g}" if size else "the baseline's is zero"
@@ -287,9 +288,9 @@ def _rows_text(total: _Totals) -> str:
 
 
 def shown_number(value: float, error: float) -> str:
-    """A number with as few digits as it has within its relative error, or with six."""
-    for digits in range(7):
+    """A number with as few digits after the point as it has within its relative error, at most nine; or with six."""
+    for digits in range(10):
         near = round(value, digits)
         if near and abs(near - value) <= error * abs(value):
-            return f"{near:g}"
+            return f"{near:.12g}"
     return f"{value:.6g}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +10,9 @@ import numpy as np
 from traindiff.core.maps.entries import PLACE, Entry, Layout, as_toml
 from traindiff.core.maps.toml_files import unusable
 from traindiff.core.site import printable
-from traindiff.state.arrangements import matrix_shape, pairs_order
+from traindiff.state.arrangements import matrix_shape, num_matrices, pairs_order
 from traindiff.state.comparison import Relation, WeightsComparison, numbers, skeleton
-from traindiff.state.dtypes import Bits, bits_type
+from traindiff.state.dtypes import ITEM_BYTES, Bits, bits_type
 from traindiff.state.stored import StoredTensor
 
 
@@ -75,7 +74,8 @@ def joined(parts: Sequence[StoredTensor], whole: StoredTensor, layout: Layout) -
     if layout.is_plain:
         return parts[0]
     rows, columns = matrix_shape(whole.shape)
-    length, width = (columns, rows) if layout.transpose else (rows, columns)
+    matrices = num_matrices(whole.shape)
+    length, width = (matrices * columns, rows // max(1, matrices)) if layout.transpose else (rows, columns)
     shapes = [matrix_shape(part.shape) for part in parts]
     fits = (
         sum(shape[0] for shape in shapes) == length
@@ -89,7 +89,7 @@ def joined(parts: Sequence[StoredTensor], whole: StoredTensor, layout: Layout) -
         return None
 
     def memory(first: int, end: int) -> Bits:
-        made = _made(parts, layout).reshape(whole.rows, -1)
+        made = _made(parts, layout, matrices).reshape(whole.rows, -1)
         return np.ascontiguousarray(made[first:end])
 
     return StoredTensor(
@@ -103,13 +103,13 @@ def _moved_rows(shape: tuple[int, int], layout: Layout) -> int:
     return shape[1] if layout.blocks > 1 and layout.transpose else shape[0]
 
 
-def _made(parts: Sequence[StoredTensor], layout: Layout) -> Bits:
-    """The elements of a whole, all of them in memory."""
+def _made(parts: Sequence[StoredTensor], layout: Layout, matrices: int) -> Bits:
+    """The elements of a whole, all of them in memory. If it is transposed, each of its matrices is."""
     groups = []
     for part, heads in zip(parts, layout.heads, strict=True):
         rows, columns = matrix_shape(part.shape)
-        words = prod(part.shape) and part.num_bytes // bits_type(part.dtype).itemsize // part.size
-        matrix = part.slab(0, part.rows).reshape(rows, columns * max(1, words))
+        words = ITEM_BYTES[part.dtype] // bits_type(part.dtype).itemsize
+        matrix = part.slab(0, part.rows).reshape(rows, columns * words)
         if layout.blocks != 1:
             return _regrouped(matrix, layout)
         if heads > 0:
@@ -118,7 +118,9 @@ def _made(parts: Sequence[StoredTensor], layout: Layout) -> Bits:
             matrix = matrix[np.argsort(pairs_order(rows, -heads))]
         groups.append(matrix.reshape(layout.groups, rows // layout.groups, -1))
     made = np.concatenate(groups, axis=1).reshape(-1, groups[0].shape[-1])
-    return made.T if layout.transpose else made
+    if not layout.transpose:
+        return made
+    return made.reshape(matrices, len(made) // max(1, matrices), -1, words).swapaxes(1, 2)
 
 
 def _regrouped(matrix: Bits, layout: Layout) -> Bits:

@@ -12,15 +12,31 @@ from typing import Any
 import numpy as np
 
 from traindiff.core.maps.entries import Layout
-from traindiff.state.arrangements import Hashes, KnownHashes, holds, layout_of, layout_text
-from traindiff.state.comparison import Relation, Word, numbers
-from traindiff.state.differences import arranged, difference, rounded_to
+from traindiff.state.arrangements import (
+    Hashes,
+    KnownHashes,
+    holds,
+    layout_of,
+    layout_text,
+    listed_names,
+    of_each,
+    order_clause,
+)
+from traindiff.state.comparison import Relation, Word, numbers, skeleton
+from traindiff.state.differences import arranged, difference, put_together, rounded_to
 from traindiff.state.elements import UNFIT
 from traindiff.state.equal_bits import Equality
 from traindiff.state.layer_order import in_order
-from traindiff.state.maps import joined
-from traindiff.state.measured import MOST_THREADS, Measured, common_dtype, measure, overflows, same_bits
-from traindiff.state.other_layers import expected, laid_out_alike, layers_of
+from traindiff.state.measured import (
+    MOST_THREADS,
+    Measured,
+    by_own_name,
+    common_dtype,
+    keys_by_own_name,
+    overflows,
+    same_bits,
+)
+from traindiff.state.other_layers import biases_as_weights, expected, laid_out_alike, layers_of
 from traindiff.state.pairing import Sums, by_content, content_keys, likest, rearranged
 from traindiff.state.stored import Role
 
@@ -86,8 +102,9 @@ class Matching:
             for name in self._left
             if self._baseline[name].tensor.name not in elsewhere
         ]
-        alike = laid_out_alike(ordered, _by_own_name(self._candidate), self._holds)
-        return [*in_order(alike, _by_own_name(self._baseline)), *rest]
+        alike = laid_out_alike(ordered, by_own_name(self._candidate), self._holds)
+        alike = biases_as_weights(alike, by_own_name(self._baseline), self._holds)
+        return [*in_order(alike, by_own_name(self._baseline)), *rest]
 
     def _num_bytes(self, name: str) -> int:
         """Bytes of two tensors of one name."""
@@ -184,7 +201,11 @@ class Matching:
         """Biases that are one number throughout are fused as the weights of their modules are."""
         for one in [one for one in self._found.values() if one.kind == "fused" and one.layout is not None]:
             sides = [
-                {name.rpartition(".")[0]: key for name, key in _keys(side).items() if not name.endswith(".weight")}
+                {
+                    name.rpartition(".")[0]: key
+                    for name, key in keys_by_own_name(side).items()
+                    if not name.endswith(".weight")
+                }
                 for side in (self._left, self._right)
             ]
             modules = [[name.rpartition(".")[0] for name in names] for names in (one.baseline, one.candidate)]
@@ -217,9 +238,13 @@ class Matching:
                 other = own[likest(name, known)].tensor.name
                 names: tuple[list[str], list[str]] = ([], [name]) if whose == "candidate" else ([name], [])
                 lacking = "baseline" if whose == "candidate" else "candidate"
+                word: Word = "equivalent"
                 message = f"is {other} again: tied in the {lacking}, which has it once"
+                if skeleton(other) == skeleton(own[name].tensor.name):  # one layer more is another model
+                    word = "only"
+                    message = f"is {other} again, and the {lacking} lacks it: a layer that is there twice, or is tied"
                 key = name if whose == "candidate" else f"\0{name}"
-                self._found[key] = self._relation("equivalent", "tied", *names, message)
+                self._found[key] = self._relation(word, "tied", *names, message)
                 if whose == "candidate":
                     here.pop(name)
 
@@ -248,7 +273,9 @@ class Matching:
                         f"{first} to {parts[group[-1]].tensor.name}" for first, group in zip(told, groups, strict=True)
                     ]
                 if layout is None:
-                    message = f"has the numbers of {' and '.join(told)} in an order that is not known"
+                    given = [self._hashes.of(parts[key].tensor, dtype)[0] for key in names]
+                    clause = order_clause(given, *self._hashes.of(whole_side[name].tensor, dtype))
+                    message = f"has the numbers of {' and '.join(told)} {clause}"
                 else:
                     message = f"is {layout_text(layout, told)}"
                 together = [whole_side[name], *(parts[key] for key in names)]
@@ -262,6 +289,7 @@ class Matching:
                 if overflows(together, dtype):
                     word, kind, message = "differs", "overflow", f"{message}, {UNFIT}"
                 evidence = {"dtype": dtype, "groups": layout.groups if layout else None}
+                layout = layout and of_each(layout, len(groups[0]))
                 relation = self._relation(word, kind, *sides, message, layout=layout, evidence=evidence)
                 self._settle(*sides, relation)
 
@@ -296,42 +324,22 @@ class Matching:
 
     def _compare_as_in_other_layers(self) -> None:
         """Compare what belongs together if it does in the other layers, and has no counterpart of its contents."""
-        left, right = _keys(self._left), _keys(self._right)
+        left, right = keys_by_own_name(self._left), keys_by_own_name(self._right)
         for baseline, candidate, layout in list(expected(list(self._found.values()), left, right)):
             sides = [left[name] for name in baseline], [right[name] for name in candidate]
-            made = self._put_together(
-                [self._left[key] for key in sides[0]], [self._right[key] for key in sides[1]], layout
-            )
+            made = put_together([self._left[key] for key in sides[0]], [self._right[key] for key in sides[1]], layout)
             if made is None:
                 continue
             found = difference(*made, self._hashes)
             word: Word = found.word if found.word != "only" else "differs"
-            named = f"{', '.join(baseline[:-1])} and {baseline[-1]}" if len(baseline) > 1 else baseline[0]
+            named = listed_names(baseline)
             message = f"by its name, is the baseline's {named}, and {found.message}"
             relation = self._relation(word, found.kind, *sides, message, evidence=found.evidence, layout=layout)
             self._settle(*sides, relation)
 
-    def _put_together(
-        self, baseline: Sequence[Measured], candidate: Sequence[Measured], layout: Layout | None
-    ) -> tuple[Measured, Measured] | None:
-        """Both sides as one tensor each, with summaries; None if they do not fit, or only summaries are known."""
-        made = [one[0] for one in (baseline, candidate)]
-        if layout is None:
-            return made[0], made[1]
-        side = 0 if len(candidate) == 1 else 1
-        parts, whole = (baseline, candidate[0]) if side == 0 else (candidate, baseline[0])
-        if len(parts) != len(layout.order) or not all(one.tensor.is_readable for one in (*parts, whole)):
-            return None
-        tensor = joined([parts[number].tensor for number in layout.order], whole.tensor, layout)
-        if tensor is None:
-            return None
-        dtypes = [one.tensor.dtype for one in made if common_dtype(one.tensor.dtype, tensor.dtype) == one.tensor.dtype]
-        (made[side],) = measure([(tensor, [dtype for dtype in dtypes if dtype != tensor.dtype])])
-        return made[0], made[1]
-
     def _holds(self, baseline: Sequence[str], candidate: Sequence[str], layout: Layout | None) -> bool:
         """Whether tensors, by their own names, make up the other side's in a layout."""
-        first, second = _by_own_name(self._baseline), _by_own_name(self._candidate)
+        first, second = by_own_name(self._baseline), by_own_name(self._candidate)
         if not (all(name in first for name in baseline) and all(name in second for name in candidate)):
             return False
         of_candidate = len(candidate) == 1
@@ -377,12 +385,3 @@ class Matching:
         zero = ", and is zero in all elements" if side[name].is_zero else ""
         message = f"is only in the {whose}: {tensor.dtype} {list(tensor.shape)}{zero}"
         return self._relation("only", f"only-{whose}", *names, message)
-
-
-def _keys(tensors: Mapping[str, Measured]) -> dict[str, str]:
-    """The names by which tensors are paired, by their own names."""
-    return {one.tensor.name: key for key, one in tensors.items()}
-
-
-def _by_own_name(tensors: Mapping[str, Measured]) -> dict[str, Measured]:
-    return {one.tensor.name: one for one in tensors.values()}

@@ -96,7 +96,7 @@ def measure(
 
 
 def _merged(parts: list[Any]) -> Any:
-    return merge(parts) if parts else empty(1)[0]
+    return parts[0] if len(parts) == 1 else merge(parts) if parts else empty(1)[0]
 
 
 def _of_slab(
@@ -168,3 +168,13 @@ def overflows(tensors: Sequence[Measured], dtype: str) -> bool:
         for one in tensors
         if one.tensor.dtype != dtype and int(one.own["count"]) and np.isfinite(float(one.own["minimum"]))
     )
+
+
+def by_own_name(tensors: Mapping[str, Measured]) -> dict[str, Measured]:
+    """Tensors by the names that they have in their checkpoint, in place of those by which they are paired."""
+    return {one.tensor.name: one for one in tensors.values()}
+
+
+def keys_by_own_name(tensors: Mapping[str, Measured]) -> dict[str, str]:
+    """The names by which tensors are paired, by their own names."""
+    return {one.tensor.name: key for key, one in tensors.items()}

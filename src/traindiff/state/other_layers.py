@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from traindiff.core.maps.entries import Layout
-from traindiff.state.comparison import NUMBER, Relation, numbers, skeleton
+from traindiff.state.comparison import NUMBER, Relation, common_numbers, numbers, skeleton
 from traindiff.state.measured import Measured
 
 Numbers = tuple[int, ...]
 
+NUMBER_OR_PLACE = re.compile(rf"{NUMBER.pattern}|\*")
+"""A number in a pattern, or the place of one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pattern:
-    """Which tensors of a layer are which, with `*` in place of numbers, and in which layout.
+    """Which tensors of a layer are which, with `*` in place of its numbers, and in which layout.
 
     Attributes:
         baseline: Names of the baseline.
@@ -27,9 +31,23 @@ class Pattern:
     candidate: tuple[str, ...]
     layout: Layout | None
 
-    def names(self, baseline: Numbers, candidate: Numbers) -> tuple[list[str], list[str]]:
-        """The names in one layer."""
+    def names(self, baseline: Numbers, candidate: Numbers) -> tuple[list[str], list[str]] | None:
+        """The names in one layer; None if names have more numbers than that, or fewer."""
+        pairs = ((self.baseline, baseline), (self.candidate, candidate))
+        if any(one.count("*") != len(given) for names, given in pairs for one in names):
+            return None
         return [_filled(one, baseline) for one in self.baseline], [_filled(one, candidate) for one in self.candidate]
+
+    def numbers_in(self, name: str) -> Numbers | None:
+        """The numbers of its layer in a name that is the candidate's first one there; None if it is none."""
+        first = self.candidate[0]
+        if skeleton(name) != skeleton(first):
+            return None
+        places, given = NUMBER_OR_PLACE.findall(first), numbers(name)
+        found = tuple(zip(places, given, strict=False))
+        if len(places) != len(given) or any(place != "*" and int(place[:18]) != number for place, number in found):
+            return None
+        return tuple(number for place, number in found if place == "*")
 
 
 def _filled(pattern: str, given: Numbers) -> str:
@@ -38,10 +56,23 @@ def _filled(pattern: str, given: Numbers) -> str:
 
 
 def numbers_of(names: Sequence[str]) -> Numbers | None:
-    """The numbers that names of one layer have in common; None if they have others, or none."""
-    found = {numbers(name) for name in names}
-    own = found.pop() if found else ()
-    return own if own and not found else None
+    """The numbers that names of one layer have in common, without those of its experts; None if they have none."""
+    return common_numbers(names) or None
+
+
+def _patterns_of(names: Sequence[str]) -> tuple[str, ...]:
+    """Names with `*` in place of the numbers that they have in common."""
+    table = [numbers(name) for name in names]
+    same = [len({*column}) == 1 for column in zip(*table, strict=True)]
+    found = []
+    for name in names:
+        kept = iter(same)
+
+        def place(match: re.Match[str], kept: Iterator[bool] = kept) -> str:
+            return "*" if next(kept) else match[0]
+
+        found.append(NUMBER.sub(place, name))
+    return tuple(found)
 
 
 def is_settled(relation: Relation) -> bool:
@@ -53,11 +84,7 @@ def is_settled(relation: Relation) -> bool:
 def patterns(relations: Iterable[Relation]) -> Counter[Pattern]:
     """The patterns of relations of single layers, by the number of layers."""
     return Counter(
-        Pattern(
-            baseline=tuple(map(skeleton, one.baseline)),
-            candidate=tuple(map(skeleton, one.candidate)),
-            layout=one.layout,
-        )
+        Pattern(baseline=_patterns_of(one.baseline), candidate=_patterns_of(one.candidate), layout=one.layout)
         for one in relations
         if is_settled(one) and numbers_of(one.baseline) is not None and numbers_of(one.candidate) is not None
     )
@@ -90,13 +117,13 @@ def expected(
     used: set[str] = set()
     for pattern, _ in patterns(relations).most_common():
         for name in candidate:
-            own = numbers(name)
-            if name in used or skeleton(name) != pattern.candidate[0] or "*" not in pattern.baseline[0]:
+            own = pattern.numbers_in(name)
+            if name in used or not own or "*" not in pattern.baseline[0]:
                 continue
-            other = layers.get(own, own)
-            if any(one.count("*") != len(other) for one in pattern.baseline):
+            names = pattern.names(layers.get(own, own), own)
+            if names is None:
                 continue
-            here, there = pattern.names(other, own)
+            here, there = names
             if all(one in baseline and f"\0{one}" not in used for one in here) and all(
                 one in candidate and one not in used for one in there
             ):
@@ -137,9 +164,10 @@ def laid_out_alike(relations: Sequence[Relation], shapes: Mapping[str, Measured]
             if way == usual[key] or tuple(sorted(way.baseline)) not in sources:
                 continue
             for place in places:
-                one, own = relations[place], numbers(relations[place].name)
-                other = layers.get(own, own)
-                if holds(*usual[key].names(other, own), usual[key].layout):
+                one = relations[place]
+                own = numbers_of(one.candidate) or ()
+                names = usual[key].names(layers.get(own, own), own)
+                if names is not None and holds(*names, usual[key].layout):
                     continue
                 count = len(ways[usual[key]])
                 others = f"{count} other layer{'s' if count > 1 else ''}"
@@ -147,3 +175,39 @@ def laid_out_alike(relations: Sequence[Relation], shapes: Mapping[str, Measured]
                 message = f"{one.message}; in {others}, {key[0]} is made up {how}"
                 found[place] = replace(one, word="differs", kind="unlike", message=message)
     return found
+
+
+def biases_as_weights(relations: Sequence[Relation], baseline: Collection[str], holds: Holds) -> list[Relation]:
+    """The relations, of which those of biases that do not belong to the weights of their modules differ.
+
+    What moves the rows of a weight moves the outputs of its module, and the elements of its bias with them.
+
+    Args:
+        relations: Of all tensors of the candidate.
+        baseline: Names of the baseline.
+        holds: Is asked whether the biases of the weights' modules, laid out as these, are the candidate's as well.
+    """
+    weights = {modules[1]: one for one in relations if is_settled(one) and (modules := _modules(one, "weight"))}
+    found = list(relations)
+    for number, one in enumerate(relations):
+        modules = _modules(one, "bias") if is_settled(one) else None
+        of_weights = None if modules is None else weights.get(modules[1])
+        if modules is None or of_weights is None:
+            continue
+        own = [f"{name.rpartition('.')[0]}.bias" for name in of_weights.baseline]
+        layouts = [None if each is None else replace(each, transpose=False) for each in (one.layout, of_weights.layout)]
+        plain = [layout is None or layout.is_plain for layout in layouts]
+        alike = tuple(own) == one.baseline and (all(plain) or layouts[0] == layouts[1])
+        if alike or not all(name in baseline for name in own) or holds(own, one.candidate, layouts[1]):
+            continue
+        message = f"{one.message}; its weight is another one, or laid out otherwise: it {skeleton(of_weights.message)}"
+        found[number] = replace(one, word="differs", kind="unlike", message=message)
+    return found
+
+
+def _modules(relation: Relation, parameter: str) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """The modules of both sides whose parameters of this name a relation is about; None if it is about others."""
+    sides = [[name.rpartition(".") for name in names] for names in (relation.baseline, relation.candidate)]
+    if not all(last == parameter for side in sides for _, _, last in side):
+        return None
+    return tuple(module for module, _, _ in sides[0]), tuple(module for module, _, _ in sides[1])

@@ -295,3 +295,39 @@ def test_an_object_whose_state_cannot_be_asked_for_is_looked_into(tmp_path: Path
     assert resumed(recipe, directory, tmp_path / "same").verdict == "identical"
     found = resumed(lambda: recipe(forgets=True), directory, tmp_path / "other")
     assert says(found)[0].startswith("The generator broken.generator was not restored")
+
+
+def test_what_only_the_resumed_run_replays_is_no_divergence(tmp_path: Path) -> None:
+    """The first steps of a recording are replayed: those of a resumed run are late ones of the run that went on."""
+
+    def recipe() -> traindiff.Training:
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).bfloat16()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+        def step(batch: Tensor) -> Tensor:
+            loss: Tensor = model(batch.bfloat16()).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        def save(path: Path) -> None:
+            torch.save([model.state_dict(), optimizer.state_dict(), torch.get_rng_state()], path / "a.pt")
+
+        def load(path: Path) -> int:
+            weights, state, random = torch.load(path / "a.pt", weights_only=True)
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(state)
+            torch.set_rng_state(random)
+            return AT
+
+        return traindiff.Training(
+            model=model, optimizer=optimizer, batches=torch.randn(8, 16, 4), step=step, save=save, load=load
+        )  # fmt: skip
+
+    found = resumed(recipe, begun(recipe, tmp_path / "saved"), tmp_path)
+
+    assert (found.verdict, says(found)) == ("identical", [])
+    (note,) = (one for one in found.comparison.notes if "do not move" in one)
+    assert note.startswith("In the candidate, ")
+    assert note.endswith("The baseline's update was not replayed in step 3: this does not tell the runs apart.")

@@ -26,6 +26,7 @@ from traindiff.analyse.noise.run_floors import RunFloors
 from traindiff.analyse.noise.tolerance import Tolerances
 from traindiff.analyse.rules import RULES, RunFacts
 from traindiff.analyse.rules.lost_updates import UpdatesSurviveRounding, is_another_update
+from traindiff.analyse.rules.replay import REPLAYED, replayed_paths
 from traindiff.analyse.rules.run_judge import RunJudge
 from traindiff.core.site import label
 
@@ -359,22 +360,33 @@ class BothRuns:
         ]
         if self._alike:
             strict, lenient = strict * 2, lenient * 2
-        found = []
-        for run, other_run in ((0, 1), (1, 0)):
-            other, common = lenient[other_run], (self._common[run], self._common[other_run])
-            both = tables[min(run, len(tables) - 1)], tables[min(other_run, len(tables) - 1)]
-            for one in strict[run]:
-                what = one.kind, common[0](one.path)
-                if what in other:
-                    self.shared.setdefault(one.kind, f"In both runs: {_within(one.message)}")
-                    continue
-                if one.kind == UpdatesSurviveRounding.name and (
-                    what[1] in {path for _, path in other} or is_another_update(one, both, common)
-                ):
-                    continue  # the other run has a worse finding there, or does not compute this update
-                message = f"In the {RUNS[run]}, {_within(one.message)}"
-                found.append(replace(one, message=message, evidence={**one.evidence, "run": RUNS[run]}))
-        return found
+        return [
+            replace(
+                one, message=f"In the {RUNS[run]}, {_within(one.message)}", evidence={**one.evidence, "run": RUNS[run]}
+            )
+            for run in (0, 1)
+            for one in strict[run]
+            if self._is_of_one_run(one, run, tables, lenient[1 - run])
+        ]
+
+    def _is_of_one_run(self, one: Finding, run: int, tables: Sequence[StepTable], other: set[tuple[str, str]]) -> bool:
+        """True if a fault of one run is known not to be one of the other run, whose faults are given."""
+        common = self._common[run], self._common[1 - run]
+        both = tables[min(run, len(tables) - 1)], tables[min(1 - run, len(tables) - 1)]
+        path = common[0](one.path)
+        if (one.kind, path) in other:
+            self.shared.setdefault(one.kind, f"In both runs: {_within(one.message)}")
+            return False
+        if one.kind == UpdatesSurviveRounding.name and (
+            path in {path for _, path in other} or is_another_update(one, both, common)
+        ):
+            return False  # the other run has a worse finding there, or does not compute this update
+        if one.stage == REPLAYED and path not in map(common[1], replayed_paths(both[1])):
+            why = f"The {RUNS[1 - run]}'s update was not replayed in step {one.step}"
+            message = f"In the {RUNS[run]}, {_within(one.message)}"
+            self.shared.setdefault(f"{one.kind} alone", f"{message} {why}: this does not tell the runs apart.")
+            return False
+        return True
 
     def _judges(self, judges: Sequence[RunJudge]) -> Sequence[RunJudge]:
         """Of both runs."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.site import StepTable
-from traindiff.analyse.rules.replay import LIMIT, LOST_SHARE, Replayed, replayed
+from traindiff.analyse.rules.replay import LIMIT, LOST_SHARE, REPLAYED, Replayed, replayed
 from traindiff.analyse.rules.rule import Contents, Limit, Rule
 from traindiff.core.summary import UNIT_ROUNDOFF, distance, norm_of
 
@@ -98,7 +98,7 @@ def _lost(one: Replayed, *, step: int) -> Finding:
         f"them: it is smaller than half the spacing of {one.dtype or 'its dtype'} at their size, and is rounded away."
     )
     return Finding(
-        step=step, phase="update", stage="replayed", path=one.key.path, slot="update", order=one.order,
+        step=step, phase="update", stage=REPLAYED, path=one.key.path, slot="update", order=one.order,
         kind="lost-update", difference=share, floor=LOST_SHARE, message=message,
         evidence={"share": share, "dtype": one.dtype},
     )  # fmt: skip

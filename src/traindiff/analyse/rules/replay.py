@@ -30,6 +30,9 @@ LOST_SHARE = 0.5
 MOST_OTHERS = 3
 """Further mistakes that a message mentions, if they would do the same in this step."""
 
+REPLAYED = "replayed"
+"""Stage of the update that a formula gives, and of findings about it."""
+
 COMPILED = "compiled"
 """What stands behind an optimizer whose step ran in compiled code."""
 
@@ -171,7 +174,7 @@ class UpdatesFollowSettings(Rule):
         reasons = {
             entry.unobserved
             for key, entry in table.items()
-            if key.phase == "update" and key.stage == "replayed" and entry.unobserved and key.path not in parameters
+            if key.phase == "update" and key.stage == REPLAYED and entry.unobserved and key.path not in parameters
         }
         return [f"An optimizer is {reason}" for reason in sorted(reasons)]
 
@@ -188,7 +191,7 @@ def replayed(table: StepTable) -> Iterator[Replayed]:
         elif key.stage == "residual" and not entry.unobserved:
             residuals.append((key, entry))
     for key, entry in residuals:
-        parts = [_beside(table, key, stage) for stage in ("replayed", "taken", "rounding")]
+        parts = [_beside(table, key, stage) for stage in (REPLAYED, "taken", "rounding")]
         value, taken, rounding = parts
         if value is None or taken is None or rounding is None:
             continue
@@ -198,6 +201,11 @@ def replayed(table: StepTable) -> Iterator[Replayed]:
             rounding=rounding, residual=entry,
             variants=variants.get((key.path, key.slot), {}), dtype=parameter.dtype if parameter else "",
         )  # fmt: skip
+
+
+def replayed_paths(table: StepTable) -> set[str]:
+    """The parameters whose updates were replayed in a step: in the first ones of a recording, and in some later."""
+    return {one.key.path for one in replayed(table)}
 
 
 _STATE = "state["
@@ -220,7 +228,7 @@ def _wrong_states(table: StepTable, *, step: int, limit: float) -> Iterator[Find
             f"{worst:.3g} roundings away. The update of this step is right, and later ones follow from that state."
         )
         yield Finding(
-            step=step, phase="update", stage="replayed", path=key.path, slot="update", order=entry.order,
+            step=step, phase="update", stage=REPLAYED, path=key.path, slot="update", order=entry.order,
             kind="update-rule", message=message,
             evidence={"state": name, "residual": worst, "variant": f"state-{why or 'other'}"},
         )  # fmt: skip
@@ -277,7 +285,7 @@ def _wrong(
         other = f"something else than its settings ask for, {apart:.2g} of its size off"
         message = f"{one.optimizer} moves {path} by {other}. {off}."
     return Finding(
-        step=step, phase="update", stage="replayed", path=path, slot="update", order=one.order, kind=kind,
+        step=step, phase="update", stage=REPLAYED, path=path, slot="update", order=one.order, kind=kind,
         difference=apart, floor=apart * limit / one.worst if math.isfinite(apart) else 0.0,
         message=message, evidence=evidence,
     )  # fmt: skip

@@ -29,7 +29,8 @@ class Layout:
     Attributes:
         join: `concat` or `interleave` (of the groups of all parts: the first of each, the second of each, ...).
         groups: Number of groups for `interleave`.
-        transpose: Whether the joined rows are the columns of the whole.
+        transpose: Whether the joined rows are the columns of the whole: of each matrix, if it is a stack of matrices
+            (three dims).
         heads: By part: number of heads whose rows go from rotary halves to interleaved pairs; negative for the other
             way; 0 for rows that stay.
         order: By part: its place among the names that were given.

@@ -13,6 +13,7 @@ from traindiff.core.untrusted.demands import quoted
 from traindiff.core.untrusted.folder import Folder
 from traindiff.state.dtypes import ITEM_BYTES
 from traindiff.state.sources.pickles import MOST_PICKLE_BYTES, Record, loaded, name_of
+from traindiff.state.sources.stacked_layers import apart, is_of_megatron, without_buckets
 from traindiff.state.sources.torch_files import Archive, named_tensors
 from traindiff.state.stored import Bytes, Part, Place, Role, StoredTensor, check_parts, unreadable
 
@@ -20,8 +21,8 @@ METADATA = ".metadata"
 """The file that makes a directory one of these."""
 
 
-def of_directory(folder: Folder) -> dict[str, StoredTensor]:
-    """The tensors of a directory, by name.
+def of_directory(folder: Folder) -> tuple[dict[str, StoredTensor], list[str]]:
+    """The tensors of a directory, by name, and notes. What Megatron has stacked is taken apart.
 
     Raises:
         CheckpointError: The metadata are damaged or would run code, a file is missing or too short, or a box of a
@@ -40,7 +41,11 @@ def of_directory(folder: Folder) -> dict[str, StoredTensor]:
             places[name, offset] = place
     reader = _Reader(folder, places)
     tensors = {name: one for name, one in described.items() if isinstance(name, str) and _is_tensor(one)}
-    return named_tensors(_nested(tensors, _field(content, "planner_data")), where, reader.tensor)
+    found = named_tensors(_nested(tensors, _field(content, "planner_data")), where, reader.tensor)
+    if not is_of_megatron(folder):
+        return found, []
+    plain, notes = without_buckets(found)
+    return apart(plain), notes
 
 
 def _field(value: Any, name: str) -> Any:

@@ -71,7 +71,10 @@ def of_directory(folder: Folder) -> tuple[Tensors, list[str]]:
         CheckpointError: A file is missing or damaged, or the ranks do not fit together.
     """
     archives, declared = _archives(folder)
-    notes = ["Of Megatron's files, only the model is compared: they do not name what the optimizer keeps."]
+    notes = [
+        "Of Megatron's files, only the model is compared: what the optimizer keeps, in them or in distrib_optim.pt, "
+        "has numbers or lies in flat buffers, without the parameters' names."
+    ]
     chunks = {place: list(_chunks(archive)) for place, archive in archives.items()}
     found: Tensors = {}
     passed: dict[str, int] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import posixpath
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,11 +26,14 @@ from traindiff.state.sources.recordings import of_recording
 from traindiff.state.stored import Checkpoint, StoredTensor, unreadable
 from traindiff.storage.location import file_system, lacks_container
 
-_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_SINGLE = (
-    "model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin", "consolidated.00.pth",
+_FILES = (
+    "model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "pytorch_model.bin",
+    "pytorch_model.bin.index.json", "adapter_model.bin", "consolidated.safetensors", "consolidated.00.pth",
 )  # fmt: skip
 """Files of a directory, in the order in which Hugging Face's libraries look for them."""
+
+_POINTER = b"version https://git-lfs"
+"""How a file begins that stands for a large one in a clone without Git LFS."""
 
 _TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
 
@@ -82,7 +85,7 @@ def _checked(found: Checkpoint) -> Checkpoint:
 def _of_file(path: str, folder: Folder, name: str) -> Checkpoint:
     if name.endswith(".index.json"):
         return _of_index(path, folder, name)
-    start = folder.read_range(name, 0, 9).tobytes()
+    start = _start_of(folder, name)
     if name.endswith(".safetensors") or (start[8:9] == b"{" and not name.endswith(_TORCH_ENDINGS)):
         return Checkpoint(path=path, kind="safetensors", tensors=safetensors_files.of_file(folder, name))
     return Checkpoint(path=path, kind="torch.save", tensors=torch_files.of_file(folder, name))
@@ -95,8 +98,23 @@ def _of_index(path: str, folder: Folder, name: str) -> Checkpoint:
 
 
 def _read_one(folder: Folder, name: str) -> Mapping[str, StoredTensor]:
+    _start_of(folder, name)
     of_file = safetensors_files.of_file if name.endswith(".safetensors") else torch_files.of_file
     return of_file(folder, name)
+
+
+def _start_of(folder: Folder, name: str) -> bytes:
+    """The first bytes of a file.
+
+    Raises:
+        CheckpointError: It only points to the file that git would fetch.
+    """
+    start = folder.read_range(name, 0, len(_POINTER)).tobytes()
+    if start == _POINTER:
+        raise CheckpointError(
+            f"{folder.path(name)} is a pointer of Git LFS, in place of the file. Run git lfs pull where it was cloned."
+        )
+    return start
 
 
 def _of_directory(path: str, folder: Folder) -> Checkpoint:
@@ -105,18 +123,22 @@ def _of_directory(path: str, folder: Folder) -> Checkpoint:
         tensors, notes = of_recording(path)
         return Checkpoint(path=path, kind="recording", tensors=tensors, notes=tuple(notes))
     if distributed_checkpoints.METADATA in names:
-        kind = "torch.distributed.checkpoint"
-        return Checkpoint(path=path, kind=kind, tensors=distributed_checkpoints.of_directory(folder))
+        tensors, notes = distributed_checkpoints.of_directory(folder)
+        return Checkpoint(path=path, kind="torch.distributed.checkpoint", tensors=tensors, notes=tuple(notes))
     of_ranks = _of_ranks(path, folder)
     if of_ranks is not None:
         return of_ranks
-    for name in (*_INDEXES, *_SINGLE):
-        if name in names:
-            found = (_of_index if name in _INDEXES else _of_file)(path, folder, name)
-            tensors = {**found.tensors, **_optimizer_beside(folder, names)}
-            return replace(found, tensors=tensors, adapter_scale=adapter_configs.scale_beside(folder))
+    there = [name for name in _FILES if name in names]
+    if there:
+        found = _of_file(path, folder, there[0])
+        tensors = {**found.tensors, **_optimizer_beside(folder, names)}
+        told = (*found.notes, *_not_read(path, there[:1], there[1:]))
+        return replace(found, tensors=tensors, notes=told, adapter_scale=adapter_configs.scale_beside(folder))
+    of_torch = [name for name in names if name.endswith(_TORCH_ENDINGS)]
     files = [name for name in names if name.endswith(".safetensors")]
-    files = files or [name for name in names if name.endswith(_TORCH_ENDINGS)]
+    if files and of_torch:
+        return replace(_of_files(path, folder, files), notes=tuple(_not_read(path, files, of_torch)))
+    files = files or of_torch
     if not files:
         shown = ", ".join(quoted(name) for name in names[:5]) or "nothing"
         raise CheckpointError(
@@ -124,6 +146,15 @@ def _of_directory(path: str, folder: Folder) -> Checkpoint:
             "model.safetensors, an index, .metadata (torch.distributed.checkpoint) or run.json (a recording)."
         )
     return _of_files(path, folder, files)
+
+
+def _not_read(path: str, read: Sequence[str], others: Sequence[str]) -> list[str]:
+    """A note on files of a directory that may hold the same model again, or another one; none if there are none."""
+    if not others:
+        return []
+    first, other = quoted(read[0]), quoted(others[0])
+    more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+    return [f"{path} has {other}{more} beside {first}, which is what was read. Give a file to compare another one."]
 
 
 def _optimizer_beside(folder: Folder, names: Collection[str]) -> dict[str, StoredTensor]:

@@ -59,6 +59,9 @@ def of_file(folder: Folder, name: str) -> dict[str, StoredTensor]:
             what = f"the tensor {quoted(printable(key))} begins before {quoted(printable(before))} ends"
             raise unreadable(where, what)
         end, before = max(end, content["data_offsets"][1]), key
+    if 8 + length + end < size:
+        what = f"its tensors end at byte {8 + length + end}, and the file has {size} bytes: libraries refuse to load it"
+        raise unreadable(where, what)
     return {
         printable(key): _tensor(folder, name, printable(key), content, 8 + length, size - 8 - length)
         for key, content in header.items()

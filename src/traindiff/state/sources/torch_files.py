@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import zipfile
 import zlib
@@ -147,6 +148,9 @@ def archive_of(folder: Folder, name: str) -> TorchFile:
     return (LegacyFile if is_old else Archive)(content, folder.path(name))
 
 
+_OF_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?[^.]*optim", re.ASCII)
+"""How paths to what an optimizer keeps begin; several optimizers of Megatron's are chained."""
+
 Found = Callable[[Any, str, Role], StoredTensor | None]
 """Makes a tensor of a value in a container, given its name and role; None if it is none."""
 
@@ -178,7 +182,7 @@ def named_tensors(value: Any, where: str, found: Found) -> dict[str, StoredTenso
     for path, one in _leaves(value, where):
         own = path.removeprefix(f"{inside}.") if inside and path.startswith(f"{inside}.") else path
         is_own = not inside or own != path
-        role: Role = "optimizer" if "optim" in path.partition(".")[0] else "parameter" if is_own else "other"
+        role: Role = "optimizer" if _OF_OPTIMIZER.match(path) else "parameter" if is_own else "other"
         name = printable(own if role == "parameter" else path)
         tensor = found(one, name, role)
         if tensor is not None:
