@@ -101,3 +101,22 @@ def measured(tmp_path: Path) -> Measured:
         return compare(baseline, found, noise=paths)
 
     return run
+
+
+@pytest.fixture(autouse=True, scope="session")
+def rules_that_find_something_apply() -> Iterator[None]:
+    """In all tests: a rule that finds something in a check has not said before that the run has nothing for it."""
+    from traindiff.analyse.rules.run_judge import RunJudge
+
+    answer = RunJudge._answer
+
+    def checked(judge: Any, rule: Any, kinds: Any, left_out: Any) -> Any:
+        found = answer(judge, rule, kinds, left_out)
+        own = [one.kinds for one in judge._rules if one is not rule]
+        if found.result in ("broken", "warned") and kinds & set(rule.kinds) - {kind for other in own for kind in other}:
+            assert not judge._nothing_to_judge(rule), f"{rule.name} finds something, and applies nowhere"
+        return found
+
+    RunJudge._answer = checked  # type: ignore[method-assign]
+    yield
+    RunJudge._answer = answer  # type: ignore[method-assign]

@@ -41,6 +41,7 @@ from traindiff.analyse.compare import Comparison
 from traindiff.errors import ConfigError
 from traindiff.present.text.results import print_report
 from traindiff.run.verify.pinning import NATIVE, ForcedSteps, pin_down
+from traindiff.run.verify.request import VerifyRequest
 from traindiff.run.verify.runs import REPLICAS, Runs
 
 RESULTS = Path(__file__).parent.with_name("ZOO.md")
@@ -125,7 +126,8 @@ class Bench:
                 if mode == "forced":
                     if self._forced is None:
                         self._forced = ForcedSteps(self._runs, self.recipe)
-                    yield mode, pin_down(self._runs, self._forced.step(step, NATIVE), candidate).comparison
+                    request = VerifyRequest(recipe=self.recipe, candidate=candidate, output=self.directory)
+                    yield mode, pin_down(self._runs, self._forced.step(step, NATIVE), request).comparison
                     continue
                 if found is None:
                     found = self._runs.run(candidate, "candidate", num_steps=self.recipe.steps)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from tests.cli.conftest import Traindiff
 from tests.made_up import at, record
+from traindiff.analyse.check import RULES
 
 
 def drifting(path: Path) -> str:
@@ -21,14 +23,18 @@ def test_a_healthy_run_exits_with_zero(traindiff: Traindiff) -> None:
     result = traindiff("check", "baseline")
 
     assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout == "healthy: no rule is broken, over 3 steps (0 to 2)\n"
+    verdict, space, rules = result.stdout.splitlines()
+    assert (verdict, space) == ("healthy: no rule is broken, over 3 steps (0 to 2)", "")
+    assert re.fullmatch(rf"{len(RULES)} rules: \d+ found nothing, \d+ not applicable \(.*\)\.", rules)
 
 
 def test_a_rank_that_drifts_is_printed_and_exits_with_one(traindiff: Traindiff, tmp_path: Path) -> None:
     result = traindiff("check", drifting(tmp_path / "run"))
 
     assert result.exit_code == 1
-    assert [line.rstrip() for line in result.stdout.splitlines()] == [
+    assert [
+        line.rstrip() for line in result.stdout.partition(f"\n\n{len(RULES)} rules: 1 broken, ")[0].splitlines()
+    ] == [
         "unhealthy: the run breaks rules that it should keep by itself, over 3 steps (0 to 2) on 3 ranks",
         "",
         "First finding: step 1, param, fc.weight value",

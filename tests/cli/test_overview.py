@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.made_up import FC, record, scaled
+from tests.made_up import CONTENT, FC, record, scaled
 from traindiff.cli.app import MODULES
 from traindiff.cli.commands import app
 
@@ -48,6 +48,13 @@ def test_where_recordings_are_it_lists_them_and_names_commands_that_work(
     codes = [CliRunner().invoke(app, words).exit_code for words in asked[:-1]]
     assert codes == [0, 1, 0, 0]
     assert (tmp_path / "report.html").stat().st_size > 10_000
+
+
+def test_runs_of_two_models_are_no_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record(tmp_path / "base", content={**CONTENT, "model": "GPT"})
+    record(tmp_path / "new", content={**CONTENT, "model": "Llama"})
+
+    assert [words[0] for words in commands(said(tmp_path, monkeypatch))] == ["check", "show", "view"]
 
 
 def test_one_recording_is_no_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

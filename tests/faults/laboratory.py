@@ -11,6 +11,7 @@ import traindiff
 from tests.faults.recipe import Recipe
 from traindiff.analyse.compare import Comparison
 from traindiff.run.verify.pinning import NATIVE, ForcedStep, ForcedSteps, pin_down
+from traindiff.run.verify.request import VerifyRequest
 from traindiff.run.verify.runs import REPLICAS, Runs
 
 STEPS = 5
@@ -41,8 +42,9 @@ class Laboratory:
         """One step, every tensor of the candidate forced to the baseline's once it was observed."""
         known = self._known(baseline)
         given = known.forced_step(step, precision)
+        request = VerifyRequest(recipe=baseline, candidate=candidate, output=self.directory)
         try:
-            return pin_down(known.runs, given, candidate).comparison
+            return pin_down(known.runs, given, request).comparison
         finally:
             torch.set_num_threads(1)
 

@@ -48,6 +48,16 @@ def test_the_first_divergence_is_quoted_and_further_findings_are_a_table(compare
     assert "| 2 | grad | `fc.bias grad` | The candidate holds" in text
 
 
+def test_findings_end_with_the_command_that_explains_them(compared: Compared) -> None:
+    nan = at(BIAS, lambda values: values * float("nan"), step=2)
+    result = compared(both(at(FC, lambda values: values * 2, step=1), nan))
+    text = markdown(result)
+    first, further = (one.kind for one in result.findings)
+
+    assert f"\n> <br>more: traindiff explain {first}\n" in text
+    assert f"\n\nmore: traindiff explain {further}\n\n</details>" in text
+
+
 def test_a_check_and_a_verification_are_summaries_too(tmp_path: Path, compared: Compared) -> None:
     assert markdown(check(record(tmp_path / "run"))).startswith("### ✅ traindiff: healthy: no rule is broken")
     result = compared(at(FC, lambda values: values * 2, step=1))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
+from traindiff.analyse.counting import as_people_count
 from traindiff.core.site import ROOT, label
 
 
@@ -182,6 +183,11 @@ class Finding:
     def ratio(self) -> float:
         """Difference over floor; inf for differences without a size."""
         return ratio_of(self.difference, self.floor)
+
+    @property
+    def said(self) -> str:
+        """The message as people count micro-steps; programs are given `message`."""
+        return as_people_count(self.message)
 
     @property
     def site(self) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from traindiff.analyse.counting import as_people_count
 from traindiff.analyse.findings import (
     Finding,
     Group,
@@ -85,7 +86,7 @@ class Story:
         noise: How far the baseline differs from itself when it is run again; empty where that was not measured.
         chapters: The findings, then the warnings; each only if there are any.
         bits: Where the first difference in bits is; empty if all bits are the same, and for a check.
-        sites: How many sites have which word; empty where no site differs.
+        counts: How many sites have which word, empty where no site differs; of a check, how many rules which answer.
         alone: Which sites only one run has, a sentence each.
         notes: What else limits the verdict, a sentence each.
         failed: What happened to a candidate that did not come to its end.
@@ -103,7 +104,7 @@ class Story:
     noise: str = ""
     chapters: tuple[Chapter, ...] = ()
     bits: str = ""
-    sites: str = ""
+    counts: str = ""
     alone: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     failed: FailedRun | None = None
@@ -134,6 +135,7 @@ def of_check(verdict: Verdict) -> Story:
         sentence=verdict.sentence(),
         recordings=(("recording", verdict.recording),),
         chapters=_chapters(verdict.findings, "finding") + _chapters(verdict.warnings, "warning"),
+        counts=verdict.rules_sentence(),
         notes=verdict.notes,
     )
 
@@ -147,7 +149,7 @@ def of_comparison(comparison: Comparison) -> Story:
         noise=_noise_sentence(comparison),
         chapters=_chapters(comparison.findings, "finding", title="First divergence"),
         bits=bits_sentence(comparison),
-        sites=sites_sentence(comparison),
+        counts=sites_sentence(comparison),
         alone=tuple(_alone(comparison)),
         notes=comparison.notes,
     )
@@ -199,7 +201,7 @@ def bits_sentence(comparison: Comparison) -> str:
         return "First difference in bits: none is known."
     if divergence is not None and is_same_place(first, divergence):
         return "First difference in bits: the same place."
-    return f"First difference in bits: {where_text(first)}. {first.message}"
+    return f"First difference in bits: {where_text(first)}. {first.said}"
 
 
 def is_same_place(one: Finding, other: Finding) -> bool:
@@ -234,7 +236,7 @@ def representation_note(found: Sequence[Finding]) -> str:
     learned = "gradient" if any(one.phase == "loss" for one in found) else "loss, gradient"
     return (
         f"The representation differs, not the computation: {where_text(first)}{more}, while no {learned} or "
-        f"update does. {first.message}"
+        f"update does. {first.said}"
     )
 
 
@@ -282,13 +284,20 @@ def _noise_sentence(comparison: Comparison) -> str:
 
 
 def _alone(comparison: Comparison) -> Iterator[str]:
-    for side, missing in zip(("baseline", "candidate"), comparison.unaligned, strict=True):
-        if missing:
-            named = ", ".join(f"{label(one.path, one.slot)} ({one.phase})" for one in missing[:3])
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            yield f"Only in the {side}: {named}{more}."
-    if all(comparison.unaligned):
+    names = [[f"{label(one.path, one.slot)} ({one.phase})" for one in missing] for missing in comparison.unaligned]
+    both = [name for name in dict.fromkeys(names[0]) if name in names[1]]
+    alone = [[name for name in of_run if name not in both] for of_run in names]
+    for side, of_run in zip(("baseline", "candidate"), alone, strict=True):
+        if of_run:
+            yield f"Only in the {side}: {_first_names(of_run)}."
+    if all(alone):
         yield "If these are the same sites under other names: --rename PATTERN=REPLACEMENT."
+    if both:
+        yield f"In both runs, but in other steps, calls or passes of a step, so not compared: {_first_names(both)}."
+
+
+def _first_names(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _pinned(pinned: Pinned, free: Comparison) -> PinnedStep:
@@ -345,7 +354,7 @@ def opening(story: Story) -> list[Section]:
         *_section(story.noise),
         verdict,
         *(_of_chapter(chapter, story.bits if not number else "") for number, chapter in enumerate(story.chapters)),
-        *_section(*filter(None, ("" if story.chapters else story.bits, story.sites))),
+        *_section(*filter(None, ("" if story.chapters else story.bits, story.counts))),
     ]
 
 
@@ -380,7 +389,9 @@ def runs_section(sides: Sides, output: str) -> Section:
 
 def stage_section(number: int, stage: Stage) -> Section:
     """One stage of an investigation: its question and its answer."""
-    return Section(lines=(((f"{number}. {stage.asks}", "title"),), ((f"   {stage.message}", "plain"),)))
+    return Section(
+        lines=(((f"{number}. {stage.asks}", "title"),), ((f"   {as_people_count(stage.message)}", "plain"),))
+    )
 
 
 def conclusion(investigation: Investigation) -> Section:
@@ -397,7 +408,7 @@ def _section(*texts: str, emphasis: Emphasis = "plain", about: Literal["operator
 def _of_chapter(chapter: Chapter, bits: str) -> Section:
     first, count = chapter.first, len(chapter.further)
     lines: list[Line] = [((f"{chapter.title}: ", "title"), (first.where, "place"))]
-    lines.append(((f"  {first.first.message}", "plain"),))
+    lines.append(((f"  {first.first.said}", "plain"),))
     lines += [((f"  {size}", "faint"),) for size in sizes_of(first.first)]
     if also := also_text(first.paths):
         lines.append(((f"  {also}", "plain"),))
@@ -411,7 +422,7 @@ def _of_chapter(chapter: Chapter, bits: str) -> Section:
 
 def _of_pinned(pinned: PinnedStep) -> Section:
     lines: list[Line] = [((pinned.heading, "title"),)]
-    lines += [((f"  {where_text(found)}: {found.message}", "brief"),) for found in pinned.findings]
+    lines += [((f"  {where_text(found)}: {found.said}", "brief"),) for found in pinned.findings]
     if pinned.findings:
         lines.append(((f"  {more_line(found.kind for found in pinned.findings)}", "faint"),))
     return Section(lines=(*lines, *(((limit, "plain"),) for limit in pinned.limits)), about=pinned)

@@ -15,6 +15,7 @@ from traindiff.cli.options import (
     FollowOption,
     FormatOption,
     HtmlOption,
+    IgnoreOption,
     JsonOption,
     JunitOption,
     PatienceOption,
@@ -48,6 +49,7 @@ def check(
     recording: Annotated[str, typer.Argument(metavar="RECORDING", help="Recording of the run to check.")],
     steps: StepsOption = None,
     workers: WorkersOption = None,
+    ignore: IgnoreOption = None,
     rules: RulesOption = None,
     skip: SkipOption = None,
     config: ConfigOption = None,
@@ -85,8 +87,8 @@ def check(
     waiting = follower(follow, patience, webhook, junit, alert or ())
     with step_progress(messages, "checking", (recording,), steps=steps, endless=follow) as on_step:
         result = check_recording(
-            recording, steps=steps, rules=rules, skip=skip, config=config, history=html is not None, follow=waiting,
-            workers=workers, progress=on_step,
+            recording, steps=steps, rules=rules, skip=skip, config=config, ignore=ignore, history=html is not None,
+            follow=waiting, workers=workers, progress=on_step,
         )  # fmt: skip
     table = checked_products(result) if products else None
 

@@ -13,9 +13,12 @@ from traindiff.cli.options import (
     RUNS,
     SHOWN,
     AcceptOption,
+    AtolOption,
+    IgnoreOption,
     JsonOption,
     MapOption,
     RenameOption,
+    RtolOption,
     SeedOption,
     TimeoutOption,
     TopOption,
@@ -50,6 +53,9 @@ def investigate(
     rename: RenameOption = None,
     layout: MapOption = None,
     accept: AcceptOption = None,
+    ignore: IgnoreOption = None,
+    rtol: RtolOption = None,
+    atol: AtolOption = None,
     steps: BatchesOption = None,
     seed: SeedOption = 0,
     seeds: Annotated[
@@ -96,7 +102,8 @@ def investigate(
             request = VerifyRequest(
                 recipe=recipe, candidate=candidate or recipe, output=output, baseline_setup=baseline_setup,
                 setup=setup, steps=num_steps, seed=seed, replicas=replicas, zoom=True, rename=rename, map=layout,
-                accept=accept, timeout=timeout, progress=bar, asked_by="investigate",
+                accept=accept, ignore=ignore or (), rtol=rtol, atol=atol, timeout=timeout, progress=bar,
+                asked_by="investigate",
             )  # fmt: skip
             numbers = count(1)
 

@@ -74,7 +74,8 @@ IgnoreOption = Annotated[
     typer.Option(
         metavar="GLOB",
         rich_help_panel=JUDGED,
-        help="Sites whose differences are counted but are no findings: a path, or a path and a slot. Repeatable.",
+        help="Sites at which what differs or is wrong is counted, but is no finding: a path, or a path and a slot. "
+        "Repeatable.",
     ),
 ]
 RtolOption = Annotated[

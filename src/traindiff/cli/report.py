@@ -80,7 +80,7 @@ def report(
         check_directory(png)
     result: Comparison | Verdict
     of_two: dict[str, Any] = {
-        "noise": noise or (), "rename": rename, "map": layout, "accept": accept, "ignore": ignore,
+        "noise": noise or (), "rename": rename, "map": layout, "accept": accept,
         "rtol": rtol, "atol": atol, "identical": identical, "offset": offset,
     }  # fmt: skip
     of_one: dict[str, Any] = {"rules": rules, "skip": skip, "config": config}
@@ -90,14 +90,13 @@ def report(
         )
         with step_progress(messages, "checking", (baseline,), steps=steps) as on_step:
             result = check(
-                baseline, steps=steps, **of_one, history=True, workers=workers,
-                progress=on_step,
+                baseline, steps=steps, **of_one, ignore=ignore, history=True, workers=workers, progress=on_step,
             )  # fmt: skip
     else:
         _refuse(of_one, "is for one recording, and two were given.", "Give one recording, or leave it out.")
         with step_progress(messages, "comparing", (baseline, candidate), steps=steps) as on_step:
             result = compare(
-                baseline, candidate, steps=steps, **of_two, history=True, workers=workers,
+                baseline, candidate, steps=steps, **of_two, ignore=ignore, history=True, workers=workers,
                 progress=on_step,
             )  # fmt: skip
     write_page(result, html)

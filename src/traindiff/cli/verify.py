@@ -17,6 +17,7 @@ from traindiff.cli.options import (
     AtolOption,
     FormatOption,
     IdenticalOption,
+    IgnoreOption,
     JsonOption,
     MapOption,
     RenameOption,
@@ -62,6 +63,7 @@ def verify(
     rename: RenameOption = None,
     layout: MapOption = None,
     accept: AcceptOption = None,
+    ignore: IgnoreOption = None,
     rtol: RtolOption = None,
     atol: AtolOption = None,
     identical: IdenticalOption = False,
@@ -156,7 +158,7 @@ def verify(
         request = VerifyRequest(
             recipe=recipe, candidate=candidate or recipe, output=output, baseline_setup=baseline_setup,
             setup=setup, steps=num_steps, seed=seed, repeat=repeat, replicas=replicas, pin=pin.value, zoom=zoom,
-            rename=rename, map=layout, accept=accept, rtol=rtol, atol=atol, identical=identical,
+            rename=rename, map=layout, accept=accept, ignore=ignore or (), rtol=rtol, atol=atol, identical=identical,
             compiler_logs=verbose_logging, timeout=timeout,
         )  # fmt: skip
         chosen = "json" if as_json else form

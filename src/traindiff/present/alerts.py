@@ -114,7 +114,7 @@ def to_tensorboard(result: Any, directory: str) -> None:
         writer.add_event(Event(step=last, summary=Summary(value=[text("traindiff/verdict", sentence(result))])))
         for finding, is_warning in told(result):
             tag = f"traindiff/{'warning' if is_warning else 'finding'}"
-            content = f"{where_text(finding)}: {finding.message}"
+            content = f"{where_text(finding)}: {finding.said}"
             writer.add_event(Event(step=finding.step, summary=Summary(value=[text(tag, content)])))
     finally:
         writer.close()
@@ -132,7 +132,7 @@ def to_wandb(result: Any, where: str) -> None:
     with wandb.init(project=project, id=run_id or None, resume="allow" if run_id else None, settings=settings) as run:
         run.summary["traindiff/verdict"] = result.verdict
         if result.exit_code:
-            lines = [f"{where_text(one)}: {one.message}" for one, is_warning in told(result) if not is_warning]
+            lines = [f"{where_text(one)}: {one.said}" for one, is_warning in told(result) if not is_warning]
             run.alert(title=f"traindiff: {result.verdict}", text="\n\n".join([sentence(result), *lines]), level="ERROR")
     wandb.teardown()  # its service writes the end of the file when it stops
 

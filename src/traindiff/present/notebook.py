@@ -20,7 +20,6 @@ from traindiff.analyse.merge.history import History
 from traindiff.analyse.story import story_of
 from traindiff.core.site import label, matches
 from traindiff.errors import ConfigError, Problem
-from traindiff.present.counting import as_people_count
 from traindiff.present.data.observations import Filter, rows
 from traindiff.present.data.observations import table as observations_table
 from traindiff.present.page import page_of, write
@@ -72,7 +71,7 @@ def _of_verdict(result: Comparison | Verification | Verdict) -> Iterator[str]:
     for chapter in story.chapters:
         first = chapter.first
         yield f"<p><b>{escape(chapter.title)}: <code>{escape(first.where)}</code></b><br>"
-        yield f"{escape(as_people_count(first.first.message))}"
+        yield f"{escape(first.first.said)}"
         more = len(chapter.further)
         yield f"<br>({_count(more, 'further ' + chapter.noun)}.)</p>" if more else "</p>"
     comparison = result if isinstance(result, Comparison) else getattr(result, "comparison", None)
@@ -84,7 +83,7 @@ def _of_verdict(result: Comparison | Verification | Verdict) -> Iterator[str]:
             for row in above[:TOP]
         ]  # fmt: skip
         yield _html_table(("phase", "site", "at step", "difference", "floor", "x floor"), cells, numbers=4)
-        yield f"<p>{escape(story.sites)}</p>"
+        yield f"<p>{escape(story.counts)}</p>"
     if story.notes:
         notes = "".join(f"<li>{escape(note)}</li>" for note in story.notes)
         yield f"<details><summary>{_count(len(story.notes), 'note')}</summary><ul>{notes}</ul></details>"

@@ -53,7 +53,7 @@ def test_copies_that_agree_are_healthy(tmp_path: Path) -> None:
 
     assert verdict.verdict == "healthy", str(verdict)
     assert (verdict.steps, verdict.ranks, verdict.findings, verdict.exit_code) == ((0, 1, 2), (0, 1, 2), (), 0)
-    assert str(verdict) == "healthy: no rule is broken, over 3 steps (0 to 2) on 3 ranks"
+    assert str(verdict) == f"healthy: no rule is broken, over 3 steps (0 to 2) on 3 ranks\n\n{verdict.rules_sentence()}"
 
 
 @pytest.mark.parametrize(

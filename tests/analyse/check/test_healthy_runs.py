@@ -115,7 +115,7 @@ def test_a_healthy_run_gives_no_finding_and_no_warning(name: str, tmp_path: Path
 
     verdict = traindiff.check(train(tmp_path / "run", model, optimizer, steps=40, **settings))
 
-    assert str(verdict) == "healthy: no rule is broken, over 40 steps (0 to 39)"
+    assert str(verdict) == f"healthy: no rule is broken, over 40 steps (0 to 39)\n\n{verdict.rules_sentence()}"
     assert (verdict.findings, verdict.warnings, verdict.notes) == ((), (), ())
 
 

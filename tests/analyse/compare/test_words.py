@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tests.made_up import CONTENT, Compared, Edit, Seen, Step, at, record
-from traindiff.analyse.compare import compare
+from traindiff.analyse.align.pairs import Unaligned
+from traindiff.analyse.compare import Comparison, compare
 from traindiff.errors import ConfigError, NotARecordingError
 
 FC = ("forward", "", "fc", "output[0]")
@@ -110,6 +111,22 @@ def test_recordings_of_different_models_are_not_equivalent(tmp_path: Path) -> No
     assert "Only in the baseline: " in str(comparison)
     assert "Only in the candidate: encoder output[0] (forward), " in str(comparison)
     assert "--rename PATTERN=REPLACEMENT" in str(comparison)
+
+
+def test_a_site_that_both_runs_have_is_not_called_one_runs() -> None:
+    site = Unaligned(phase="backward", path="fc", slot="output[0]", first_step=0, num_steps=2)
+    own = Unaligned(phase="forward", path="gate", slot="output[0]", first_step=0, num_steps=2)
+    comparison = Comparison(
+        baseline="b", candidate="c", verdict="incomplete", calibrated=False, findings=(), steps=(0, 1), notes=(),
+        unaligned=((site,), (site, own)), differences=(),
+    )  # fmt: skip
+
+    assert "Only in the candidate: gate output[0] (forward)." in str(comparison)
+    assert "In both runs, but in other steps, calls or passes of a step, so not compared: fc output[0] (backward)." in (
+        str(comparison)
+    )
+    assert "Only in the baseline" not in str(comparison)
+    assert "--rename" not in str(comparison)
 
 
 def test_a_wider_model_is_misaligned(compared: Compared) -> None:

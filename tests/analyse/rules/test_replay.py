@@ -22,7 +22,7 @@ from tests.observe.hooks.trainings import batches
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.run_steps import run_steps
 from traindiff.analyse.rules import RULES, run_facts
-from traindiff.analyse.rules.rule import RunJudge
+from traindiff.analyse.rules.run_judge import RunJudge
 from traindiff.storage import open_recording
 
 

@@ -259,7 +259,7 @@ def test_compare_explains_a_difference_by_it(tmp_path: Path) -> None:
 
     result = traindiff.compare(str(baseline), str(candidate))
     assert result.verdict == "diverged"
-    assert "In the candidate, the gradient lacks what micro-step 1 of 2 contributed." in str(result)
+    assert "In the candidate, the gradient lacks what micro-step 1 (the second of 2) contributed." in str(result)
     assert traindiff.compare(str(baseline), str(train(tmp_path / "again"))).verdict == "identical"
 
 

@@ -14,10 +14,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from typer.testing import CliRunner
 
 import traindiff
+from tests.examples.readme import block as shown_block
+from tests.examples.symptom_pages import ROOT, shown
 from tests.observe.sharding.training import Model, train
 from tests.on_ranks import RanksError, run_on_ranks
+from traindiff.cli.commands import app
 
 
 def in_ddp(model: Model) -> nn.Module:
@@ -100,6 +104,9 @@ def test_a_rank_that_drifts_is_named(reference: Path, tmp_path: Path) -> None:
         "ranks-disagree", 1, 0, "grad", "blocks.1.up.bias",
     ), str(comparison)  # fmt: skip
     assert "rank 1 holds another copy of blocks.1.up.bias grad than ranks 0, 2 and 3" in first.message
+
+    checked = CliRunner().invoke(app, ["check", str(tmp_path / "run"), "--top", "0"]).stdout
+    assert [*shown(checked)] == shown_block(ROOT / "README.md", "traindiff check runs/ddp --top 0").splitlines()
 
 
 def test_a_gradient_that_is_missing_from_the_all_reduce_disagrees_between_ranks(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
@@ -197,13 +198,12 @@ def test_a_page_of_a_run_that_goes_on_keeps_what_was_chosen(browser: Any, viewer
     tab.goto(f"{viewer.address}run/growing")
     tab.wait_for_selector("body[data-ready]", timeout=60_000)
     tab.evaluate("window.same = true")
-    tab.click("text=backward >> nth=0")  # the chip
+    tab.click(".chip:text-is('backward')")
+    assert tab.get_attribute(".chip:text-is('backward')", "aria-pressed") == "false"
     tab.fill("#query", "head")
     tab.select_option("#quantity", "size")
     tab.click("#sites button.site >> nth=0")
     title = tab.inner_text("#details-title")
-
-    import shutil
 
     shutil.rmtree(tmp_path / "runs" / "growing")
     record(tmp_path / "runs" / "growing", with_losses, steps=9, close=False)
@@ -213,7 +213,7 @@ def test_a_page_of_a_run_that_goes_on_keeps_what_was_chosen(browser: Any, viewer
     assert tab.evaluate("window.same")  # the same document, not one that was loaded again
     assert tab.inner_text("#details-title") == title
     assert (tab.input_value("#query"), tab.input_value("#quantity")) == ("head", "size")
-    assert tab.get_attribute(".chip >> text=backward", "aria-pressed") == "false"
+    assert tab.get_attribute(".chip:text-is('backward')", "aria-pressed") == "false"
     assert tab.input_value("#to-step") == "8"
     assert said == []
     tab.close()

@@ -45,12 +45,28 @@ def test_two_recordings_of_the_list_are_compared(browser: Any, viewer: Viewer) -
     tab.close()
 
 
+def test_the_list_renews_itself_around_what_is_typed(browser: Any, viewer: Viewer) -> None:
+    tab = browser.new_page(viewport={"width": 390, "height": 700})
+    tab.goto(viewer.address)
+    tab.evaluate("window.same = true")
+    tab.fill("input[type=search]", "cand")
+    tab.focus("a[aria-label='pin candidate as the baseline']")
+    tab.locator("#runs a.word", has_text="healthy").nth(1).wait_for(timeout=60_000)
+
+    assert tab.evaluate("window.same")
+    assert tab.input_value("input[type=search]") == "cand"
+    assert tab.evaluate("document.activeElement.getAttribute('aria-label')") == "pin candidate as the baseline"
+    assert tab.evaluate("document.documentElement.scrollWidth") == 390
+    box = tab.locator("#runs a.word", has_text="healthy").first.bounding_box()
+    assert box["x"] + box["width"] <= 390  # the verdict is seen without scrolling
+    tab.close()
+
+
 def test_the_report_of_a_run_that_is_recording_brings_itself_up_to_date(
     opened: Open, viewer: Viewer, tmp_path: Path
 ) -> None:
     page = opened(f"{viewer.address}run/growing")
     assert page.text(".facts b >> nth=0") == "2"
-    page.tab.wait_for_timeout(2500)  # it has asked once
     longer = record(tmp_path / "longer", steps=6, close=False)
     shutil.copytree(longer, tmp_path / "root" / "growing", dirs_exist_ok=True)
 

@@ -73,6 +73,21 @@ def test_each_run_shows_its_model_last_step_loss_and_verdict(listing: Listing) -
     assert page.count('<polyline points="1.0,2.0 ') == 3
 
 
+def test_losses_come_before_scales_and_what_no_step_ended_is_left_out(tmp_path: Path) -> None:
+    def logging(step: int, sites: Step) -> None:
+        sites["loss", "", "grad_scale", "logged"] = Seen(values=np.array(1024.0))
+        sites["loss", "", "my_loss", "logged"] = Seen(values=np.array(3.0 - step))
+
+    path = record(tmp_path / "run", logging, steps=4)
+    found = looking.look(str(path), size_bytes=1000)
+
+    assert (found.name, found.losses[-1]) == ("my_loss (logged)", (3, 0.0))
+    assert looking._last_finished(12, {"ended": {"steps": {"optimizer": 12, "other": 11}}}) == 11
+    assert looking._last_finished(3, {"ended": {"steps": {"optimizer": 12}}}) == 3
+    assert looking._last_finished(0, {"ended": {"steps": {"optimizer": 0}}}) is None
+    assert looking._last_finished(5, {}) == 5
+
+
 def test_the_runs_are_compared_with_the_baseline_that_is_pinned(listing: Listing) -> None:
     page = complete(listing, baseline="good")
     assert {name: (row[0], row[-1]) for name, row in rows(page).items()} == {

@@ -22,7 +22,7 @@ import pytest
 from tests.made_up import FC, record, scaled
 from tests.present.hostile import hostile
 from tests.storage.hostile import change_columns
-from traindiff.present.viewer import Viewer, pages
+from traindiff.present.viewer import Viewer, looks, pages
 from traindiff.present.viewer import server as served
 from traindiff.storage import open_recording
 from traindiff.storage.tensor_files import tensor_file
@@ -225,6 +225,7 @@ def test_a_page_that_takes_long_is_asked_for_again_and_keeps_nobody_waiting(
     ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pages, "WAIT_SECONDS", 0.5)
+    monkeypatch.setattr(looks, "LOOK_SECONDS", 0.2)  # a list waits that long for what it does not know
     instead(monkeypatch, f"import time; time.sleep(4); {pages.START}")
     answer, text = ask("/run/baseline")
 

@@ -59,7 +59,8 @@ def test_a_script_without_torch_or_optimizers_is_said_to_have_none(tmp_path: Pat
         ("", "the script did not import torch."),
         (
             "import torch",
-            "traindiff finds what trains by its torch.optim.Optimizer, and the script made none.",
+            "traindiff finds what trains by its torch.optim.Optimizer, and the script made none. "
+            "If it updates parameters by hand, let torch.optim.SGD do that.",
         ),
     ):
         (tmp_path / "script.py").write_text(source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -11,14 +12,15 @@ from traindiff.analyse import next_commands
 from traindiff.analyse.blocks.steps import steps_of
 from traindiff.analyse.blocks.tasks import Workers, refuse_following
 from traindiff.analyse.check.chosen_rules import CONSEQUENCE, chosen_rules
+from traindiff.analyse.check.ignored_sites import IgnoredSites
 from traindiff.analyse.findings import Finding, also_text, grouped, phase_text, ranks_text, steps_text, where_text
 from traindiff.analyse.merge.history import RunHistory
 from traindiff.analyse.merge.parameters import Updates
 from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.unobserved import FailedTaps, unrecorded_of, without_lost
 from traindiff.analyse.products import ProductTable, product_checks
-from traindiff.analyse.rules import run_facts
-from traindiff.analyse.rules.rule import AskedRule, RunJudge
+from traindiff.analyse.rules import RULES, run_facts
+from traindiff.analyse.rules.run_judge import Answer, AskedRule, RunJudge
 from traindiff.core.observation import Observation
 from traindiff.core.shown import Shown
 from traindiff.core.site import label
@@ -43,6 +45,13 @@ MEANINGS: Mapping[Word, str] = {
 """Meaning of each word."""
 
 
+_ANSWERS: Mapping[Answer, str] = {
+    "broken": "broken", "warned": "warned", "ignored": "ignored", "nothing found": "found nothing",
+    "not applicable": "not applicable (the run has nothing that they judge, or too few steps)",
+}  # fmt: skip
+"""Answers of rules, as a sentence counts them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Verdict(Shown):
     """The result of checking one recording; `str()` of it is the report in the terminal.
@@ -60,6 +69,7 @@ class Verdict(Shown):
         products: How exact matrix products and convolutions are, by operator and line; None if the run did not record
             that.
         rules: The rules that were asked, with their answers.
+        ignored_sites: Number of sites at which something was found and is ignored.
     """
 
     recording: str
@@ -72,6 +82,7 @@ class Verdict(Shown):
     history: RunHistory | None = field(default=None, compare=False, repr=False)
     products: ProductTable | None = None
     rules: tuple[AskedRule, ...] = ()
+    ignored_sites: int = 0
 
     @property
     def exit_code(self) -> int:
@@ -92,6 +103,7 @@ class Verdict(Shown):
             "products": None if self.products is None else self.products.to_json(),
             "next": next_commands.of_check(self.recording, self.findings or self.warnings),
             "rules": [rule.to_json() for rule in self.rules],
+            "ignored_sites": self.ignored_sites,
         }
 
     def sentence(self) -> str:
@@ -108,9 +120,21 @@ class Verdict(Shown):
         lines = [self.sentence()]
         for word, findings in (("", self.findings), ("Warning: ", self.warnings)):
             for group in grouped(findings):
-                message = " ".join(filter(None, (group.first.message, also_text(group.paths))))
+                message = " ".join(filter(None, (group.first.said, also_text(group.paths))))
                 lines += ["", f"{word}{where_text(group.first)}", f"  {message}"]
-        return "\n".join([*lines, *([""] if self.notes else []), *self.notes])
+        for more in ([self.rules_sentence()], self.notes):
+            lines += ["", *more] if any(more) else []
+        return "\n".join(lines)
+
+    def rules_sentence(self) -> str:
+        """How many rules gave which answer, and how many were not asked; empty if none was asked."""
+        if not self.rules:
+            return ""
+        counts = Counter(rule.result for rule in self.rules)
+        said = ", ".join(f"{counts[answer]} {words}" for answer, words in _ANSWERS.items() if counts[answer])
+        left_out = len(RULES) - len(self.rules)
+        also = f"; {left_out} more {'was' if left_out == 1 else 'were'} not asked" if left_out else ""
+        return f"{len(self.rules)} rule{'s' if len(self.rules) > 1 else ''}: {said}{also}."
 
 
 def check(
@@ -120,6 +144,7 @@ def check(
     rules: str | Iterable[str] | None = None,
     skip: str | Iterable[str] | None = None,
     config: str | os.PathLike[str] | Mapping[str, Mapping[str, float]] | None = None,
+    ignore: str | Iterable[str] | None = None,
     history: bool = False,
     progress: Callable[[int], None] | None = None,
     follow: Follower | None = None,
@@ -140,6 +165,7 @@ def check(
         skip: Names of rules to leave out.
         config: Limits in place of the rules' own: a TOML file with a table `[RULE]` of `LIMIT = NUMBER` for each, or
             such a mapping.
+        ignore: Globs over sites (a path, or a path and a slot) at which what is found is counted and is no finding.
         history: Keep the size of every site in every step, in bounded memory, for a report that shows them.
         progress: Called with the number of each step after it was checked.
         follow: Waits for steps of a run that goes on. The verdict is given at the first finding, or when the run ends.
@@ -159,6 +185,7 @@ def check(
     if not isinstance(selection, StepSelection):
         raise ConfigError("check(...)", [selection], consequence=CONSEQUENCE)
     chosen = chosen_rules(rules, skip, config)
+    ignored = IgnoredSites(ignore)
     follower = follow or not_following()
     run = open_followed(os.fspath(recording), follower)
     judge = RunJudge(chosen.rules, run_facts(run), limits=chosen.limits)
@@ -177,18 +204,22 @@ def check(
         if step.step not in selection:
             continue
         if not step.finished:
-            found.add(judge.step(without_lost(step.table, failed.lost), step=step.step, finished=False))
+            table = without_lost(step.table, failed.lost)
+            judge.note_contents(table, (), finished=False)
+            found.add(judge.step(table, step=step.step, finished=False))
             continue
         checked.append(step.step)
         several = several or bool(step.earlier)
         missing = {**dict.fromkeys(sorted({*run.ranks} - step.last.keys()), step.step), **missing}
         failed.see(step.table, step=step.step)
         table = without_lost(step.table, failed.lost)
+        ignored.see(table)
         if kept is not None:
             kept.note(table, step.step)
         table |= {entry.key: entry for entry in updates.derive(table, step=step.step)[0]}
         judge.note_unknown(table)
         checks = product_checks(step.products, described)
+        judge.note_contents(table, checks)
         if products is not None:
             products.add(checks)
         findings_here = judge.step(table, step=step.step, products=checks)
@@ -197,9 +228,10 @@ def check(
             progress(step.step)
         table.clear()
         step.release()
-        if follower.is_enough(not all(map(judge.is_warning, findings_here))):
+        if follower.is_enough(not all(map(judge.is_warning, ignored.left(findings_here)))):
             break
-    everything = sorted([*found.first_ones(), *judge.end()], key=lambda one: one.step)
+    all_found = sorted([*found.first_ones(), *judge.end()], key=lambda one: one.step)
+    everything = ignored.left(all_found)
     findings = tuple(one for one in everything if not judge.is_warning(one))
     lacking, whole = endings.sentences()
     gaps = [*follower.notes(), *lacking, *failed.notes(), *_missing(run, missing)]
@@ -215,6 +247,7 @@ def check(
         notes=(
             *gaps,
             *whole,
+            *ignored.notes(),
             *([_LAST_EVALUATION] if several else ()),
             *(f"Not recorded, so not checked: {sentence}" for sentence in unrecorded_of(run)),
             *(f"{reason}." for reason in judge.unknown),
@@ -223,7 +256,8 @@ def check(
         ),
         history=kept,
         products=products,
-        rules=judge.asked(everything),
+        rules=judge.asked(everything, ignored.found),
+        ignored_sites=ignored.num_sites,
     )
 
 

@@ -27,7 +27,7 @@ from traindiff.analyse.noise.tolerance import Tolerances
 from traindiff.analyse.rules import RULES, RunFacts
 from traindiff.analyse.rules.lost_updates import UpdatesSurviveRounding, is_another_update
 from traindiff.analyse.rules.replay import REPLAYED, replayed_paths
-from traindiff.analyse.rules.rule import RunJudge
+from traindiff.analyse.rules.run_judge import RunJudge
 from traindiff.core.site import label
 
 FOLLOWS = 0.05

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 from traindiff.analyse.findings import Finding, ranks_text
 from traindiff.analyse.merge.recorded_calls import num_cleared, samples_of
 from traindiff.analyse.merge.site import MergedSite, StepTable
-from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule
+from traindiff.analyse.rules.rule import Contents, Found, Limit, Repeated, RepeatedRule
 from traindiff.core.observation import SAMPLE
 from traindiff.core.summary import UNIT_ROUNDOFF
 
@@ -26,11 +26,18 @@ class SamplesVary(RepeatedRule):
 
     name = "constant-batch"
     finds = "Most samples of a batch hold one number each."
+    needs = "samples of inputs in floating point"
     warns = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "share": Limit(default=0.5, message="largest share of a batch's samples that may be constant"),
         "least_steps": Limit(default=3, message="steps in a row in which it must be so"),
     }
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return any(
+            key[:3] == ("batch", SAMPLE, "") and entry.dtype in UNIT_ROUNDOFF for key, entry in contents.table.items()
+        )
 
     def _wrong(self, table: StepTable) -> Found | None:
         shares: dict[str, list[bool]] = {}
@@ -110,6 +117,7 @@ class SamplesDiffer(RepeatedRule):
 
     name = "duplicate-samples"
     finds = "Most samples of a batch are there more than once, or several ranks have the same ones."
+    needs = "samples of batches"
     warns = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "share": Limit(default=0.5, message="largest share of a batch's samples that may be copies of an earlier one"),
@@ -117,6 +125,10 @@ class SamplesDiffer(RepeatedRule):
         "least_elements": Limit(default=8, message="numbers that a sample must have; short ones are often alike"),
         "least_steps": Limit(default=3, message="steps in a row in which it must be so"),
     }
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return SAMPLE in contents.stages
 
     def _wrong(self, table: StepTable) -> Found | None:
         samples, inputs = whole_samples(table), inputs_of(table)
@@ -172,6 +184,7 @@ class BatchesChange(RepeatedRule):
 
     name = "repeated-batch"
     finds = "Step after step has the same batch, or its micro-steps have."
+    needs = "inputs of the model"
     warns = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(
@@ -182,6 +195,10 @@ class BatchesChange(RepeatedRule):
         ),
         "least_repeats": Limit(default=6, message="steps that must repeat the one before, for a share to count"),
     }
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return bool(inputs_of(contents.table))
 
     def begin(self) -> None:
         """No batch was seen so far."""

@@ -13,7 +13,7 @@ from traindiff.analyse.findings import micro_steps_text
 from traindiff.analyse.merge.recorded_calls import contributions
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.rules.optimizers import may_be_left_out
-from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule
+from traindiff.analyse.rules.rule import Contents, Found, Limit, Repeated, RepeatedRule
 from traindiff.core.observation import WITNESS
 from traindiff.core.summary import UNIT_ROUNDOFF
 from traindiff.core.witness import EXPECTED
@@ -100,10 +100,18 @@ class ContributionsCount(RepeatedRule):
 
     name = "lost-contribution"
     finds = "Gradients lack what some micro-steps contributed."
+    needs = 'several micro-steps, and what each contributes, which record(observe=[..., "grad.micro"]) records'
     warns = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(default=3, message="steps in a row in which it must be so"),
     }
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return any(
+            key[:2] == ("grad", "micro") and any(part.micro_step for part in entry.parts)
+            for key, entry in contents.table.items()
+        )
 
     def _wrong(self, table: StepTable) -> Found | None:
         sums = [one for one in _sums(table) if 1 < len(one.terms) <= _MOST_TERMS]

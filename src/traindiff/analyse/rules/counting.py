@@ -9,7 +9,7 @@ from typing import ClassVar
 from traindiff.analyse.findings import Finding, more_text
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.rules.optimizers import may_be_left_out
-from traindiff.analyse.rules.rule import Limit, Rule
+from traindiff.analyse.rules.rule import Contents, Limit, Rule
 from traindiff.analyse.rules.unused_parameters import parameters_of
 from traindiff.core.observation import TAKEN_OUT
 from traindiff.core.summary import UNIT_ROUNDOFF, number
@@ -49,9 +49,14 @@ class StepsAreCounted(Rule):
 
     name = "step-not-counted"
     finds = "The optimizer moves a parameter, and its own count of steps stands still."
+    needs = "an optimizer that counts its steps"
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(default=5, message="steps at the end of the run that move the parameter and do not count"),
     }
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return COUNT in contents.slots
 
     def begin(self) -> None:
         """Nothing was seen so far."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.rules.layers import EVALUATION
-from traindiff.analyse.rules.rule import Rule
+from traindiff.analyse.rules.rule import Contents, Rule
 from traindiff.core.observation import DRAWS, ESTIMATE
 from traindiff.core.site import ROOT
 from traindiff.core.summary import number
@@ -30,7 +30,12 @@ class EvaluationDrawsNothing(Rule):
 
     name = "random-evaluation"
     finds = "A module in evaluation mode draws random numbers, and has a dropout rate."
+    needs = "evaluations, which record(evaluation=True) records"
     warns = True
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return EVALUATION in contents.stages
 
     def begin(self) -> None:
         """Nothing was seen so far."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from traindiff.analyse.findings import Finding, ranks_text
 from traindiff.analyse.merge.placed_parts import ranks_of
 from traindiff.analyse.merge.site import MergedSite, StepTable, finding_at, only_rank, ranks_in
-from traindiff.analyse.rules.rule import Rule
-from traindiff.core.observation import FLIPPED, REPEATED
+from traindiff.analyse.rules.rule import Contents, Rule
+from traindiff.core.observation import FLIPPED, REPEATED, WITNESS
 from traindiff.core.summary import number
 
 
@@ -27,7 +27,12 @@ class TensorsKeepTheirBits(Rule):
 
     name = "bit-flip"
     finds = "A bit of a tensor changed in memory, or one element of a product came out otherwise once."
+    needs = 'marks of tensors, which record(observe="witness") or "products" makes'
     tells_runs_apart = True
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return bool(contents.products) or WITNESS in contents.stages
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """Findings of a step: one for each tensor."""

@@ -10,7 +10,7 @@ from typing import ClassVar
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.site import MergedSite, RankPart, StepTable
 from traindiff.analyse.rules.batches import inputs_of
-from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule
+from traindiff.analyse.rules.rule import Contents, Found, Limit, Repeated, RepeatedRule
 from traindiff.core.observation import SAMPLE
 from traindiff.core.summary import UNIT_ROUNDOFF
 
@@ -32,10 +32,15 @@ class InputsHaveAllSamples(RepeatedRule):
 
     name = "single-sample-input"
     finds = "One input holds a single sample, which is broadcast over all samples of another input."
+    needs = "two inputs of the model"
     warns = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(default=3, message="steps in a row in which it must be so"),
     }
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return len({entry.key.slot for entry in inputs_of(contents.table)}) > 1
 
     def begin(self) -> None:
         """No input was seen so far."""
@@ -91,11 +96,16 @@ class InputsHaveEquallyMany(RepeatedRule):
 
     name = "unequal-inputs"
     finds = "Inputs of one call have unlike numbers of samples, and had the same in the steps before."
+    needs = "two inputs of the model"
     warns = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(default=1, message="steps in a row in which it must be so"),
         "least_equal": Limit(default=5, message="steps before, in which the inputs must have been equally long"),
     }
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return len({entry.key.slot for entry in inputs_of(contents.table)}) > 1
 
     def begin(self) -> None:
         """No input was seen so far."""
@@ -143,12 +153,17 @@ class SamplesArrive(RepeatedRule):
 
     name = "zero-batch"
     finds = "A batch, or one half of it, is all zero."
+    needs = "inputs of the model"
     warns = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(default=1, message="steps in a row in which it must be so"),
         "least_samples": Limit(default=4, message="samples that a batch must have for a half of it to count"),
         "least_tokens": Limit(default=8, message="whole numbers that a sample must have, if no input has fractions"),
     }
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return bool(inputs_of(contents.table))
 
     def begin(self) -> None:
         """No batch was seen so far."""

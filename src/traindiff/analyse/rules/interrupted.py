@@ -8,7 +8,7 @@ from dataclasses import replace
 from traindiff.analyse.findings import Finding, ranks_text
 from traindiff.analyse.merge.placed_parts import ranks_of
 from traindiff.analyse.merge.site import SiteKey, StepTable, finding_at, ranks_in
-from traindiff.analyse.rules.rule import Rule
+from traindiff.analyse.rules.rule import Contents, Rule
 from traindiff.core.site import ROOT
 
 
@@ -22,8 +22,13 @@ class ForwardPassesEnd(Rule):
 
     name = "interrupted"
     finds = "An error ended ranks in the middle of a forward pass; the others left nothing of that step."
+    needs = "a rank that an error ended, among others"
     warns = True
     judges_unfinished = True
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return bool(contents.facts.errors) and contents.facts.num_ranks > 1
 
     def begin(self) -> None:
         """Nothing was seen so far."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
-from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule, Rule
+from traindiff.analyse.rules.rule import Contents, Found, Limit, Repeated, RepeatedRule, Rule
 from traindiff.core.shards import BUCKETS, OPEN, Shard
 from traindiff.core.summary import nonfinite_count
 
@@ -35,10 +35,17 @@ class EvaluationIsCertain(Rule):
 
     name = "dropout-in-evaluation"
     finds = "Dropout is active in forward passes without gradients."
+    needs = "a model with dropout, and evaluations, which record(evaluation=True) records"
     warns = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_share": Limit(default=0.01, message="smallest share of zeros that is put down to dropout"),
     }
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return EVALUATION in contents.stages and any(
+            one.startswith("Dropout") for one in contents.facts.modules.values()
+        )
 
     def begin(self) -> None:
         """Nothing was seen so far."""
@@ -103,11 +110,16 @@ class UnitsAreSensitive(RepeatedRule):
 
     name = "saturated-units"
     finds = "A layer of Tanh or Sigmoid is saturated: next to no gradient passes."
+    needs = "Tanh or Sigmoid modules"
     warns = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "sensitivity": Limit(default=0.01, message="smallest mean derivative, as a share of the largest there can be"),
         "least_steps": Limit(default=10, message="steps in a row in which it must be so"),
     }
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return not SQUASHING.isdisjoint(contents.facts.modules.values())
 
     def _wrong(self, table: StepTable) -> Found:
         returned = {int(entry.summary["fingerprint"]) for key, entry in table.items() if key[:3] == ("forward", "", "")}
@@ -167,10 +179,15 @@ class UnitsLive(Rule):
 
     name = "dead-units"
     finds = "Most units behind a ReLU return 0 for every sample."
+    needs = "ReLU modules"
     limits: ClassVar[Mapping[str, Limit]] = {
         "share": Limit(default=0.5, message="largest share of a layer's units that may be dead"),
         "least_steps": Limit(default=10, message="steps at the end of the run in which they return nothing but 0"),
     }
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return not RECTIFIERS.isdisjoint(contents.facts.modules.values())
 
     def begin(self) -> None:
         """Nothing was seen so far."""

@@ -13,7 +13,7 @@ from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.recorded_calls import clips
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.rules.optimizers import may_be_left_out
-from traindiff.analyse.rules.rule import Limit, Rule
+from traindiff.analyse.rules.rule import Contents, Limit, Rule
 from traindiff.core.site import label
 from traindiff.core.summary import norm_of, number
 
@@ -37,6 +37,13 @@ class _LossTrend(Rule):
 
     ends: ClassVar[int]
     """Number of steps at the beginning and at the end of a run that are compared."""
+
+    needs = "a single loss above 0, on which backward() is called in each step"
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        found = loss_of(contents.table)
+        return found is not None and found[1] > 0.0
 
     def begin(self) -> None:
         """Nothing was seen so far."""

@@ -9,7 +9,7 @@ from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.site import StepTable
 from traindiff.analyse.rules.replay import LIMIT, LOST_SHARE, REPLAYED, Replayed, replayed
-from traindiff.analyse.rules.rule import Limit, Rule
+from traindiff.analyse.rules.rule import Contents, Limit, Rule
 from traindiff.core.summary import UNIT_ROUNDOFF, distance, norm_of
 
 SHORT = UNIT_ROUNDOFF["float16"]
@@ -33,6 +33,7 @@ class UpdatesSurviveRounding(Rule):
 
     name = "lost-update"
     finds = "Updates are smaller than the rounding of a short dtype, and are lost."
+    needs = "parameters in bfloat16 or float16"
     warns = True
     tells_runs_apart = True
     judges_sizes = True
@@ -42,6 +43,13 @@ class UpdatesSurviveRounding(Rule):
             message="share of the elements of a parameter that should move and do not, above which updates are lost",
         ),
     }
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return any(
+            key.phase == "param" and UNIT_ROUNDOFF.get(entry.dtype, 0.0) >= SHORT
+            for key, entry in contents.table.items()
+        )
 
     def step(self, table: StepTable, *, step: int) -> list[Finding]:
         """Findings of a step."""

@@ -11,7 +11,7 @@ from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.rules.losses import loss_of
 from traindiff.analyse.rules.optimizers import largest_rate, learning_rates
-from traindiff.analyse.rules.rule import Limit, Rule
+from traindiff.analyse.rules.rule import Contents, Limit, Rule
 from traindiff.analyse.rules.weights import weight_updates
 from traindiff.core.summary import distance, norm_of
 
@@ -37,12 +37,17 @@ class StepsKeepWeights(Rule):
 
     name = "lost-weights"
     finds = "A step moves all weights by a multiple of their norm, and the loss jumps far above all losses before."
+    needs = "a single loss, on which backward() is called in each step"
     limits: ClassVar[Mapping[str, Limit]] = {
         "ratio": Limit(
             default=3.0, message="largest norm of all updates of a step, as a multiple of the weights' norm"
         ),
         "factor": Limit(default=10.0, message="largest multiple of the losses so far that the next loss may be"),
     }
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return loss_of(contents.table) is not None
 
     def begin(self) -> None:
         """Nothing was seen so far."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from traindiff.analyse.findings import Finding, more_text
 from traindiff.analyse.merge.site import MergedSite, StepTable
-from traindiff.analyse.rules.rule import Limit, Rule
+from traindiff.analyse.rules.rule import Contents, Limit, Rule
 from traindiff.core.observation import BEFORE, MASTER
 from traindiff.core.summary import SMALLEST_NORMAL, UNIT_ROUNDOFF, distance, finite_count, norm_of
 
@@ -25,6 +25,7 @@ class MastersAreCopied(Rule):
 
     name = "master-weights"
     finds = "A parameter is not the rounded copy of its float32 master weights."
+    needs = "float32 master weights"
     tells_runs_apart = True
     judges_sizes = True
     limits: ClassVar[Mapping[str, Limit]] = {
@@ -33,6 +34,10 @@ class MastersAreCopied(Rule):
             message="smallest difference that is a finding, in roundings of the whole parameter; copies stay below 1",
         ),
     }
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return MASTER in contents.slots
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """One finding for all parameters of a step."""

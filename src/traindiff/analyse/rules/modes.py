@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from traindiff.analyse.findings import Finding, more_text
 from traindiff.analyse.merge.site import MergedSite, StepTable
-from traindiff.analyse.rules.rule import Limit, Rule
+from traindiff.analyse.rules.rule import Contents, Limit, Rule
 from traindiff.core.observation import MODE
 from traindiff.core.site import ROOT
 from traindiff.core.summary import number
@@ -37,10 +37,15 @@ class ModelTrainsInTrainingMode(Rule):
 
     name = "trained-in-evaluation-mode"
     finds = "The model is trained in evaluation mode from a step on."
+    needs = "dropout or batch normalization"
     warns = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(default=3, message="steps at the end of the run in which it must be so"),
     }
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return any(self._matters(path) for path in contents.facts.modules)
 
     def begin(self) -> None:
         """Nothing was seen so far."""

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, is_loss_scale
-from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule, Rule, RunFacts
+from traindiff.analyse.rules.rule import Contents, Found, Limit, Repeated, RepeatedRule, Rule, RunFacts
 from traindiff.core.observation import SKIPPED
 from traindiff.core.summary import SMALLEST_NORMAL, largest, nonfinite_count, number
 
@@ -35,10 +35,15 @@ class ScheduleIsFollowed(Rule):
 
     name = "unchanged-learning-rate"
     finds = "The learning rate never changes, although there is a scheduler."
+    needs = "a scheduler of torch"
     warns = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(default=200, message="steps that a run must have; schedules by epoch wait for long"),
     }
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return SCHEDULED in contents.slots
 
     def begin(self) -> None:
         """Nothing was seen so far."""
@@ -136,9 +141,14 @@ class LearningRateIsSet(RepeatedRule):
 
     name = "zero-learning-rate"
     finds = "All learning rates are 0, step after step."
+    needs = "learning rates"
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(default=10, message="steps in a row in which it must be so; warm-ups begin with one"),
     }
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return "lr" in contents.slots
 
     def _wrong(self, table: StepTable) -> Found | None:
         rates = learning_rates(table)
@@ -196,10 +206,15 @@ class SecondMomentsHold(RepeatedRule):
 
     name = "zero-second-moment"
     finds = "Adam's second moments are 0 where gradients are not."
+    needs = "second moments, as Adam keeps them"
     limits: ClassVar[Mapping[str, Limit]] = {
         "share": Limit(default=0.1, message="largest share of all elements with a first moment"),
         "least_steps": Limit(default=5, message="steps in a row in which it must be so"),
     }
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return "exp_avg_sq" in contents.slots
 
     def _wrong(self, table: StepTable) -> Found | None:
         moving = lost = most = 0
@@ -255,11 +270,16 @@ class EpsIsSmall(RepeatedRule):
 
     name = "eps-dominates"
     finds = "Adam's eps is larger than the roots of most second moments."
+    needs = "second moments, as Adam keeps them"
     warns = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "share": Limit(default=0.5, message="largest share of all elements that such parameters may have"),
         "least_steps": Limit(default=10, message="steps in a row in which it must be so"),
     }
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return "exp_avg_sq" in contents.slots
 
     def _wrong(self, table: StepTable) -> Found | None:
         elements = small = most = 0

@@ -10,7 +10,7 @@ import numpy as np
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.rules.batches import inputs_of
-from traindiff.analyse.rules.rule import Limit, Rule
+from traindiff.analyse.rules.rule import Contents, Limit, Rule
 from traindiff.core.shards import OPEN, Shard
 from traindiff.core.site import label
 from traindiff.core.summary import UNIT_ROUNDOFF, nonfinite_count, rounding
@@ -35,10 +35,15 @@ class OutputsDiffer(Rule):
 
     name = "constant-output"
     finds = "The model suddenly returns the same for all samples."
+    needs = "outputs of the model for several samples"
     warns = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(default=3, message="steps before, in which outputs must have differed"),
     }
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return any(key[:3] == ("forward", "", "") and _has_rows(entry) for key, entry in contents.table.items())
 
     def begin(self) -> None:
         """Nothing was seen so far."""

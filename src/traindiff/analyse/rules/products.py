@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.products import ProductCheck, product_name, row_text
-from traindiff.analyse.rules.rule import Limit, Rule
+from traindiff.analyse.rules.rule import Contents, Limit, Rule
 from traindiff.core.observation import WITNESSED_PRODUCT
 from traindiff.core.site import ROOT
 
@@ -44,6 +44,7 @@ class ProductsAreRight(Rule):
 
     name = "product-wrong"
     finds = "A matrix product or convolution is not the product of its inputs."
+    needs = 'matrix products, which record(observe="products") or "witness" records'
     limits: ClassVar[Mapping[str, Limit]] = {
         "row": Limit(
             default=ROW,
@@ -51,6 +52,10 @@ class ProductsAreRight(Rule):
         ),
     }
     judges_sizes = True
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return bool(contents.products)
 
     def products(self, checks: Sequence[ProductCheck], *, step: int) -> Iterator[Finding]:
         """Findings of a step: one for each operator of a module, however many ranks and micro-steps share the fault.
@@ -82,6 +87,7 @@ class ProductsAreExact(Rule):
 
     name = "product-inaccurate"
     finds = "A matrix product or convolution is less exact than its format allows."
+    needs = 'matrix products, which record(observe="products") or "witness" records'
     judges_sizes = True
     warns = True
     limits: ClassVar[Mapping[str, Limit]] = {
@@ -90,6 +96,10 @@ class ProductsAreExact(Rule):
             message="how many times the error that its format allows a product may have; right products stay below 1.5",
         ),
     }
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return bool(contents.products)
 
     def begin(self) -> None:
         """Nothing was told so far."""

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.site import MergedSite, RankPart, SiteKey, StepTable, finding_at, is_loss_scale
 from traindiff.analyse.rules.optimizers import has_loss_scale, is_left_out
-from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule, Rule
+from traindiff.analyse.rules.rule import Contents, Found, Limit, Repeated, RepeatedRule, Rule
 from traindiff.core.observation import MASTER, SAMPLE
 from traindiff.core.site import label
 from traindiff.core.summary import LARGEST, finite_count, largest, nonfinite_count, number
@@ -191,12 +191,17 @@ class LossScaleSettles(Rule):
 
     name = "skipped-steps"
     finds = "A loss scaler leaves out most steps, or overflows with a scale of 1 or less."
+    needs = "a loss scale"
     kinds = ("skipped-steps", "loss-scale-floor")
     limits: ClassVar[Mapping[str, Limit]] = {
         "floor": Limit(default=1.0, message="scale at which no step may be left out any more"),
         "most": Limit(default=20, message="steps that may be left out in a window"),
         "window": Limit(default=40, message="steps in that window"),
     }
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return has_loss_scale(contents.table)
 
     def begin(self) -> None:
         """Nothing was seen so far."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from traindiff.analyse.findings import Finding, ranks_text
 from traindiff.analyse.merge.site import MergedSite, StepTable, ranks_in
-from traindiff.analyse.rules.rule import Rule
+from traindiff.analyse.rules.rule import Contents, Rule
 
 
 class RanksStepTogether(Rule):
@@ -19,7 +19,12 @@ class RanksStepTogether(Rule):
 
     name = "rank-steps"
     finds = "A rank that calls the optimizer once more than the others, and is a step ahead from then on."
+    needs = "several ranks"
     tells_runs_apart = True
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return contents.facts.num_ranks > 1
 
     def begin(self) -> None:
         """No rank had a pass so far."""

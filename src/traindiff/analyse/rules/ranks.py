@@ -15,7 +15,7 @@ from traindiff.analyse.merge.recorded_calls import contributions
 from traindiff.analyse.merge.site import MergedSite, RankPart, SiteKey, StepTable, finding_at, num_micro_steps
 from traindiff.analyse.rules.optimizers import moves_parameters
 from traindiff.analyse.rules.rank_multiples import common_multiples, differing_copies, of_part
-from traindiff.analyse.rules.rule import Rule
+from traindiff.analyse.rules.rule import Contents, Rule
 from traindiff.core.observation import BOUNDARY, PLACE
 from traindiff.core.shards import Shard
 from traindiff.core.site import label
@@ -33,7 +33,12 @@ class BoundariesHold(Rule):
 
     name = "boundary"
     finds = "A stage of a pipeline received something else than the one before it sent."
+    needs = "a pipeline of several ranks"
     tells_runs_apart = True
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return BOUNDARY in contents.stages
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """Findings of a step."""
@@ -130,7 +135,12 @@ class CopiesAgree(Rule):
 
     name = "ranks-disagree"
     finds = "A rank holds another copy of a parameter, a reduced gradient or optimizer state than the others."
+    needs = "several ranks"
     tells_runs_apart = True
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return contents.facts.num_ranks > 1
 
     def begin(self) -> None:
         """Nothing was seen so far."""

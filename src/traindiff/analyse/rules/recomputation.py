@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import Pair, size_of
 from traindiff.analyse.merge.site import StepTable, finding_at
-from traindiff.analyse.rules.rule import Rule
+from traindiff.analyse.rules.rule import Contents, Rule
 from traindiff.core.observation import RECOMPUTED
 from traindiff.core.summary import rounding
 
@@ -24,7 +24,12 @@ class RecomputationRepeats(Rule):
 
     name = "recomputed"
     finds = "Activation checkpointing computes an output again, and gets another one."
+    needs = "outputs of modules under activation checkpointing"
     tells_runs_apart = True
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return RECOMPUTED in contents.stages
 
     def begin(self) -> None:
         """Nothing was told so far."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.placed_parts import shards_of
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at, ranks_in
-from traindiff.analyse.rules.rule import Rule, RunFacts
+from traindiff.analyse.rules.rule import Contents, Rule, RunFacts
 from traindiff.core.observation import NO_GRADIENT, REPLACED, TAKEN_OUT
 from traindiff.core.summary import UNIT_ROUNDOFF, nonfinite_count, norm_of, number
 
@@ -134,9 +134,17 @@ class ReportedNumbersFit(Rule):
 
     name = "reported-numbers"
     finds = "A logged gradient norm, clip coefficient or loss scale does not fit the recorded gradients."
+    needs = "logged gradient norms, clip coefficients or loss scales"
     kinds = ("reported-norm", "clip-coefficient", "loss-scale")
     tells_runs_apart = True
     judges_sizes = True
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return any(
+            key.slot == "logged" and any(names.fullmatch(key.path) for names in (NORMS, COEFFICIENTS, SCALES))
+            for key in contents.table
+        )
 
     def begin(self) -> None:
         """Nothing was seen so far."""

@@ -1,11 +1,12 @@
-"""The base of all rules, the facts that a rule knows of a run, and a run judged by several rules."""
+"""The base of all rules, and the facts that a rule knows of a run."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from functools import cached_property
+from typing import Any, ClassVar
 
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.parameters import Groups, parameter_groups
@@ -32,6 +33,7 @@ class RunFacts:
             off, or not recorded.
         sees_changes: Whether each change of a parameter between two steps was recorded, on all ranks.
         errors: The errors that ended ranks, by rank; not interrupts by users.
+        num_ranks: Number of ranks that were recorded.
     """
 
     complete: bool = False
@@ -45,6 +47,7 @@ class RunFacts:
     autocast: str = ""
     sees_changes: bool = False
     errors: Mapping[int, str] = field(default_factory=dict)
+    num_ranks: int = 1
 
 
 def run_facts(recording: Run, rename: Rename = str) -> RunFacts:
@@ -75,6 +78,7 @@ def run_facts(recording: Run, rename: Rename = str) -> RunFacts:
             for rank, content in zip(recording.ranks, contents, strict=True)
             if (error := ended(content).error) and "KeyboardInterrupt" not in error
         },
+        num_ranks=len(recording.ranks),
     )
 
 
@@ -112,6 +116,35 @@ class Limit:
     message: str
 
 
+@dataclass(frozen=True)
+class Contents:
+    """What a step has, for rules that ask if it has anything that they judge.
+
+    Attributes:
+        table: The step.
+        facts: Facts about the run.
+        products: The matrix products of the step.
+    """
+
+    table: StepTable
+    facts: RunFacts
+    products: Sequence[ProductCheck] = ()
+
+    @cached_property
+    def stages(self) -> frozenset[str]:
+        """Stages of all its sites."""
+        return frozenset(key.stage for key in self.table)
+
+    @cached_property
+    def slots(self) -> frozenset[str]:
+        """Slots of all its sites."""
+        return frozenset(key.slot for key in self.table)
+
+
+LEAST_STEPS = "least_steps"
+"""Limit of rules that find nothing in a run of fewer steps."""
+
+
 class Rule:
     """A rule that a run must keep by itself. One object judges one run, step by step, in order.
 
@@ -128,6 +161,9 @@ class Rule:
 
     finds: ClassVar[str]
     """A sentence about what it finds."""
+
+    needs: ClassVar[str] = ""
+    """What a run must have, or have recorded, for it to judge anything, as a noun phrase; empty if every run has it."""
 
     kinds: ClassVar[tuple[str, ...]] = ()
     """Kinds of its findings (traindiff explain findings); its name, unless it says otherwise."""
@@ -173,6 +209,10 @@ class Rule:
     def finding(self, entry: MergedSite, message: str, *, step: int, kind: str = "", **evidence: Any) -> Finding:
         """A finding of the rule at a site; its kind is the first of `kinds` if none is given."""
         return finding_at(entry, step=step, kind=kind or self.kinds[0], message=message, evidence=evidence)
+
+    def applies(self, contents: Contents) -> bool:  # noqa: ARG002
+        """True if a step has something that it judges, which `needs` names."""
+        return True
 
     def step(self, table: StepTable, *, step: int) -> Iterable[Finding] | None:  # noqa: ARG002
         """Findings of a step; None if there are only findings of the whole run.
@@ -264,101 +304,3 @@ class RepeatedRule(Rule, ABC):
     def _series(self, table: StepTable) -> str:  # noqa: ARG002
         """Name of the series to which a step belongs; each series is counted by itself."""
         return ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskedRule:
-    """A rule that a run was held against, and its answer.
-
-    Attributes:
-        name: Its name.
-        finds: A sentence about what it finds.
-        result: `broken`, `warned`, or `nothing found`.
-        unknown: Why it could not judge a part of the run; empty if nothing is known to be missing.
-    """
-
-    name: str
-    finds: str
-    result: Literal["broken", "warned", "nothing found"]
-    unknown: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """The rule in the schema of `--json`."""
-        return {"name": self.name, "result": self.result, "unknown": list(self.unknown)}
-
-
-class RunJudge:
-    """Judges a run by several rules, step by step.
-
-    Args:
-        rules: The rules.
-        facts: Facts about the run.
-        strictness: Divides the limits of the rules: 2 finds faults half as large.
-        limits: Set by the user, by the rule's name and the limit's.
-
-    Attributes:
-        unknown: Sentences about what could not be judged so far, in order.
-        of_any_strictness: Kind and path of the latest step's findings that do not depend on how strict the rules are.
-    """
-
-    def __init__(
-        self,
-        rules: Iterable[type[Rule]],
-        facts: RunFacts,
-        *,
-        strictness: float = 1.0,
-        limits: Mapping[str, Mapping[str, float]] | None = None,
-    ) -> None:
-        chosen = limits or {}
-        self._rules = [rule(facts, strictness=strictness, limits=chosen.get(rule.name)) for rule in rules]
-        self._found: set[tuple[str, str]] = set()
-        self.of_any_strictness: set[tuple[str, str]] = set()
-        self.unknown: dict[str, None] = {}
-        self._unknown_to: dict[str, dict[str, None]] = {}
-
-    def step(
-        self, table: StepTable, *, step: int, finished: bool = True, products: Sequence[ProductCheck] = ()
-    ) -> list[Finding]:
-        """Findings of a step, in the order of execution; fewer rules judge one without a call of the optimizer."""
-        rules = [rule for rule in self._rules if finished or rule.judges_unfinished]
-        by_rule = [(rule, finding) for rule in rules for finding in rule.step(table, step=step) or ()]
-        by_rule += [(rule, finding) for rule in rules for finding in rule.products(products, step=step)]
-        self.of_any_strictness = {(one.kind, one.path) for rule, one in by_rule if not rule.judges_sizes}
-        found = [finding for _, finding in by_rule]
-        self._found.update((finding.kind, finding.path) for finding in found)
-        return sorted(found, key=lambda finding: finding.order)
-
-    def is_warning(self, finding: Finding) -> bool:
-        """True if a finding is of a rule that warns."""
-        return any(finding.kind in rule.kinds for rule in self._rules if rule.warns)
-
-    def note_unknown(self, table: StepTable) -> None:
-        """Remember what the rules cannot judge in a step."""
-        for rule in self._rules:
-            said = dict.fromkeys(rule.unknown(table))
-            self.unknown.update(said)
-            if said:
-                self._unknown_to.setdefault(rule.name, {}).update(said)
-
-    def end(self) -> list[Finding]:
-        """Findings of the whole run that no step has shown."""
-        found = [finding for rule in self._rules for finding in rule.end()]
-        fresh = [finding for finding in found if (finding.kind, finding.path) not in self._found]
-        return sorted(fresh, key=lambda finding: (finding.step, finding.order))
-
-    def asked(self, found: Iterable[Finding]) -> tuple[AskedRule, ...]:
-        """All rules with their answers, from all findings of the run."""
-        kinds = {finding.kind for finding in found}
-        return tuple(
-            AskedRule(
-                name=rule.name,
-                finds=rule.finds,
-                result="nothing found" if kinds.isdisjoint(rule.kinds) else "warned" if rule.warns else "broken",
-                unknown=tuple(self._unknown_to.get(rule.name, ())),
-            )
-            for rule in self._rules
-        )
-
-    def notes(self) -> list[str]:
-        """Notes of all rules on the finished run."""
-        return [note for rule in self._rules for note in rule.notes()]

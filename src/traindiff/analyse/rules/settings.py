@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
-from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule, Rule
+from traindiff.analyse.rules.rule import Contents, Found, Limit, Repeated, RepeatedRule, Rule
 from traindiff.core.site import ROOT
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -29,11 +29,16 @@ class SiblingsShareDtype(RepeatedRule):
 
     name = "missed-by-autocast"
     finds = "Under autocast, one of several layers that are alike computes in float32."
+    needs = "autocast"
     warns = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(default=3, message="steps in a row in which it must be so"),
         "least_layers": Limit(default=3, message="layers that are alike, below which nothing is usual"),
     }
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return bool(contents.facts.autocast)
 
     def _wrong(self, table: StepTable) -> Found | None:
         if not self.facts.autocast:
@@ -85,7 +90,12 @@ class FrozenStagesRest(Rule):
 
     name = "frozen-stages"
     finds = "A module has frozen_stages set, and none of its parameters is frozen."
+    needs = "a module with frozen_stages"
     warns = True
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return any(FREEZING in settings for settings in contents.facts.settings.values())
 
     def begin(self) -> None:
         """No step was seen so far."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
-from traindiff.analyse.rules.rule import Rule
+from traindiff.analyse.rules.rule import Contents, Rule
 from traindiff.core.summary import UNIT_ROUNDOFF, nonfinite_count
 
 EMBEDDINGS = frozenset({"Embedding"})
@@ -33,7 +33,12 @@ class TyingStays(Rule):
 
     name = "tying-changed"
     finds = "Embedding and head begin as one weight and part, or the other way round."
+    needs = "an embedding and a linear layer"
     warns = True
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return all(not kinds.isdisjoint(contents.facts.modules.values()) for kinds in (EMBEDDINGS, HEADS))
 
     def begin(self) -> None:
         """Nothing was seen so far."""
@@ -104,7 +109,12 @@ class TiedGradientsAddUp(Rule):
 
     name = "tied-gradient"
     finds = "The gradient of an embedding that is also the head lacks the head's part."
+    needs = "tied weights"
     tells_runs_apart = True
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return bool(contents.facts.tied)
 
     def step(self, table: StepTable, *, step: int) -> Iterable[Finding]:
         """Findings of a step."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from traindiff.analyse.findings import Finding, more_text
 from traindiff.analyse.merge.site import SiteKey, StepTable, finding_at
 from traindiff.analyse.merge.witnessed import Vector, Witnessed, rms, witnessed
-from traindiff.analyse.rules.rule import Limit, Rule
+from traindiff.analyse.rules.rule import Contents, Limit, Rule
 from traindiff.analyse.rules.witness_causes import Before, Cause, cause_of, on_ranks
 from traindiff.core.observation import CARRIED, FLIPPED, WITNESS
 from traindiff.core.witness import EXPECTED
@@ -40,6 +40,7 @@ class GradientsFollow(Rule):
 
     name = "wrong-gradient"
     finds = "A gradient is not what the inputs and outputs of its layer give."
+    needs = 'witnessed gradients, which record(observe=[..., "witness"]) records'
     tells_runs_apart = True
     judges_sizes = True
     limits = {  # noqa: RUF012  as in all rules
@@ -49,6 +50,10 @@ class GradientsFollow(Rule):
             "below 2.",
         ),
     }
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return WITNESS in contents.stages
 
     def begin(self) -> None:
         """Nothing was seen so far."""

@@ -80,7 +80,7 @@ def accepted_of(path: str | os.PathLike[str] | None, ignore: str | Iterable[str]
     Raises:
         ConfigError: The file cannot be used, or a glob is not one.
     """
-    ignored = [Accepted(name=one, reason="") for one in _globs(ignore)]
+    ignored = ignored_of(ignore, asked_by="compare(...)", consequence="nothing was compared")
     if path is None:
         return AcceptedDifferences(entries=tuple(ignored))
     content = toml_of(path, "--accept")
@@ -99,7 +99,17 @@ def accepted_of(path: str | os.PathLike[str] | None, ignore: str | Iterable[str]
     return AcceptedDifferences(entries=(*ignored, *found))
 
 
-def _globs(ignore: str | Iterable[str] | None) -> list[str]:
+def ignored_of(ignore: str | Iterable[str] | None, *, asked_by: str, consequence: str) -> list[Accepted]:
+    """Ignored sites.
+
+    Args:
+        ignore: Globs over sites: a path, or a path and a slot.
+        asked_by: The call, as messages name it.
+        consequence: What was not done if a glob is wrong.
+
+    Raises:
+        ConfigError: A glob is not one.
+    """
     globs: list[Any]
     try:
         globs = [ignore] if isinstance(ignore, str) else list(ignore or ())
@@ -109,5 +119,5 @@ def _globs(ignore: str | Iterable[str] | None) -> list[str]:
         if not isinstance(one, str) or not one.strip():
             fix = 'Write a path, or a path and a slot, e.g. ignore="transformer.h.3.*".'
             problem = Problem(where=f"ignore={one!r}"[:120], what="is no glob over sites.", fix=fix)
-            raise ConfigError("compare(...)", [problem], consequence="nothing was compared")
-    return globs
+            raise ConfigError(asked_by, [problem], consequence=consequence)
+    return [Accepted(name=one, reason="") for one in globs]

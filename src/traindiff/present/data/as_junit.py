@@ -61,7 +61,7 @@ class _Suite:
             self.case(name)
             return
         more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
-        message = heading or f"{where_text(findings[0])}: {findings[0].message}{more}"
+        message = heading or f"{where_text(findings[0])}: {findings[0].said}{more}"
         self.case(name, outcome="failure", message=message, text="\n\n".join(map(_in_full, findings)))
 
     def finished(self) -> ElementTree.Element:
@@ -79,14 +79,14 @@ def _of_check(verdict: Verdict) -> _Suite:
     suite = _Suite(f"traindiff check {verdict.recording}")
     suite.case("verdict", outcome=_outcome(verdict.verdict), message=verdict.sentence(), text=str(verdict))
     for finding in verdict.findings:
-        suite.case(where_text(finding), outcome="failure", message=finding.message, text=_in_full(finding))
+        suite.case(where_text(finding), outcome="failure", message=finding.said, text=_in_full(finding))
     return suite
 
 
 def _of_comparison(result: Comparison | Verification) -> _Suite:
     comparison, story = result.comparison if isinstance(result, Verification) else result, story_of(result)
     suite = _Suite(f"traindiff compare {comparison.baseline} {comparison.candidate}")
-    said = "\n".join(filter(None, (story.bits, story.sites)))
+    said = "\n".join(filter(None, (story.bits, story.counts)))
     suite.case("verdict", outcome=_outcome(story.word), message=story.sentence, text=str(story), said=said)
     compared = {row.phase for row in comparison.differences} | {one.phase for one in comparison.findings}
     for phase in (phase for phase in PHASES if phase in compared):
@@ -109,7 +109,7 @@ def _outcome(word: str) -> str:
 
 
 def _in_full(finding: Finding) -> str:
-    return "\n  ".join((where_text(finding), finding.message, *sizes_of(finding)))
+    return "\n  ".join((where_text(finding), finding.said, *sizes_of(finding)))
 
 
 def _text(text: str) -> str:

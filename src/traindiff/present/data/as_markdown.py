@@ -11,7 +11,8 @@ from typing import IO
 from traindiff.analyse.check import Verdict
 from traindiff.analyse.compare import Comparison, Verification
 from traindiff.analyse.compare.investigation import Matrix
-from traindiff.analyse.findings import Finding, Group, grouped, moment_text, phase_text
+from traindiff.analyse.counting import as_people_count
+from traindiff.analyse.findings import Finding, Group, grouped, moment_text, more_line, phase_text
 from traindiff.analyse.products import PRODUCT_COLUMNS, ProductTable
 from traindiff.analyse.story import Chapter, Story, count_text, story_of
 
@@ -51,12 +52,12 @@ def _of_story(story: Story) -> Iterator[str]:
         if chapter.noun == "finding":
             yield from _first(chapter, story.bits)
             yield from _further(chapter.further)
-    yield from _paragraph(*filter(None, ("" if story.chapters else story.bits, story.sites)))
+    yield from _paragraph(*filter(None, ("" if story.chapters else story.bits, story.counts)))
     yield from _paragraph(story.pin_note)
     for pinned in story.pinned:
         yield from _paragraph(pinned.heading)
         if pinned.findings:
-            yield from ("", *_table(grouped(pinned.findings)[:MOST]))
+            yield from ("", *_with_more(grouped(pinned.findings)[:MOST]))
     yield from _paragraph(*story.operators)
     yield from _paragraph(story.cost)
     yield from _notes([*story.alone, *story.notes, *dict.fromkeys(note for one in story.pinned for note in one.limits)])
@@ -73,15 +74,21 @@ def _first(chapter: Chapter, bits: str) -> Iterator[str]:
     yield ""
     yield f"**{chapter.title}:** {moment_text(first)}, {phase}, {code(first.site)}"
     yield ""
-    yield f"> {escaped(first.message)}"
+    yield f"> {escaped(first.said)}"
     yield from (f"> <br>{escaped(line)}" for line in filter(None, (*chapter.first.further, bits)))
+    yield f"> <br>{escaped(more_line([first.kind]))}"
 
 
 def _further(groups: Sequence[Group]) -> Iterator[str]:
     if not groups:
         return
     shown = "" if len(groups) <= MOST else f", the first {MOST}"
-    yield from _folded(f"Further findings: {len(groups)}{shown}", _table(groups[:MOST]))
+    yield from _folded(f"Further findings: {len(groups)}{shown}", _with_more(groups[:MOST]))
+
+
+def _with_more(groups: Sequence[Group]) -> Iterator[str]:
+    """A table of findings, and the command that explains them."""
+    yield from (*_table(groups), "", escaped(more_line(group.first.kind for group in groups)))
 
 
 def _folded(summary: str, lines: Iterable[str]) -> Iterator[str]:
@@ -100,7 +107,7 @@ def _table(groups: Iterable[Group]) -> Iterator[str]:
     for group in groups:
         one = group.first
         phase = escaped(phase_text(one.phase, one.stage))
-        cells = (str(one.step), phase, _code_in_cell(group.site), escaped(one.message), _ratio(one))
+        cells = (str(one.step), phase, _code_in_cell(group.site), escaped(one.said), _ratio(one))
         yield f"| {' | '.join(cells)} |"
 
 
@@ -113,7 +120,7 @@ def _of_matrix(matrix: Matrix) -> Iterator[str]:
     yield "| combination | verdict | first divergence, or why it was not run |"
     yield "| --- | --- | --- |"
     for row in matrix.rows:
-        yield f"| {_code_in_cell(row.name)} | {escaped(row.verdict)} | {escaped(row.message)} |"
+        yield f"| {_code_in_cell(row.name)} | {escaped(row.verdict)} | {escaped(as_people_count(row.message))} |"
 
 
 def _of_products(products: ProductTable) -> Iterator[str]:

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from traindiff.analyse.compare import Comparison
 from traindiff.analyse.findings import SITE_WORDS, Finding, Group, SiteWord, grouped, phase_text
 from traindiff.analyse.merge.history import DifferenceHistory, RunHistory
 from traindiff.analyse.products import ProductTable
-from traindiff.analyse.rules.rule import AskedRule
+from traindiff.analyse.rules.run_judge import Answer, AskedRule
 from traindiff.analyse.story import Story, is_same_place, story_of
 from traindiff.core.site import label
 from traindiff.errors import ConfigError, Problem, RecordingError
@@ -147,7 +147,7 @@ def page_of(result: Comparison | Verdict) -> Page:
     raise ConfigError("report", [problem], consequence="nothing was written")
 
 
-_ANSWERS = ("broken", "warned", "nothing found")
+_ANSWERS = get_args(Answer)
 
 
 def _of_check(verdict: Verdict, history: RunHistory) -> Page:

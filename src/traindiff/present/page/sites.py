@@ -17,7 +17,6 @@ from traindiff.analyse.merge.history import History
 from traindiff.core.observation import ALL_GRADIENTS, Observation
 from traindiff.core.site import PHASES, ROOT
 from traindiff.errors import RecordingError
-from traindiff.present.counting import as_people_count
 from traindiff.present.page.terms import explanations
 from traindiff.storage import Recording, open_recording
 
@@ -83,17 +82,16 @@ MOST = 6
 def curve_rows(rows: Sequence[SiteRow]) -> list[int]:
     """Rows of the curves at the top: losses, numbers that the training logged, and the norm of all gradients."""
     scalars = [at for at, row in enumerate(rows) if row.place[0] == "loss" and _is_scalar(row)]
-    losses = sorted(scalars, key=lambda at: _rank_of_curve(rows[at]))
+    losses = sorted(scalars, key=lambda at: rank_of_loss(*rows[at].place[2:4]))
     norms = [at for at, row in enumerate(rows) if row.place[:1] == ("grad",) and row.place[2:4] == _ALL]
     return [*losses[: MOST - len(norms[:1])], *norms[:1]]
 
 
-def _rank_of_curve(row: SiteRow) -> int:
-    """Losses come first, then what the training logged as a loss, then other numbers, and scales last."""
-    name = row.place[2].lower()
-    if row.place[3] != "logged":
+def rank_of_loss(path: str, slot: str) -> int:
+    """The order of numbers of the phase `loss`: losses, what was logged as a loss, other numbers, and scales last."""
+    if slot != "logged":
         return 0
-    return 3 if "scale" in name else 1 if "loss" in name else 2
+    return 3 if "scale" in path.lower() else 1 if "loss" in path.lower() else 2
 
 
 _ALL = (ALL_GRADIENTS, "norm")
@@ -154,8 +152,7 @@ def data_of(
         "histograms": histograms(recordings, rows),
         "terms": explanations(one.kind for one in findings),
         "findings": [
-            {**one.to_json(), "message": as_people_count(one.message), "row": sites.places.get(place_of(one))}
-            for one in findings
+            {**one.to_json(), "message": one.said, "row": sites.places.get(place_of(one))} for one in findings
         ],
     }
 

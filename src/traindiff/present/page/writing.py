@@ -26,7 +26,7 @@ SCRIPTS = (
 """The scripts of a page, in the order in which they run."""
 
 
-def write(page: Page, file: IO[str], *, home: str = "", refresh: str = "") -> None:
+def write(page: Page, file: IO[str], *, home: str = "", refresh: str = "", known: str = "") -> None:
     """Write a page.
 
     Args:
@@ -34,6 +34,7 @@ def write(page: Page, file: IO[str], *, home: str = "", refresh: str = "") -> No
         file: Where to write it.
         home: Address of the list of recordings on the same server; empty for a file.
         refresh: Path on the same server at which the page asks for changes; empty for a file, which asks for nothing.
+        known: What that path answered before the recordings were read: any other answer makes the page renew itself.
     """
     script = _script()
     template = environment("traindiff.present.page").get_template("page.html")
@@ -45,6 +46,7 @@ def write(page: Page, file: IO[str], *, home: str = "", refresh: str = "") -> No
             script=script,
             home=home,
             refresh=refresh,
+            known=known,
             version=__version__,
         )
     )
@@ -125,7 +127,6 @@ def environment(package: str) -> Environment:
 
     from traindiff.analyse.findings import phase_text
     from traindiff.analyse.products import PRODUCT_COLUMNS
-    from traindiff.present.counting import as_people_count
     from traindiff.present.page.dataflow import message
 
     environment = Environment(
@@ -135,7 +136,6 @@ def environment(package: str) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["counted"] = as_people_count
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
     environment.globals.update(phase_text=phase_text, in_words=message, product_columns=PRODUCT_COLUMNS)
     return environment

@@ -97,10 +97,13 @@ def _questions(found: Sequence[Listed]) -> Iterator[tuple[str, str]]:
 
 
 def _pair(found: Sequence[Listed]) -> tuple[Listed, Listed]:
-    """The recording that is called a baseline, or else the one before the latest; and the latest other one."""
+    """The recording that is called a baseline, or else the one before the latest; and the latest other one.
+
+    Both are of one model. If the latest one is alone with its model, it is both.
+    """
     named = [one for one in found if "base" in Path(one.name).name.lower()]
     latest = next((one for one in found if one not in named), found[0])
-    others = [one for one in (*named, *found) if one is not latest]
+    others = [one for one in (*named, *found) if one is not latest and one.model == latest.model]
     return (others[0] if others else latest), latest
 
 

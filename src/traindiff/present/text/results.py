@@ -13,6 +13,7 @@ from traindiff.analyse.check import Rule, Verdict
 from traindiff.analyse.compare import Comparison, SiteDifference, Verification
 from traindiff.analyse.compare.investigation import Investigation, Matrix
 from traindiff.analyse.compare.operator_localization import OperatorLocalization, OperatorRow, place_text
+from traindiff.analyse.counting import as_people_count
 from traindiff.analyse.findings import SiteWord, more_line, more_text, phase_text
 from traindiff.analyse.products import PRODUCT_COLUMNS, ProductTable
 from traindiff.analyse.story import (
@@ -122,7 +123,7 @@ def _print_further(console: Console, chapter: Chapter, *, top: int) -> None:
     several = "" if len(groups) == sites else f", at {sites} sites"
     console.print(Text(f"\nFurther {chapter.noun}s: {len(groups)}{several}{shown}", style="bold"))
     firsts = [(group, group.first) for group in groups[:top]]
-    rows = [(str(one.step), phase_text(one.phase, one.stage), group.site, one.message) for group, one in firsts]
+    rows = [(str(one.step), phase_text(one.phase, one.stage), group.site, one.said) for group, one in firsts]
     print_table(console, rows, left=("step", "phase", "site", "what"))
     if others := [one.kind for _, one in firsts if one.kind != chapter.first.first.kind]:
         print_line(console, Text(f"  {more_line(others)}", style="dim"))
@@ -176,7 +177,7 @@ def _print_pinned(console: Console, pinned: PinnedStep, *, top: int) -> None:
     if not top:
         print_line(console, Text(f"  {', '.join(f'{one.site} ({one.phase})' for one in found)}"))
         return
-    rows = [(phase_text(one.phase, one.stage), one.site, one.message, f"{one.ratio:.3g}") for one in found[:top]]
+    rows = [(phase_text(one.phase, one.stage), one.site, one.said, f"{one.ratio:.3g}") for one in found[:top]]
     print_table(console, rows, left=("phase", "site", "what"), right=("x floor",))
     if len(found) > top:
         console.print(Text(f"... and {len(found) - top} more."))
@@ -261,7 +262,7 @@ def print_matrix(console: Console, matrix: Matrix) -> None:
     table = columns(left=("combination", "verdict", "first divergence, or why it was not run"), right=("time",))
     for row in matrix.rows:
         time = "kept" if row.kept else f"{row.seconds:.1f} s" if row.seconds else ""
-        table.add_row(*map(Text, (row.name, row.verdict, row.message, time)))
+        table.add_row(*map(Text, (row.name, row.verdict, as_people_count(row.message), time)))
     console.print(table)
     console.print()
     print_line(console, Text(count_text(matrix)))

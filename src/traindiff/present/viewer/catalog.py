@@ -38,6 +38,7 @@ class Listed:
             `unread` (there was no time).
         message: The ending in a sentence; may be empty.
         state: Sizes and times of its files; empty if it was not looked into.
+        model: Class of its model; empty if it is not known.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Listed:
     ending: str
     message: str
     state: str = ""
+    model: str = ""
 
 
 class KeptDescriptions:
@@ -175,6 +177,7 @@ def described(recording: Recording, name: str, *, size_bytes: int) -> Listed:
         size_bytes=size_bytes,
         ending=_ending({one.ending for one in statuses}),
         message=next((status.message for status in statuses if status.message), ""),
+        model=next((str(recording.rank_content(rank).get("model") or "") for rank in recording.ranks[:1]), ""),
     )
 
 

@@ -7,6 +7,8 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from typing import Any
 from urllib.parse import quote
 
@@ -61,6 +63,12 @@ class Row:
         return all(word in text for word in words)
 
 
+@cache
+def script() -> str:
+    """The script of the list."""
+    return files("traindiff.present.viewer").joinpath("listing.js").read_text(encoding="utf-8")
+
+
 class Listing:
     """Writes the list. What is known of a recording is kept until its files change.
 
@@ -109,7 +117,8 @@ class Listing:
                 most=MOST if len(found) >= MOST else 0,
                 width=WIDTH,
                 height=HEIGHT,
-                policy=policy("", sends_forms=True),
+                policy=policy(script(), asks=True, sends_forms=True),
+                script=script(),
                 styles=styles(),
             )
         )

@@ -22,8 +22,9 @@ from traindiff.analyse.merge.run_steps import RunStep, StepMerger
 from traindiff.analyse.story import story_of
 from traindiff.core.summary import number
 from traindiff.errors import TraindiffError
+from traindiff.present.page.sites import rank_of_loss
 from traindiff.present.viewer.pages import catalog_of
-from traindiff.storage import Recording, StepObservations, open_recording
+from traindiff.storage import Recording, StepObservations, ended, open_recording
 from traindiff.storage.merged_rows import is_whole
 from traindiff.storage.schema import NOTHING_STORED
 
@@ -70,7 +71,10 @@ def look(path: str, *, size_bytes: int) -> Look:
     recording = open_recording(path)
     contents = [recording.rank_content(rank) for rank in recording.ranks[:_RANKS]]
     model = next((str(one["model"]) for one in contents if one.get("model")), "")
-    lasts = [recording.last_step(rank) for rank in recording.ranks[:_RANKS]]
+    lasts = [
+        _last_finished(recording.last_step(rank), one)
+        for rank, one in zip(recording.ranks[:_RANKS], contents, strict=True)
+    ]  # fmt: skip
     if not lasts or None in lasts:
         return Look(model=model)
     last = min(one for one in lasts if one is not None)
@@ -82,6 +86,14 @@ def look(path: str, *, size_bytes: int) -> Look:
             losses.append((step.step, value))
     every = -(-len(losses) // SAMPLES) or 1
     return Look(model=model, last_step=last, name=name, losses=losses[::-every][::-1])
+
+
+def _last_finished(last: int | None, content: Mapping[str, Any]) -> int | None:
+    """The last step that a rank finished. Behind it, a run that has ended may have left a part of another one."""
+    counts = [count for count in ended(content).steps.values() if isinstance(count, int)]
+    if last is None or not counts:
+        return last
+    return min(last, max(counts) - 1) if max(counts) else None
 
 
 def _some_steps(recording: Recording, last: int, size_bytes: int) -> Iterator[list[StepObservations]]:
@@ -131,7 +143,7 @@ def _loss(step: RunStep, name: str) -> tuple[str, float] | None:
     Micro-steps are averaged.
     """
     found: dict[str, list[float]] = {}
-    for key, entry in sorted(step.table.items(), key=lambda one: one[0].slot == "logged"):
+    for key, entry in sorted(step.table.items(), key=lambda one: rank_of_loss(one[0].path, one[0].slot)):
         if not key.stage and entry.shape == () and not entry.unobserved and int(entry.summary["count"]) == 1:
             found.setdefault(f"{key.path} ({key.slot})", []).append(number(entry.summary))
     values = found.get(name) if name else next(iter(found.values()), None)

@@ -40,6 +40,11 @@ def catalog_of(root: str | Path) -> Recordings:
     return StoredCatalog(root) if isinstance(root, str) and "://" in root else Catalog(Path(root))
 
 
+def states_of(catalog: Recordings, names: Sequence[str]) -> str:
+    """The states of recordings, by their names in an address, as a text that changes when one of them does."""
+    return "\n".join(map(catalog.state, names))
+
+
 def written(catalog: Recordings, names: Sequence[str]) -> str:
     """The page of one recording, or of the comparison of two, by their names in an address.
 
@@ -50,11 +55,13 @@ def written(catalog: Recordings, names: Sequence[str]) -> str:
     paths = [str(path) for name in names if (path := catalog.find(name)) is not None]
     if len(paths) < len(names):
         raise FileNotFoundError
+    known = states_of(catalog, names)  # before anything is read: what is written meanwhile is news
     result = check(paths[0], history=True) if len(paths) == 1 else compare(paths[0], paths[1], history=True)
     endings = {one.status(rank).ending for one in map(open_recording, paths) for rank in one.ranks}
     asks = "&".join(f"of={quote(os.fsencode(name), safe='')}" for name in names)
+    refresh = f"/state?{asks}" if endings & {"unclosed", "truncated"} else ""
     file = io.StringIO()
-    write(page_of(result), file, home="/", refresh=f"/state?{asks}" if endings & {"unclosed", "truncated"} else "")
+    write(page_of(result), file, home="/", refresh=refresh, known=known if refresh else "")
     return file.getvalue()
 
 

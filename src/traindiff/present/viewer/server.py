@@ -19,7 +19,7 @@ from traindiff.errors import TraindiffError
 from traindiff.present.viewer.catalog import Recordings, message_page
 from traindiff.present.viewer.listing import Listing
 from traindiff.present.viewer.looks import Looks
-from traindiff.present.viewer.pages import Answer, Pages, catalog_of
+from traindiff.present.viewer.pages import Answer, Pages, catalog_of, states_of
 
 PATIENCE_SECONDS = 1.0
 """Time that a new connection waits until the thread of a closed one has ended."""
@@ -244,7 +244,7 @@ class _Handler(BaseHTTPRequestHandler):
         if parts.path == "/compare" and "baseline" in asked and "candidate" in asked:
             return self.server.pages.page((asked["baseline"][0], asked["candidate"][0]))
         if parts.path == "/state":
-            return "\n".join(map(self.server.catalog.state, asked.get("of", ())[:2]))
+            return states_of(self.server.catalog, asked.get("of", [])[:2])
         return None
 
     do_HEAD = do_GET  # noqa: N815  the name that the base class calls

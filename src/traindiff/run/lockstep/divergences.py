@@ -40,7 +40,7 @@ def divergence_lines(compared: ComparedStep, *, batch: int, indices: Mapping[str
         for finding in found[:MOST_LINES]:
             yield from _lines(what, finding, pairs, batch=batch, indices=indices)
             if finding.kind not in looks and what != "MISALIGNED":
-                yield f"  {first if finding is compared.findings[0] and first else finding.message}"
+                yield f"  {first if finding is compared.findings[0] and first else finding.said}"
             looks.add(finding.kind)
         if len(found) > MOST_LINES:
             yield f"  The same holds for {len(found) - MOST_LINES} more."
@@ -73,7 +73,7 @@ def _lines(
 ) -> Iterator[str]:
     """The line of a divergence, once for each rank that sees it."""
     if what == "MISALIGNED":
-        yield f"MISALIGNED batch={batch} {finding.message}"
+        yield f"MISALIGNED batch={batch} {finding.said}"
         return
     fields = [f"{_INDEX[what]}={indices.get(finding.path, -1)}"] if what in _INDEX else []
     if what != "LOSS":

@@ -146,7 +146,10 @@ class Account:
             return "the script did not import torch."
         if not self.optimizers:
             inside = ", and the processes that it started are not followed" if self.num_processes else ""
-            return f"traindiff finds what trains by its torch.optim.Optimizer, and the script made none{inside}."
+            return (
+                f"traindiff finds what trains by its torch.optim.Optimizer, and the script made none{inside}. If it "
+                "updates parameters by hand, let torch.optim.SGD do that."
+            )
         kinds = ", ".join(one.kind for one in self.optimizers)
         return (
             f"no module that holds parameters of {kinds} was called where gradients are enabled: "

@@ -33,6 +33,7 @@ def assert_equivalent(
     rename: Mapping[str, str] | Sequence[str] | None = None,
     map: str | os.PathLike[str] | None = None,  # noqa: A002  as in the commands
     accept: str | os.PathLike[str] | None = None,
+    ignore: str | Sequence[str] = (),
     steps: str | int | Iterable[int] | None = None,
     rtol: float | None = None,
     atol: float | None = None,
@@ -57,6 +58,7 @@ def assert_equivalent(
         rename: Turns the candidate's paths into the baseline's; see `traindiff.compare`.
         map: Which tensors and modules of the two are which; see `traindiff.compare`.
         accept: Intended differences; see `traindiff.compare`.
+        ignore: Sites whose differences are no findings; see `traindiff.compare`.
         steps: For two recordings: steps to compare, e.g. `"0-9"`; by default all. For two recipes: the number of
             batches to train on, by default 4.
         rtol: Relative tolerance in place of noise floors; see `traindiff.compare`.
@@ -79,8 +81,8 @@ def assert_equivalent(
     if paths[0] is not None and paths[1] is not None:
         _refuse({**running, **({"output": output} if output is not None else {})}, of="recordings")
         result = compare(
-            paths[0], paths[1], noise=noise, rename=rename, map=map, accept=accept, steps=steps, rtol=rtol,
-            atol=atol, identical=identical,
+            paths[0], paths[1], noise=noise, rename=rename, map=map, accept=accept, ignore=ignore, steps=steps,
+            rtol=rtol, atol=atol, identical=identical,
         )  # fmt: skip
         require(result)
         return result
@@ -97,6 +99,7 @@ def assert_equivalent(
         "rename": rename,
         "map": map,
         "accept": accept,
+        "ignore": ignore,
         "rtol": rtol,
         "atol": atol,
         "identical": identical,
@@ -122,7 +125,7 @@ def require(result: Comparison | Verification, *, report: Path | None = None, hi
     if result.verdict in ("identical", "equivalent"):
         return
     first = result.first_divergence
-    headline = f"{result.verdict}: {where_text(first)}: {first.message}" if first else f"{result.verdict}."
+    headline = f"{result.verdict}: {where_text(first)}: {first.said}" if first else f"{result.verdict}."
     paths = (f"baseline:  {comparison.baseline}", f"candidate: {comparison.candidate}")
     made = _written_report(comparison, report, settings) if report is not None else ""
     words = shlex.join(("traindiff", "report", comparison.baseline, comparison.candidate, "-o", "report.html"))
@@ -163,7 +166,7 @@ def _verified(
     finally:
         if not keep:
             shutil.rmtree(directory, ignore_errors=True)
-    judged = {name: settings[name] for name in ("rename", "map", "accept", "rtol", "atol", "identical")}
+    judged = {name: settings[name] for name in ("rename", "map", "accept", "ignore", "rtol", "atol", "identical")}
     require(result, report=Path(directory) / "report.html", **judged)
     return result
 

@@ -61,6 +61,9 @@ def investigate(
     rename: Mapping[str, str] | Sequence[str] | None = None,
     map: str | os.PathLike[str] | None = None,  # noqa: A002  as in the commands
     accept: str | os.PathLike[str] | None = None,
+    ignore: str | Sequence[str] = (),
+    rtol: float | None = None,
+    atol: float | None = None,
     record: Mapping[str, Any] | None = None,
     timeout: float | None = None,
     progress: Progress | None = None,
@@ -85,6 +88,9 @@ def investigate(
         rename: See `traindiff.compare`.
         map: See `traindiff.compare`.
         accept: See `traindiff.compare`.
+        ignore: See `traindiff.compare`.
+        rtol: See `traindiff.compare`.
+        atol: See `traindiff.compare`.
         record: Settings of `traindiff.record` for all runs; they override those of the recipes.
         timeout: Seconds that a run in its own processes may go without ending a step; see `traindiff.verify`.
         progress: Called as the runs proceed.
@@ -99,8 +105,8 @@ def investigate(
     request = VerifyRequest(
         recipe=recipe, candidate=recipe if candidate is None else candidate, output=Path(output),
         baseline_setup=trusted_way(setup) if baseline_setup is None else baseline_setup, setup=setup, steps=steps,
-        seed=seed, replicas=replicas, zoom=True, rename=rename, map=map, accept=accept, record=record or {},
-        timeout=timeout,
+        seed=seed, replicas=replicas, zoom=True, rename=rename, map=map, accept=accept, ignore=ignore,
+        rtol=rtol, atol=atol, record=record or {}, timeout=timeout,
         progress=progress, asked_by="investigate(...)",
     )  # fmt: skip
     ranks = PresentRanks.found()
@@ -182,7 +188,9 @@ class Investigating:
             return
         free = self._free = verify_against(trusted, replace(request, pin="never"), runs)
         both = losses[request.seed], losses_of(free.comparison.candidate)
-        yield stages.differs(free, both, of_seeds.numbers["spread"])
+        yield stages.differs(
+            free, both, of_seeds.numbers["spread"], has_tolerance=request.rtol is not None or request.atol is not None
+        )  # fmt: skip
         try:
             steady = self._steady = self._controlled(runs, tuple(CONTROLS), pin=True)
         except RunFailedError as failed:
@@ -266,10 +274,7 @@ def write_files(found: Investigation, request: VerifyRequest) -> None:
     comparison = found.comparison
     if comparison is not None and comparison.steps:
         noise = [one["path"] for one in (comparison.noise or {}).get("recordings", ())]
-        shown = compare(
-            comparison.baseline, comparison.candidate, noise=noise, rename=request.rename, map=request.map,
-            accept=request.accept, history=True,
-        )  # fmt: skip
+        shown = compare(comparison.baseline, comparison.candidate, noise=noise, history=True, **request.judging)
         page = io.StringIO()
         write_page(page_of(shown), page)
         write_whole(request.output / HTML, page.getvalue())

@@ -73,8 +73,13 @@ def seeds(losses: Mapping[int, Losses], failed: Mapping[int, FailedRun] | None =
     return _stage("seeds", message, step=last, spread=spread, losses=shown_losses)
 
 
-def differs(free: Verification, losses: tuple[Losses, Losses], spread: float | None) -> Stage:
-    """Does the candidate differ by more than noise? `spread` is that of the baseline's loss over seeds."""
+def differs(
+    free: Verification, losses: tuple[Losses, Losses], spread: float | None, *, has_tolerance: bool = False
+) -> Stage:
+    """Does the candidate differ by more than noise, or than the user's tolerance in its place?
+
+    `spread` is that of the baseline's loss over seeds.
+    """
     comparison, word = free.comparison, free.verdict
     last = _last_step(losses)
     apart = None if last is None else abs(losses[1][last] - losses[0][last])
@@ -90,7 +95,8 @@ def differs(free: Verification, losses: tuple[Losses, Losses], spread: float | N
     elif word == "diverged":
         count = len(comparison.findings)
         where = "1 site" if count == 1 else f"{count} sites"
-        message = f"Yes: at {where} the difference exceeds the noise that was measured.{against}"
+        limit = "your tolerance" if has_tolerance else "the noise that was measured"
+        message = f"Yes: at {where} the difference exceeds {limit}.{against}"
     else:
         message = f"No: {word}, {MEANINGS[word]}.{against}"
     return _stage("differs", message, final=word != "diverged", **numbers)

@@ -249,7 +249,7 @@ def _fingerprint(request: VerifyRequest, *, of_the_baseline: bool = False) -> st
     if not of_the_baseline:
         known += [
             _source(request.candidate), request.setup.to_json(), request.pin, repr(request.rename),
-            _file_text(request.map), _file_text(request.accept), request.rtol, request.atol,
+            _file_text(request.map), _file_text(request.accept), list(request.ignore), request.rtol, request.atol,
             request.identical, request.compiler_logs, request.zoom,
         ]  # fmt: skip
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()

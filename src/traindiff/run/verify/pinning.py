@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -120,17 +119,7 @@ class ForcedSteps:
         return replace(plain, baseline=baseline, noise=tuple(noise))
 
 
-def pin_down(
-    runs: Runs,
-    given: ForcedStep,
-    candidate: Named,
-    *,
-    setup: Setup = PLAIN,
-    rename: Mapping[str, str] | Sequence[str] | None = None,
-    map: str | os.PathLike[str] | None = None,  # noqa: A002  as in the commands
-    accept: str | os.PathLike[str] | None = None,
-    operators: str = "",
-) -> Pinned:
+def pin_down(runs: Runs, given: ForcedStep, request: VerifyRequest, *, operators: str = "") -> Pinned:
     """Run the step of the candidate, and overwrite each tensor with the baseline's after it was observed.
 
     Errors then neither accumulate nor cancel, so every finding is wrong by itself. `operators` is the candidate's name
@@ -141,9 +130,11 @@ def pin_down(
         RunFailedError: The training failed.
     """
     settings = {**given.settings, **({"operators": operators} if operators else {})}
-    found = runs.run(candidate, f"{given.directory}/candidate", setup=setup, forced_by=given.baseline, **settings)
+    found = runs.run(
+        request.candidate, f"{given.directory}/candidate", setup=request.setup, forced_by=given.baseline, **settings
+    )
     steps = f"{given.step}-{given.step + 1}"
-    comparison = compare(given.baseline, found, noise=given.noise, rename=rename, map=map, accept=accept, steps=steps)
+    comparison = compare(given.baseline, found, noise=given.noise, steps=steps, **request.alignment)
     return Pinned(step=given.step, precision=given.precision, comparison=comparison)
 
 
@@ -172,10 +163,7 @@ def zoom_in(
     for patterns in _modules(_zoomable(wrong)[0], wrong, request.rename):
         try:
             given = forced.step(wrong.step, wrong.precision, operators=patterns[0])
-            found = pin_down(
-                runs, given, request.candidate, setup=request.setup, rename=request.rename, map=request.map,
-                accept=request.accept, operators=patterns[1],
-            )  # fmt: skip
+            found = pin_down(runs, given, request, operators=patterns[1])
         except ConfigError as error:
             problem = error.problems[0]
             return found, f"No operators could be recorded: {problem.where} {problem.what} {problem.fix}"

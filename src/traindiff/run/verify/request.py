@@ -48,6 +48,7 @@ class VerifyRequest:
     rename: Mapping[str, str] | Sequence[str] | None = None
     map: str | os.PathLike[str] | None = None
     accept: str | os.PathLike[str] | None = None
+    ignore: str | Sequence[str] = ()
     rtol: float | None = None
     atol: float | None = None
     identical: bool = False
@@ -56,6 +57,16 @@ class VerifyRequest:
     timeout: float | None = None
     progress: Progress | None = None
     asked_by: str = "verify(...)"
+
+    @property
+    def alignment(self) -> dict[str, Any]:
+        """The settings of `compare` that say what belongs together and what is set aside."""
+        return {"rename": self.rename, "map": self.map, "accept": self.accept, "ignore": self.ignore}
+
+    @property
+    def judging(self) -> dict[str, Any]:
+        """The settings of `compare` that say how a free run is judged."""
+        return {**self.alignment, "rtol": self.rtol, "atol": self.atol, "identical": self.identical}
 
     @property
     def sides(self) -> Sides:
@@ -95,7 +106,7 @@ class VerifyRequest:
             raise ConfigError(self.asked_by, problems)
         parse_renames(self.rename)
         map_of(self.map)
-        accepted_of(self.accept)
+        accepted_of(self.accept, self.ignore)
         parse_tolerance(self.rtol, self.atol)
         if ranks is not None:
             for setup in (self.baseline_setup, self.setup):

@@ -168,10 +168,7 @@ def without_baseline(failed: FailedRun, request: VerifyRequest, runs: Runs) -> V
 def _compared(trusted: Trusted, path: str, request: VerifyRequest, failed: FailedRun | None) -> Comparison:
     """The comparison; of a candidate that failed, with what it had recorded by then."""
     try:
-        return compare(
-            trusted.baseline, path, noise=trusted.noise, rename=request.rename, map=request.map, accept=request.accept,
-            rtol=request.rtol, atol=request.atol, identical=request.identical,
-        )  # fmt: skip
+        return compare(trusted.baseline, path, noise=trusted.noise, **request.judging)
     except (RecordingError, ConfigError):
         if failed is None:
             raise
@@ -190,11 +187,7 @@ def _pin(trusted: Trusted, request: VerifyRequest, runs: Runs, *, step: int, int
     try:
         for precision in precisions(trusted.baseline):
             given = trusted.forced.step(step, precision)
-            pinned = pin_down(
-                runs, given, request.candidate, setup=request.setup, rename=request.rename, map=request.map,
-                accept=request.accept,
-            )  # fmt: skip
-            into.append(pinned)
+            into.append(pin_down(runs, given, request))
     except ConfigError as error:
         why = error.problems[0]
         return f"Step {step} could not be run again with forced tensors: {why.where} {why.what} {why.fix}"

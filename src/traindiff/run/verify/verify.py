@@ -152,6 +152,7 @@ def verify(
     rename: Mapping[str, str] | Sequence[str] | None = None,
     map: str | os.PathLike[str] | None = None,  # noqa: A002  as in the commands
     accept: str | os.PathLike[str] | None = None,
+    ignore: str | Sequence[str] = (),
     rtol: float | None = None,
     atol: float | None = None,
     identical: bool = False,
@@ -187,6 +188,7 @@ def verify(
         rename: See `traindiff.compare`.
         map: See `traindiff.compare`.
         accept: See `traindiff.compare`.
+        ignore: See `traindiff.compare`.
         rtol: See `traindiff.compare`.
         atol: See `traindiff.compare`.
         identical: See `traindiff.compare`.
@@ -207,7 +209,7 @@ def verify(
         recipe=recipe, candidate=recipe if candidate is None else candidate, output=Path(output),
         baseline_setup=trusted_way(setup) if baseline_setup is None else baseline_setup, setup=setup, steps=steps,
         seed=seed, repeat=repeat, replicas=replicas, pin=pin, zoom=zoom, rename=rename, map=map, accept=accept,
-        rtol=rtol, atol=atol, identical=identical, record=record or {}, compiler_logs=compiler_logs,
+        ignore=ignore, rtol=rtol, atol=atol, identical=identical, record=record or {}, compiler_logs=compiler_logs,
         timeout=timeout, progress=progress,
     )  # fmt: skip
     ranks = PresentRanks.found()

@@ -99,24 +99,24 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", retint, { 
 // A page of `traindiff view` asks whether its recording has grown. Then it takes the place of its own content, and
 // keeps what is selected, chosen and scrolled to.
 function refreshFrom(address) {
-  let known = kept?.known ?? null, busy = false;
+  let busy = false;
   const timer = setInterval(async () => {
     if (busy) return;
     busy = true;
     const answer = await fetch(address).catch(() => null);
-    const now = answer?.ok ? await answer.text() : null;
-    if (now !== null && known !== null && now !== known && await renew(now)) clearInterval(timer);
-    else if (now !== null && known === null) known = now;
+    const now = answer?.ok ? await answer.text() : document.body.dataset.known;
+    if (now !== document.body.dataset.known && await renew()) clearInterval(timer);
     busy = false;
   }, 2000);
 }
 
-async function renew(known) {
+async function renew() {
   const answer = await fetch(location.pathname + location.search).catch(() => null);
   if (!answer?.ok) return false; // it is still being written: the next time
   const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
   if (!fresh.getElementById("data")) return false;
-  document.body.dataset.kept = JSON.stringify({ ...choices(), known, scroll: window.scrollY });
+  document.body.dataset.kept = JSON.stringify({ ...choices(), scroll: window.scrollY });
+  for (const name of ["refresh", "known"]) document.body.dataset[name] = fresh.body.dataset[name];
   life.abort();
   document.title = fresh.title;
   document.querySelector("main").style.minHeight = `${document.querySelector("main").offsetHeight}px`;
