@@ -83,6 +83,11 @@ MODE = "mode"
 DRAWS = "draws"
 """Stage of the flag that a module drew random numbers in a forward pass of an evaluation, in evaluation mode."""
 
+BROADCAST = "broadcast"
+"""Stage of the number N of outputs of the model that a loss compares with N numbers each, in a tensor of N x N.
+
+The slot is `column` for outputs of the shape (N, 1), and `vector` for (N,)."""
+
 ESTIMATE = "estimate"
 """Stage of an estimate that a module divides its weight by: relative to what a further iteration gives, about 1."""
 

@@ -19,6 +19,7 @@ from traindiff.analyse.merge.unobserved import without_missing_samples
 from traindiff.core.observation import (
     BEFORE,
     BOUNDARY,
+    BROADCAST,
     CARRIED,
     CLEARED,
     DRAWS,
@@ -36,7 +37,7 @@ from traindiff.errors import ConfigError, Problem
 from traindiff.storage import Run
 
 _NOT_PAIRED = frozenset(
-    {SAMPLE, BOUNDARY, CARRIED, CLEARED, DRAWS, EDITED, ESTIMATE, FLIPPED, MODE, RECOMPUTED, WITNESS}
+    {SAMPLE, BOUNDARY, BROADCAST, CARRIED, CLEARED, DRAWS, EDITED, ESTIMATE, FLIPPED, MODE, RECOMPUTED, WITNESS}
 )
 """Stages of sites that are not paired one by one."""
 

@@ -1,6 +1,7 @@
 """Rules that a run must keep by itself, without a baseline. Needs no framework."""
 
 from traindiff.analyse.rules.batches import BatchesChange, SamplesDiffer, SamplesVary
+from traindiff.analyse.rules.broadcast_losses import LossesPairSamples
 from traindiff.analyse.rules.carried import GradientsAreCleared
 from traindiff.analyse.rules.contributions import ContributionsCount
 from traindiff.analyse.rules.counting import OptimizersKeepParameters, StepsAreCounted
@@ -74,6 +75,7 @@ RULES: tuple[type[Rule], ...] = (
     OutputsDiffer,
     NothingSpikes,
     LossDecreases,
+    LossesPairSamples,
     EpsIsSmall,
     FarFromOverflow,
     FarFromUnderflow,

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from traindiff.core.observation import BROADCAST
 from traindiff.core.torch_compat.execution import exclude_from_compilation, inside_backward, inside_transform
 from traindiff.observe.common.listeners import Listeners
+from traindiff.observe.torch.hooks.broadcast_losses import broadcast_outputs
 from traindiff.observe.torch.hooks.context import TapContext
+from traindiff.observe.torch.hooks.nested import as_tensor
 
 _IN_PYTHON: type[Any] = BackwardCFunction
 
@@ -112,6 +115,11 @@ class _Listener:
             if root.numel() == 1:
                 call = progress.next_call("loss", "")
                 self._sink.emit(root.reshape(()), phase="loss", path="loss", slot="backward", call=call, merge="sum")
+                if shape := broadcast_outputs(root):
+                    self._sink.emit(
+                        as_tensor(shape[0]), phase="forward", path="", slot="column" if len(shape) > 1 else "vector",
+                        stage=BROADCAST, call=call, merge="mean",
+                    )  # fmt: skip
 
 
 def _followed_backward(original: Callable[..., None]) -> Callable[..., None]:
