@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from traindiff.analyse.merge.site import MergedSite, StepTable
-from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule
+from traindiff.analyse.rules.rule import Contents, Found, Limit, Repeated, RepeatedRule
 from traindiff.core.observation import BROADCAST
 from traindiff.core.summary import number
 
@@ -23,10 +23,15 @@ class LossesPairSamples(RepeatedRule):
 
     name = "broadcast-loss"
     finds = "A loss compares each output of the model with the targets of all samples, since shapes were broadcast."
+    needs = "a loss on which backward() is called"
     warns = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(default=1, message="steps in a row in which it must be so"),
     }
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return any(key.phase == "loss" and key.slot == "backward" for key in contents.table)
 
     def _wrong(self, table: StepTable) -> Found | None:
         marks = [entry for key, entry in table.items() if key.stage == BROADCAST and not entry.unobserved]
