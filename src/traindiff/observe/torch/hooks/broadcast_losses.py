@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from traindiff.core.torch_compat.execution import result_shape
+
 MOST_NODES = 32
 """So many nodes of a loss are looked at."""
 
@@ -35,10 +37,10 @@ def broadcast_outputs(loss: Tensor) -> tuple[int, ...]:
             continue
         looked_at += 1
         following = [one for one, _ in node.next_functions if one is not None]
-        made = _shape(node)
+        made = result_shape(node)
         samples = made[0] if len(made) == 2 and len(set(made)) == 1 else 0
         if samples > 1 and len(following) == 1:
-            given = _shape(following[0])
+            given = result_shape(following[0])
             if given in ((samples, 1), (samples,)):
                 return given
         waiting += following
@@ -48,9 +50,3 @@ def broadcast_outputs(loss: Tensor) -> tuple[int, ...]:
 def _kind(node: Any) -> str:
     """The operator of a node: `Mean` for MeanBackward0."""
     return type(node).__name__.partition("Backward")[0]
-
-
-def _shape(node: Any) -> tuple[int, ...]:
-    """The shape of what a node's operator returned; empty if torch does not say."""
-    results: Any = getattr(node, "_input_metadata", ())
-    return tuple(results[0].shape) if len(results) == 1 else ()
