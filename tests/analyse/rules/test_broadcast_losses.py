@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +91,32 @@ def test_it_is_seen_in_micro_batches_under_autocast_and_the_other_way_round(
     )  # fmt: skip
 
     assert f"each of {samples} outputs with {samples} numbers" in found(verdict, "broadcast-loss").message
+
+
+class Double(torch.autograd.Function):
+    """An operator in Python, between the model's layers and its output."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return 2.0 * x
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Tensor) -> Tensor:
+        return 2.0 * gradients[0]
+
+
+class EndsInPython(Flat):
+    """Returns what such an operator returns, with a second axis."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Double.apply(self.out(x))
+        return y
+
+
+def test_outputs_of_an_operator_in_python_are_seen(tmp_path: Path) -> None:
+    verdict = trained(tmp_path / "run", lambda y, t: (y - t).abs().mean(), model=EndsInPython())
+
+    assert "the shape (12, 1)" in found(verdict, "broadcast-loss").message
 
 
 RIGHT: dict[str, tuple[Loss, nn.Module]] = {

@@ -36,15 +36,6 @@ def running_node() -> Any:
     return torch._C._current_autograd_node()
 
 
-def result_shape(node: Any) -> tuple[int, ...]:
-    """The shape of what the operator of a graph node returned; empty if it returned several, or torch does not say.
-
-    There is no public way to ask.
-    """
-    results: Any = getattr(node, "_input_metadata", ())
-    return tuple(results[0].shape) if len(results) == 1 else ()
-
-
 def node_number(node: Any) -> int:
     """The number of a node of the graph. A thread numbers nodes in the order in which its forward pass makes them."""
     return int(node._sequence_nr())

@@ -36,14 +36,14 @@ def broadcast_outputs(loss: Tensor) -> tuple[int, ...]:
         if node is None or _kind(node) not in _OF_LOSSES:
             continue
         looked_at += 1
-        following = [one for one, _ in node.next_functions if one is not None]
-        made = result_shape(node)
+        following = [one for one in node.next_functions if one[0] is not None]
+        made = result_shape(node, 0)
         samples = made[0] if len(made) == 2 and len(set(made)) == 1 else 0
         if samples > 1 and len(following) == 1:
-            given = result_shape(following[0])
+            given = result_shape(*following[0])
             if given in ((samples, 1), (samples,)):
                 return given
-        waiting += following
+        waiting += [one for one, _ in following]
     return ()
 
 
