@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 import traindiff
+from tests.run.resume.parts import AT
 
 
 @dataclass
@@ -141,3 +142,28 @@ def complete() -> traindiff.Training:
 def without_scheduler() -> traindiff.Training:
     """The training that forgets its scheduler, for a command."""
     return without("scheduler")()
+
+
+def with_generator(
+    model: nn.Module, optimizer: Optimizer, batches: Tensor, *, restore: Callable[[Tensor], Any] = torch.set_rng_state
+) -> traindiff.Training:
+    """A plain loop that saves weights, the optimizer and torch's generator, whose state `restore` is given."""
+
+    def step(batch: Tensor) -> Tensor:
+        loss: Tensor = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    def save(path: Path) -> None:
+        torch.save([model.state_dict(), optimizer.state_dict(), torch.get_rng_state()], path / "a.pt")
+
+    def load(path: Path) -> int:
+        weights, state, random_state = torch.load(path / "a.pt", weights_only=True)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        restore(random_state)
+        return AT
+
+    return traindiff.Training(model=model, optimizer=optimizer, batches=batches, step=step, save=save, load=load)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import traindiff
 from tests.run.resume.parts import AT, begun, resumed, says
-from tests.run.resume.recipes import training
+from tests.run.resume.recipes import training, with_generator
 
 
 class Decaying(torch.optim.SGD):
@@ -303,27 +303,7 @@ def test_what_only_the_resumed_run_replays_is_no_divergence(tmp_path: Path) -> N
     def recipe() -> traindiff.Training:
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).bfloat16()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-        def step(batch: Tensor) -> Tensor:
-            loss: Tensor = model(batch.bfloat16()).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
-        def save(path: Path) -> None:
-            torch.save([model.state_dict(), optimizer.state_dict(), torch.get_rng_state()], path / "a.pt")
-
-        def load(path: Path) -> int:
-            weights, state, random = torch.load(path / "a.pt", weights_only=True)
-            model.load_state_dict(weights)
-            optimizer.load_state_dict(state)
-            torch.set_rng_state(random)
-            return AT
-
-        return traindiff.Training(
-            model=model, optimizer=optimizer, batches=torch.randn(8, 16, 4), step=step, save=save, load=load
-        )  # fmt: skip
+        return with_generator(model, optimizer, torch.randn(8, 16, 4).bfloat16())
 
     found = resumed(recipe, begun(recipe, tmp_path / "saved"), tmp_path)
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import traindiff
-from tests.run.resume.parts import AT, Make, begun, resumed, says
-from tests.run.resume.recipes import by_default, complete, training, without
+from tests.run.resume.parts import Make, begun, resumed, says
+from tests.run.resume.recipes import by_default, complete, training, with_generator, without
 
 
 def test_a_training_that_restores_everything_goes_on_exactly(saved: Path, tmp_path: Path) -> None:
@@ -139,27 +139,8 @@ def test_a_generator_from_which_nothing_is_drawn_is_only_noted(tmp_path: Path) -
     def recipe(*, forgets: bool) -> traindiff.Training:
         model = nn.Linear(3, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def step(batch: Tensor) -> Tensor:
-            loss: Tensor = model(batch).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
-        def save(path: Path) -> None:
-            torch.save([model.state_dict(), optimizer.state_dict(), torch.get_rng_state()], path / "a.pt")
-
-        def load(path: Path) -> int:
-            one, other, state = torch.load(path / "a.pt", weights_only=True)
-            model.load_state_dict(one)
-            optimizer.load_state_dict(other)
-            torch.manual_seed(9) if forgets else torch.set_rng_state(state)
-            return AT
-
-        return traindiff.Training(
-            model=model, optimizer=optimizer, batches=torch.randn(8, 4, 3), step=step, save=save, load=load
-        )  # fmt: skip
+        restore = (lambda _: torch.manual_seed(9)) if forgets else torch.set_rng_state
+        return with_generator(model, optimizer, torch.randn(8, 4, 3), restore=restore)
 
     directory = begun(lambda: recipe(forgets=False), tmp_path / "saved")
     found = resumed(lambda: recipe(forgets=True), directory, tmp_path)

@@ -345,13 +345,11 @@ class OptimizerReplayTap:
         except Exception as error:  # noqa: BLE001 - a user's formula may raise anything
             self._not_replayed(f"the formula of {batch.whole.formula.name} raised {type(error).__name__}: {error}")
             return nothing
-        taken = batch.taken()
-        residual = in_roundings(taken - update.value, update.rounding)
-        stages = {"replayed": update.value, "taken": taken, "rounding": update.rounding, "residual": residual}
+        stages = update.stages(batch.taken())
         for copied, *parts in zip(batch.ranges, *map(batch.parts, stages.values()), strict=True):
             for stage, tensor in zip(stages, parts, strict=True):
                 self._emit(copied, tensor, stage)
-        return [one.max() for one in batch.parts(_sizes(residual))]
+        return [one.max() for one in batch.parts(_sizes(stages["residual"]))]
 
     def _try_mistakes(
         self, copied: CopiedRange, helpful: set[str], read: Callable[[Tensor], float], *, everything: bool
@@ -361,7 +359,7 @@ class OptimizerReplayTap:
         if gradient is None:
             return
         taken, right = copied.taken(), copied.replay(gradient, read)
-        limit = BETTER * float(in_roundings(taken - right.value, right.rounding).square().mean().sqrt())
+        limit = BETTER * float(right.residual(taken).square().mean().sqrt())
         start = copied.start(gradient, read, rounded=False)
         others = {where: plain(as_numbers(settings, float, short=False)) for where, settings in copied.others.items()}
         for mistake in mistakes(copied.formula, start, others):

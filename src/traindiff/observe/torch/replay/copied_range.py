@@ -46,6 +46,16 @@ class Update:
     value: Tensor
     rounding: Tensor
 
+    def residual(self, taken: Tensor) -> Tensor:
+        """The update that was made minus this one, in units of its rounding."""
+        return in_roundings(taken - self.value, self.rounding)
+
+    def stages(self, taken: Tensor) -> dict[str, Tensor]:
+        """What is recorded of it and of the update that was made, by stage."""
+        return {
+            "replayed": self.value, "taken": taken, "rounding": self.rounding, "residual": self.residual(taken)
+        }  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:

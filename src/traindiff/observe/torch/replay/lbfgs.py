@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from traindiff.observe.torch.replay.copied_range import Update, in_roundings
+from traindiff.observe.torch.replay.copied_range import Update
 
 DEVIATIONS = 6.0
 """How many standard deviations of its measured noise an element of a direction may be off."""
@@ -141,13 +141,13 @@ def lbfgs_stages(optimizer: Optimizer, start: LbfgsStart, *, better: float) -> d
         return update
     now = (one.detach().reshape(-1) for one in start.parameters)
     taken = torch.cat([new.double() - old.double() for new, old in zip(now, start.copies, strict=True)])
-    residual = in_roundings(taken - update.value, update.rounding)
-    found = {"replayed": update.value, "taken": taken, "rounding": update.rounding, "residual": residual}
+    found = update.stages(taken)
+    residual = found["residual"]
     if float(residual.abs().nan_to_num(nan=0.0).max()) > 1.0:
         for name in LBFGS_MISTAKES:
             other = _update(optimizer, start, name)
             if not isinstance(other, str):
-                left = in_roundings(taken - other.value, other.rounding)
+                left = other.residual(taken)
                 if float(left.square().mean()) < better**2 * float(residual.square().mean()):
                     found[f"variant[{name}]"] = left
     return found
