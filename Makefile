@@ -170,7 +170,7 @@ test-ortmodule: $(VENV)/ready
 
 test-gpu: $(VENV)/ready
 	@$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'There is no GPU here.'"
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m gpu
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m gpu -W default
 	PYTHONPATH=. $(BIN)/traindiff doctor tests/gpu/recipe.py:training --backend inductor
 
 test-campaigns: $(VENV)/ready

@@ -41,7 +41,7 @@ def attention(
     def apply(self: Attention, x: Tensor) -> Tensor:
         q, k, v = (part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
         scores = q @ k.transpose(-2, -1) / scale(q)
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
         found = heads(probabilities(scores.masked_fill(hidden, -torch.inf).softmax(-1)) @ v)
         return self.proj(found.transpose(1, 2).flatten(2))
 

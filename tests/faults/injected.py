@@ -290,7 +290,7 @@ class DroppedGpt(nn.Module):
 def _unnormalized(self: Attention, x: Tensor) -> Tensor:
     q, k, v = (part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
     scores = q @ k.transpose(-2, -1) / sqrt(q.shape[-1] + 1)
-    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
     return self.proj((scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 

@@ -48,7 +48,7 @@ class Attention(nn.Module):
             found = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
             scores = q @ k.transpose(-2, -1) / sqrt(q.shape[-1])
-            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + self.leak)
+            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1 + self.leak)
             found = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
         return self.proj(found.transpose(1, 2).flatten(2))
 
@@ -94,7 +94,7 @@ class Gpt(nn.Module):
             self.head.weight = self.wte.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]) + self.first_position)
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device) + self.first_position)
         for block in self.h:
             x = block(x)
         return self.head(self.ln_f(x))

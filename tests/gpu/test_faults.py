@@ -43,8 +43,11 @@ def test_a_fault_is_found_at_its_step_phase_and_site(name: str, device: torch.de
 
 @pytest.mark.parametrize("model", ["gpt", "conv", "lstm"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_gpu_and_a_cpu_train_the_same(model: str, precision: str, device: torch.device, tmp_path: Path) -> None:
+def test_a_gpu_and_a_cpu_train_the_same(
+    model: str, precision: str, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = recipe(model, "adam", precision).but(steps=4)  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # which a CPU does not have
 
     comparison = traindiff.compare(given.run(tmp_path / "cpu"), on(device, given).run(tmp_path / "gpu"))
 

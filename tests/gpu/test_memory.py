@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,18 @@ def test_a_tap_that_runs_out_of_memory_ends_nothing(
 ) -> None:
     plain = Training(device=device).run()
     training = Training(device=device)
-    add, calls = SummaryStore.add, iter(range(1_000_000))
+    calls = iter(range(1_000_000))
 
-    def out_of_memory(store: SummaryStore, *args: Any) -> Any:
-        if next(calls) == 50:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return add(store, *args)
+    def out_of_memory(method: Callable[..., Any]) -> Callable[..., Any]:
+        def called(store: SummaryStore, *args: Any) -> Any:
+            if next(calls) == 50:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return method(store, *args)
 
-    monkeypatch.setattr(SummaryStore, "add", out_of_memory)
+        return called
+
+    for name in ("add", "add_to"):
+        monkeypatch.setattr(SummaryStore, name, out_of_memory(getattr(SummaryStore, name)))
     with (
         pytest.warns(UserWarning, match="CUDA out of memory"),
         traindiff.record(tmp_path / "run", training.model, training.optimizer),

@@ -85,3 +85,38 @@ def test_the_rank_file_names_what_is_observed(tmp_path: Path) -> None:
         }
     ]  # fmt: skip
     assert content["pid"] == os.getpid()
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch 2.9 has the new names")
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("torch.backends.fp32_precision = 'tf32'", ("high", "True")),
+        ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", ("high", "True")),
+        ("torch.backends.cudnn.conv.fp32_precision = 'tf32'", ("highest", "False")),
+        ("torch.backends.mkldnn.matmul.fp32_precision = 'bf16'", ("medium", "False")),
+        ("torch.set_float32_matmul_precision('high')", ("high", "True")),
+        ("pass", ("highest", "False")),
+    ],
+)
+def test_precision_may_be_set_by_its_new_names(setting: str, said: tuple[str, str], tmp_path: Path) -> None:
+    """Torch refuses to read the old names then: transformers' `TrainingArguments(tf32=True)` uses the new ones."""
+    program = f"""
+import torch, traindiff
+{setting}
+model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+observe = "grad", "param", "loss", "forward", "witness"
+with traindiff.record({str(tmp_path / "run")!r}, model, optimizer, observe=observe, strict=True):
+    for _ in range(2):
+        model(torch.randn(5, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+
+    assert ended.returncode == 0, ended.stderr
+    recording = traindiff.open_recording(str(tmp_path / "run"))
+    flags = json.loads((tmp_path / "run" / "rank-00000" / "rank.json").read_text())["surroundings"]["torch"]
+    assert (flags["float32_matmul_precision"], flags["cuda_matmul_tf32"]) == said
+    assert recording.run["environment"]["float32_matmul_precision"] == said[0]

@@ -153,8 +153,12 @@ def is_capturing() -> bool:
 
 
 def is_exporting() -> bool:
-    """True while `torch.export` traces a model. The public name exists since torch 2.7."""
-    return torch.compiler.is_exporting() if hasattr(torch.compiler, "is_exporting") else False
+    """True while `torch.export` traces a model.
+
+    The flag exists since torch 2.7. Before torch 2.13, `torch.compiler.is_exporting()` is true in all code that
+    `torch.compile` traces, too.
+    """
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
 
 
 def script_compiler() -> Any:
@@ -213,6 +217,27 @@ def inputs_may_be_rounded_to(device: str, *, convolution: bool) -> str:
         if found not in (None, "none"):
             return str(found) if found in ("tf32", "bf16") else ""
     return ""
+
+
+def float32_matmul_precision() -> str:
+    """What `torch.get_float32_matmul_precision` returns: `highest`, `high` or `medium`.
+
+    Since torch 2.9 that function raises an error if a program has used the new names of these settings
+    (`torch.backends.cuda.matmul.fp32_precision = "tf32"`). Then this is the shortest precision that they allow.
+    """
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        allowed = {inputs_may_be_rounded_to(device, convolution=False) for device in ("cpu", "cuda")}
+        return "medium" if "bf16" in allowed else "high" if "tf32" in allowed else "highest"
+
+
+def cuda_matmul_tf32() -> bool:
+    """`torch.backends.cuda.matmul.allow_tf32`, which raises the same errors as `torch.get_float32_matmul_precision`."""
+    try:
+        return bool(torch.backends.cuda.matmul.allow_tf32)
+    except RuntimeError:
+        return inputs_may_be_rounded_to("cuda", convolution=False) == "tf32"
 
 
 def partial_sums_may_be_short(device: str, dtype: torch.dtype) -> bool:

@@ -201,8 +201,8 @@ def test_nothing_waits_for_the_device(device: torch.device) -> None:
     rows = DeviceRows(device)
     rows.add_many(tensors, whole(tensors))
     rows.end_step().result()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         rows.add(tensors[0], Shard.whole((300, 300)))
         rows.add_many(tensors, whole(tensors))
         ticket = rows.end_step()

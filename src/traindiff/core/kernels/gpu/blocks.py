@@ -68,7 +68,9 @@ def summarize_profiles(
     )
     period_of = place >> (width_log2 + height_log2).to(tl.int32)
     period_length = 16 * line_block * line_length
-    offset = column_of.to(tl.int64) + line_of.to(tl.int64) * line_length + period_of.to(tl.int64) * period_length
+    # A tile with several periods, or several lines, spans less than 2^31 elements: see `plan._tiles`.
+    offset = column_of + line_of * line_length.to(tl.int32) + period_of * period_length.to(tl.int32)
+    last = (width - 1) + (height - 1) * line_length + (depth - 1) * period_length
     steps_across, steps_down = (window + width - 1) // width, (lines + height - 1) // height
     steps = steps_across * steps_down * ((periods + depth - 1) // depth)
     for unit in range(part, row_buckets * column_buckets * splits, parts):
@@ -85,17 +87,23 @@ def summarize_profiles(
         across, down = begin % steps_across * width, begin // steps_across % steps_down * height
         period = begin // steps_across // steps_down * depth
         for _ in range(begin, steps * (split + 1) // splits):
-            valid = (column_of < _ahead(high - low - across)) & (line_of < _ahead(lines - down))
-            valid &= period_of < _ahead(periods - period)
-            at = offset + (corner + across + down * line_length + period * period_length)
-            valid &= at >= 0
+            base = corner + across + down * line_length + period * period_length
+            inside = (high - low - across >= width) & (lines - down >= height) & (periods - period >= depth)
             if box:
+                at = offset + base
+                valid = _valid(column_of, line_of, period_of, high - low - across, lines - down, periods - period)
+                valid &= at >= 0
                 run = at // index_step
                 at -= run * index_step
                 valid &= run < num_runs
                 word = load_words(address, run * memory_step + at, valid & (at < length), bits)
+            elif inside & (base >= 0) & (base + last < length):
+                everywhere = tl.full((TILE,), 1, dtype=tl.int1)
+                word = load_words(address + base * (bits // 8), offset, everywhere, bits)
             else:
-                word = load_words(address, at, valid & (at < length), bits)
+                valid = _valid(column_of, line_of, period_of, high - low - across, lines - down, periods - period)
+                at = offset + base
+                word = load_words(address, at, valid & (at >= 0) & (at < length), bits)
             size = magnitude(word, bits)
             size = tl.where(size < infinity, size, 0)
             value = as_float64(size, form)
@@ -121,6 +129,12 @@ def summarize_profiles(
 
 
 @triton.jit
+def _valid(column_of, line_of, period_of, columns, lines, periods):
+    """Whether the places of a tile are inside, when so many columns, lines and periods lie ahead."""
+    return (column_of < _ahead(columns)) & (line_of < _ahead(lines)) & (period_of < _ahead(periods))
+
+
+@triton.jit
 def _ahead(number):
     """How many of a tile's places along an axis are inside, when `number` lie ahead; int32."""
     return tl.minimum(number, TILE).to(tl.int32)
@@ -139,14 +153,11 @@ def write_no_profiles(row):
     tl.store(real + _COLUMN_SQUARES + buckets, nothing)
 
 
-BLOCKS = tl.constexpr(8)
-"""Rows of a tile: with 4 warps of 32 threads each thread holds 4 elements and their accumulators."""
+BLOCKS = tl.constexpr(16)
+"""Rows of a tile."""
 
-_SPAN = tl.constexpr(255)
-"""Tiles between two looks at the counters, which have 8 bits per kind of element."""
-
-_POSITIVE, _NEGATIVE, _ZERO, _SUBNORMAL, _NAN, _INFINITE = (tl.constexpr(8 * kind) for kind in (0, 1, 2, 3, 5, 6))
-"""Kinds of elements, as shifts. A negative subnormal is 4 and a negative infinity 7: one more than positive."""
+COLUMNS = tl.constexpr(8)
+"""Columns that are read at once: with 4 warps of 32 threads, a thread reads one element of each eighth of a row."""
 
 _COUNT = tl.constexpr(first_word("count"))
 _NANS = tl.constexpr(first_word("nan"))
@@ -176,128 +187,216 @@ def summarize_blocks(
 
     `address`, `row` and `lane_weights` (int64) are those of the piece's first element, of the summary to
     write, and of 64 int64. `box` is whether `num_runs` may be more than 1.
+
+    An element that is not there is read as 0, which adds nothing to a hash or a sum. Elements that are not finite are
+    rare: they are counted in a second walk, if there are any.
     """
     integers: tl.constexpr = form == "signed" or form == "unsigned"
     number: tl.constexpr = tl.int64 if integers or bits == 64 else tl.int32
     size_type: tl.constexpr = tl.uint64 if integers or bits == 64 else tl.uint32
     highest: tl.constexpr = 2**63 - 1 if integers else infinity
-    shape: tl.constexpr = (BLOCKS, 64)
-    row_of = tl.arange(0, BLOCKS)
-    bucket = tl.arange(0, 64)
-    kinds = tl.arange(0, 8)
-    counts = tl.zeros((8,), dtype=tl.int64)
+    shape: tl.constexpr = (BLOCKS, COLUMNS)
+    elements = tl.zeros((BLOCKS, 1), dtype=tl.int64)
+    zeros = tl.zeros(shape, dtype=tl.int32)
+    below_normal = tl.zeros(shape, dtype=tl.int32)
+    negatives = tl.zeros(shape, dtype=tl.int32)
     low = tl.full(shape, highest, dtype=number)
     high = tl.full(shape, -highest - (1 if integers else 0), dtype=number)
-    small = tl.full(shape, 2**64 - 1 if integers else infinity, dtype=size_type)
+    small = tl.full(shape, 2**64 - 1 if integers or bits == 64 else 2**32 - 1, dtype=size_type)
+    large = tl.zeros(shape, dtype=size_type)
     total = tl.zeros(shape, dtype=tl.float64)
-    sketch = tl.zeros(shape, dtype=tl.float64)
     fingerprint = tl.zeros(shape, dtype=tl.uint64)
     multiset = tl.zeros(shape, dtype=tl.uint64)
-    nonfinite = tl.zeros(shape, dtype=tl.uint64)
+    sketch_0 = tl.zeros(shape, dtype=tl.float64)
+    sketch_1 = tl.zeros(shape, dtype=tl.float64)
+    sketch_2 = tl.zeros(shape, dtype=tl.float64)
+    sketch_3 = tl.zeros(shape, dtype=tl.float64)
+    sketch_4 = tl.zeros(shape, dtype=tl.float64)
+    sketch_5 = tl.zeros(shape, dtype=tl.float64)
+    sketch_6 = tl.zeros(shape, dtype=tl.float64)
+    sketch_7 = tl.zeros(shape, dtype=tl.float64)
     tiles = (num_runs * blocks_per_run + BLOCKS - 1) // BLOCKS
-    stop = tiles * (part + 1) // parts
-    for span in range(tiles * part // parts, stop, _SPAN):
-        packed = tl.zeros(shape, dtype=tl.uint64)
-        for tile in range(span, tl.minimum(span + _SPAN, stop)):
-            # `before` elements lie before the run: of each row's block, or of the tile if there is one run.
-            if box:
-                number_of_block = row_of.to(tl.int64) + tile * BLOCKS
-                run = number_of_block // blocks_per_run
-                first = start + run * index_step
-                block = (first >> 6) + number_of_block - run * blocks_per_run
-                before = (first - block * 64)[:, None]
-                ahead = tl.where((run < num_runs)[:, None], before + length, 0)
-                base = address + (run * memory_step)[:, None] * (bits // 8)
-            else:
-                block = row_of.to(tl.int64) + ((start >> 6) + tile * BLOCKS)
-                before = (start & 63) - tile * (BLOCKS * 64)
-                ahead = before + length
-                base = address
-            weight = block_weights(block)[:, None]
-            lane = (bucket[None, :] - (weight >> 58).to(tl.int32)) & 63
-            place = lane if box else row_of[:, None] * 64 + lane
-            valid = (place >= _within_tile(before)) & (place < _within_tile(ahead))
-            word = load_words(base - before * (bits // 8), place, valid, bits)
-            lane_weight = tl.load(lane_weights.to(tl.pointer_type(tl.uint32)) + 2 * lane).to(tl.uint64)
-            weight = weight * lane_weight
-            fingerprint += weight * fold(word, bits)
+    begin, stop = tiles * part // parts, tiles * (part + 1) // parts
+    for tile in range(begin, stop):
+        block, first, from_place, to_place = _tile(
+            tile, address, length, num_runs, memory_step, index_step, start, blocks_per_run, box, bits
+        )  # fmt: skip
+        weight = block_weights(block)[:, None]
+        signs = block_signs(block)[:, None]
+        row_hash = tl.zeros(shape, dtype=tl.uint64)
+        elements += _places(from_place, to_place, box)
+        for eighth in tl.static_range(8):
+            lane, valid, word = _read(first, weight, from_place, to_place, eighth, box, bits)
+            row_hash += _lane_weight(lane_weights, lane) * fold(word, bits)
             multiset += multiset_hash(word, bits)
-
-            kind = _kind(word, form, bits, infinity, first_nan, smallest_normal)
-            packed += tl.where(valid, tl.full(shape, 1, dtype=tl.uint64) << kind.to(tl.uint32).to(tl.uint64), 0)
-            finite = valid & (kind < _NAN)
             key = order_key(word, form, bits)
             size = element_size(word, form, bits)
+            finite = valid if integers else valid & (size < infinity)
             low = tl.minimum(low, tl.where(finite, key, low))
             high = tl.maximum(high, tl.where(finite, key, high))
-            small = tl.minimum(small, tl.where(finite & (size != 0), size, small))
+            small = tl.minimum(small, size - 1)  # the largest number for 0
+            zeros += (size == 0).to(tl.int32)
+            negatives += (finite & (key < 0)).to(tl.int32)
             if not integers:
-                nonfinite += weight * _nonfinite_code(kind)
+                large = tl.maximum(large, size)
+                below_normal += (size < smallest_normal).to(tl.int32)
                 value = tl.where(finite, as_float64(word, form), 0.0)
                 total += value
-                negated = ((block_signs(block)[:, None] >> lane.to(tl.uint32).to(tl.uint64)) & 1) != 0
-                sketch += tl.where(negated, -value, value)
-        for kind in tl.static_range(8):
-            found = tl.sum(((packed >> (8 * kind)) & 0xFF).to(tl.int64))
-            counts += tl.where(kinds == kind, found, 0)
+                sign = (signs << (63 - lane).to(tl.uint32).to(tl.uint64)) & _TOP_BIT
+                signed = (value.to(tl.uint64, bitcast=True) ^ sign).to(tl.float64, bitcast=True)
+                sketch_0 = _added(sketch_0, signed, eighth, 0)
+                sketch_1 = _added(sketch_1, signed, eighth, 1)
+                sketch_2 = _added(sketch_2, signed, eighth, 2)
+                sketch_3 = _added(sketch_3, signed, eighth, 3)
+                sketch_4 = _added(sketch_4, signed, eighth, 4)
+                sketch_5 = _added(sketch_5, signed, eighth, 5)
+                sketch_6 = _added(sketch_6, signed, eighth, 6)
+                sketch_7 = _added(sketch_7, signed, eighth, 7)
+        fingerprint += weight * row_hash
 
     whole = row.to(tl.pointer_type(tl.int64))
     real = row.to(tl.pointer_type(tl.float64))
-    every = tl.sum(counts)
-    nans, infinities = _of(counts, _NAN), _of(counts, _INFINITE)
-    negative_infinities = _of(counts, _INFINITE + 8)
-    zeros = _of(counts, _ZERO)
-    subnormals, negative_subnormals = _of(counts, _SUBNORMAL), _of(counts, _SUBNORMAL + 8)
-    finites = every - nans - infinities - negative_infinities
-    tl.store(whole + _COUNT, every)
-    tl.store(whole + _NANS, nans)
-    tl.store(whole + _POSITIVE_INFINITIES, infinities)
-    tl.store(whole + _NEGATIVE_INFINITIES, negative_infinities)
-    tl.store(whole + _ZEROS, zeros)
-    tl.store(whole + _NEGATIVES, _of(counts, _NEGATIVE) + negative_subnormals + negative_infinities)
-    tl.store(whole + _SUBNORMALS, subnormals + negative_subnormals)
+    count = tl.sum(elements)
+    missing = (stop - begin) * BLOCKS * 64 - count
+    found_zeros = tl.sum(zeros.to(tl.int64)) - missing
+    found_negatives = tl.sum(negatives.to(tl.int64))
+    finites = count
+    tl.store(whole + _NANS, 0)
+    tl.store(whole + _POSITIVE_INFINITIES, 0)
+    tl.store(whole + _NEGATIVE_INFINITIES, 0)
+    tl.store(whole + _NONFINITE, 0)
+    if not integers:  # noqa: SIM102  for integers, nothing of this is compiled
+        if tl.max(large) >= infinity:
+            nans, positive, negative = _write_nonfinite(
+                address, row, lane_weights, begin, stop,
+                length, num_runs, memory_step, index_step, start, blocks_per_run,
+                box, bits, infinity, first_nan,
+            )  # fmt: skip
+            finites -= nans + positive + negative
+            found_negatives += negative
+    tl.store(whole + _COUNT, count)
+    tl.store(whole + _ZEROS, found_zeros)
+    tl.store(whole + _NEGATIVES, found_negatives)
+    subnormals = tl.sum(below_normal.to(tl.int64)) - missing - found_zeros
+    tl.store(whole + _SUBNORMALS, 0 if integers else subnormals)
     tl.store(real + _MINIMUM, tl.where(finites > 0, key_as_float64(tl.min(low), form), float("inf")))
     tl.store(real + _MAXIMUM, tl.where(finites > 0, key_as_float64(tl.max(high), form), float("-inf")))
-    tl.store(real + _SMALLEST, tl.where(finites > zeros, size_as_float64(tl.min(small), form), float("inf")))
+    smallest = size_as_float64(tl.min(small) + 1, form)
+    tl.store(real + _SMALLEST, tl.where(finites > found_zeros, smallest, float("inf")))
     tl.store(real + _SUM, tl.sum(total))
     tl.store(whole + _FINGERPRINT, tl.sum(fingerprint).to(tl.int64))
     tl.store(whole + _MULTISET, tl.sum(multiset).to(tl.int64))
-    tl.store(whole + _NONFINITE, tl.sum(nonfinite).to(tl.int64))
-    tl.store(real + _SKETCH + bucket, tl.sum(sketch, axis=0))
+    place = real + _SKETCH + tl.arange(0, COLUMNS)
+    tl.store(place, tl.sum(sketch_0, axis=0))
+    tl.store(place + 8, tl.sum(sketch_1, axis=0))
+    tl.store(place + 16, tl.sum(sketch_2, axis=0))
+    tl.store(place + 24, tl.sum(sketch_3, axis=0))
+    tl.store(place + 32, tl.sum(sketch_4, axis=0))
+    tl.store(place + 40, tl.sum(sketch_5, axis=0))
+    tl.store(place + 48, tl.sum(sketch_6, axis=0))
+    tl.store(place + 56, tl.sum(sketch_7, axis=0))
+
+
+_TOP_BIT = tl.constexpr(1 << 63)
+
+
+@triton.jit
+def _added(sketch, values, eighth: tl.constexpr, own: tl.constexpr):
+    """The sums of an eighth of the buckets, after the values of some eighth."""
+    if eighth == own:
+        sketch += values
+    return sketch
+
+
+@triton.jit
+def _write_nonfinite(
+    address, row, lane_weights, begin, stop,
+    length, num_runs, memory_step, index_step, start, blocks_per_run,
+    box: tl.constexpr, bits: tl.constexpr, infinity: tl.constexpr, first_nan: tl.constexpr,
+):  # fmt: skip
+    """Write the counts and the fingerprint of the elements that are not finite; returns NaN, +inf and -inf, int64."""
+    shape: tl.constexpr = (BLOCKS, COLUMNS)
+    nans = tl.zeros(shape, dtype=tl.int32)
+    positive = tl.zeros(shape, dtype=tl.int32)
+    negative = tl.zeros(shape, dtype=tl.int32)
+    fingerprint = tl.zeros(shape, dtype=tl.uint64)
+    for tile in range(begin, stop):
+        block, first, from_place, to_place = _tile(
+            tile, address, length, num_runs, memory_step, index_step, start, blocks_per_run, box, bits
+        )  # fmt: skip
+        weight = block_weights(block)[:, None]
+        row_hash = tl.zeros(shape, dtype=tl.uint64)
+        for eighth in tl.static_range(8):
+            lane, _, word = _read(first, weight, from_place, to_place, eighth, box, bits)
+            size = magnitude(word, bits)
+            nan = size >= first_nan
+            infinite = (size >= infinity) & (size < first_nan)
+            minus = is_signed(word, bits)
+            nans += nan.to(tl.int32)
+            positive += (infinite & (minus == 0)).to(tl.int32)
+            negative += (infinite & minus).to(tl.int32)
+            code = tl.where(nan, 1, tl.where(infinite, tl.where(minus, 3, 2), 0))
+            row_hash += _lane_weight(lane_weights, lane) * code.to(tl.uint32).to(tl.uint64)
+        fingerprint += weight * row_hash
+    whole = row.to(tl.pointer_type(tl.int64))
+    num_nans, num_positive = tl.sum(nans.to(tl.int64)), tl.sum(positive.to(tl.int64))
+    num_negative = tl.sum(negative.to(tl.int64))
+    tl.store(whole + _NANS, num_nans)
+    tl.store(whole + _POSITIVE_INFINITIES, num_positive)
+    tl.store(whole + _NEGATIVE_INFINITIES, num_negative)
+    tl.store(whole + _NONFINITE, tl.sum(fingerprint).to(tl.int64))
+    return num_nans, num_positive, num_negative
+
+
+@triton.jit
+def _tile(
+    tile, address, length, num_runs, memory_step, index_step, start, blocks_per_run,
+    box: tl.constexpr, bits: tl.constexpr,
+):  # fmt: skip
+    """The blocks of a tile's rows, the address of their places, and the first place that is there and the one after.
+
+    Places are counted in each row's block, or in the tile if there is one run.
+    """
+    row_of = tl.arange(0, BLOCKS)
+    if box:
+        number_of_block = row_of.to(tl.int64) + tile * BLOCKS
+        run = number_of_block // blocks_per_run
+        first = start + run * index_step
+        block = (first >> 6) + number_of_block - run * blocks_per_run
+        before = (first - block * 64)[:, None]
+        ahead = tl.where((run < num_runs)[:, None], before + length, 0)
+        base = address + (run * memory_step)[:, None] * (bits // 8)
+    else:
+        block = row_of.to(tl.int64) + ((start >> 6) + tile * BLOCKS)
+        before = (start & 63) - tile * (BLOCKS * 64)
+        ahead = before + length
+        base = address
+    return block, base - before * (bits // 8), _within_tile(before), _within_tile(ahead)
+
+
+@triton.jit
+def _places(from_place, to_place, box: tl.constexpr):
+    """How many elements of each row of a tile are there, int64."""
+    begin = tl.arange(0, BLOCKS)[:, None] * (0 if box else 64)
+    found = tl.minimum(to_place - begin, 64) - tl.maximum(from_place - begin, 0)
+    return tl.maximum(found, 0).to(tl.int64)
+
+
+@triton.jit
+def _read(first, weight, from_place, to_place, eighth: tl.constexpr, box: tl.constexpr, bits: tl.constexpr):
+    """The lanes of an eighth of each row's buckets, whether the elements are there, and their words."""
+    lane = (tl.arange(0, COLUMNS)[None, :] + (eighth * COLUMNS) - (weight >> 58).to(tl.int32)) & 63
+    place = lane if box else tl.arange(0, BLOCKS)[:, None] * 64 + lane
+    valid = (place >= from_place) & (place < to_place)
+    return lane, valid, load_words(first, place, valid, bits)
+
+
+@triton.jit
+def _lane_weight(lane_weights, lane):
+    return tl.load(lane_weights.to(tl.pointer_type(tl.uint32)) + 2 * lane).to(tl.uint64)
 
 
 @triton.jit
 def _within_tile(number):
     """A number of elements, at least 0 and at most those of a tile, int32."""
     return tl.minimum(tl.maximum(number, 0), BLOCKS * 64).to(tl.int32)
-
-
-@triton.jit
-def _kind(
-    word, form: tl.constexpr, bits: tl.constexpr,
-    infinity: tl.constexpr, first_nan: tl.constexpr, smallest_normal: tl.constexpr,
-):  # fmt: skip
-    """Which counter of 8 bits an element belongs to, as a shift of 0 to 56."""
-    if form == "signed" or form == "unsigned":
-        value = order_key(word, form, bits)
-        kind = tl.where(value == 0, _ZERO, tl.where(value < 0, _NEGATIVE, _POSITIVE))
-    else:
-        size = magnitude(word, bits)
-        signed = tl.where(is_signed(word, bits), 8, 0)
-        subnormal = tl.where(size == 0, _ZERO, _SUBNORMAL + signed)
-        kind = tl.where(size < smallest_normal, subnormal, signed)
-        beyond = tl.where(size >= first_nan, _NAN, _INFINITE + signed)
-        kind = tl.where(size < infinity, kind, beyond)
-    return kind
-
-
-@triton.jit
-def _nonfinite_code(kind):
-    """1 for NaN, 2 for +inf, 3 for -inf, else 0, as uint64."""
-    return tl.where(kind >= _NAN, (kind >> 3) - 4, 0).to(tl.uint32).to(tl.uint64)
-
-
-@triton.jit
-def _of(counts, shift: tl.constexpr):
-    """The counter of one kind."""
-    return tl.sum(tl.where(tl.arange(0, 8) == shift // 8, counts, 0))

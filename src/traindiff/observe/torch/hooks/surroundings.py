@@ -10,6 +10,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
+from traindiff.core.torch_compat.execution import cuda_matmul_tf32, float32_matmul_precision
 from traindiff.observe.common.listeners import Listeners
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.loss_scale import ScalerListener, tap_loss_scaler
@@ -21,9 +22,9 @@ NAME = "surroundings"
 
 _FLAGS: Mapping[str, Callable[[], object]] = {
     "default_dtype": torch.get_default_dtype,
-    "float32_matmul_precision": torch.get_float32_matmul_precision,
+    "float32_matmul_precision": float32_matmul_precision,
     "deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
-    "cuda_matmul_tf32": lambda: torch.backends.cuda.matmul.allow_tf32,
+    "cuda_matmul_tf32": cuda_matmul_tf32,
     "cuda_matmul_reduced_precision": lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
     "cudnn_tf32": lambda: torch.backends.cudnn.allow_tf32,
     "cudnn_deterministic": lambda: torch.backends.cudnn.deterministic,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
@@ -66,7 +66,7 @@ class Reader:
     def __init__(self, at_once: frozenset[str] = frozenset({"cpu"})) -> None:
         self._at_once = at_once
         self._known: dict[int, tuple[ReferenceType[Tensor], int, Reading]] = {}
-        self._running: list[tuple[Reading, Tensor, int]] = []
+        self._running: list[tuple[Reading, _Bounds, int]] = []
         self._sent: deque[_Sent] = deque()
 
     def read(self, tensor: Tensor) -> Reading:
@@ -108,9 +108,9 @@ class Reader:
         What was sent two steps ago is waited for: it is there, unless the host is more than a step ahead of the device.
         """
         running, self._running = self._running, []
-        devices = {bounds.device for _, bounds, _ in running}
+        devices = {bounds[0].device for _, bounds, _ in running}
         for device in devices:
-            self._sent.append(_Sent([one for one in running if one[1].device == device], device))
+            self._sent.append(_Sent([one for one in running if one[1][0].device == device], device))
         while self._sent and (self._sent[0].is_there or len(self._sent) > 2 * max(1, len(devices))):
             self._sent.popleft().take_in()
 
@@ -124,9 +124,13 @@ class Reader:
 class _Sent:
     """Bounds on their way from a device to the host."""
 
-    def __init__(self, running: list[tuple[Reading, Tensor, int]], device: torch.device) -> None:
-        self._readings = [(reading, count) for reading, _, count in running]
-        together = torch.stack([bounds for _, bounds, _ in running])
+    def __init__(self, running: list[tuple[Reading, _Bounds, int]], device: torch.device) -> None:
+        by_dtype: dict[torch.dtype, list[tuple[Reading, _Bounds, int]]] = defaultdict(list)
+        for one in running:
+            by_dtype[one[1][0].dtype].append(one)
+        self._readings = [(reading, count) for group in by_dtype.values() for reading, _, count in group]
+        numbers = ([number for _, bounds, _ in group for number in bounds] for group in by_dtype.values())
+        together = torch.cat([torch.stack(of_dtype).to(torch.float32) for of_dtype in numbers]).view(-1, 3)
         self._event: Any = None
         if device.type == "cuda":
             self._host = torch.empty(together.shape, dtype=together.dtype, pin_memory=True)
@@ -149,16 +153,20 @@ class _Sent:
             reading.masks = least == -math.inf and most < math.inf
 
 
-def _bounds(tensor: Tensor) -> Tensor:
-    """Least magnitude, least and largest element, as three numbers on the tensor's device, without copying it."""
+_Bounds = tuple[Tensor, Tensor, Tensor]
+
+
+def _bounds(tensor: Tensor) -> _Bounds:
+    """Least magnitude, least and largest element, of one dtype, on the tensor's device, without copying it."""
     with torch.no_grad():
         values = stored_values(tensor)
         if not values.numel():
-            return torch.zeros(3, device=values.device)
+            nothing = torch.zeros((), device=values.device)
+            return nothing, nothing, nothing
         if not values.dtype.is_floating_point:
             values = values.to(torch.float32)
         least, most = torch.aminmax(values)
-        return torch.stack([torch.linalg.vector_norm(values, -math.inf), least, most]).to(torch.float32)
+        return torch.linalg.vector_norm(values, -math.inf), least, most
 
 
 def only_masks(tensor: Tensor) -> bool:

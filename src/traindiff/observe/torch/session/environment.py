@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from traindiff.core.torch_compat.execution import float32_matmul_precision
 from traindiff.observe.common.circumstances import circumstances, variables
 
 
@@ -27,7 +28,7 @@ def describe() -> dict[str, Any]:
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "num_threads": torch.get_num_threads(),
         "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "float32_matmul_precision": float32_matmul_precision(),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "variables": variables(_VARIABLES),

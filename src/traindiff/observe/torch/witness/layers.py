@@ -15,7 +15,7 @@ from torch import Tensor, distributed, nn
 from traindiff.core.shards import Region
 from traindiff.core.site import canonical_path
 from traindiff.core.torch_compat.alike import looks_like
-from traindiff.core.torch_compat.execution import version_of
+from traindiff.core.torch_compat.execution import float32_matmul_precision, version_of
 from traindiff.core.torch_compat.training import AnyBatchNorm, AnyInstanceNorm, parameters_of
 from traindiff.core.witness import PROBES
 from traindiff.observe.torch.session.targets import Targets
@@ -167,7 +167,7 @@ class Layers:
         own = parameters_of(module)  # has none that code computes
         held = [one for one in (own.get("weight"), own.get("bias")) if one is not None]
         tensors = [given[0], output, *held]
-        about = self.targets.layout, torch.get_float32_matmul_precision()
+        about = self.targets.layout, float32_matmul_precision()
         known = self._linears.get(path)
         if (
             known is not None and known.about == about and known.looks(tensors)

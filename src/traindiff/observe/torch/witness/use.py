@@ -13,6 +13,7 @@ from torch import Tensor
 
 from traindiff.core.shards import Piece
 from traindiff.core.summary import UNIT_ROUNDOFF
+from traindiff.core.torch_compat.execution import float32_matmul_precision
 from traindiff.core.witness import PROBES
 from traindiff.observe.torch.witness.normalized import Normalized
 from traindiff.observe.torch.witness.probes import Extent
@@ -188,7 +189,7 @@ def of_matrices(given: Tensor, *, is_convolution: bool) -> float:
     """Unit roundoff of the dtype to which kernels may convert the operands of products in float32."""
     if given.dtype != torch.float32:
         return 0.0
-    precision = torch.get_float32_matmul_precision()
+    precision = float32_matmul_precision()
     if precision == "medium":
         return UNIT_ROUNDOFF["bfloat16"]
     return _TF32 if precision == "high" or (is_convolution and given.is_cuda) else 0.0
