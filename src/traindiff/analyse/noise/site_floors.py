@@ -31,7 +31,7 @@ from traindiff.analyse.noise.run_floors import (
     is_quotient,
 )
 from traindiff.analyse.noise.uncalibrated import GAIN, SEEN_FLIPS, Floors
-from traindiff.analyse.noise.unseen import UnplacedNoise, UnseenNoise
+from traindiff.analyse.noise.unseen import HiddenPath, UnplacedNoise, UnseenNoise
 from traindiff.core.summary import UNIT_ROUNDOFF, finite_count, norm_of, rounding
 
 
@@ -63,6 +63,8 @@ class SiteFloors:
         classes: Class names of norms, other than LayerNorm, and of embeddings, by path.
         unplaced: The baseline's entries of sites whose rows could not be brought together, in execution order.
         unpaired: Entries of sites that only one run has.
+        hidden: Activations that one run alone has observed, see `unseen.of_one_run`.
+        computed_in: The shortest dtype to which autocast converts in one of the runs; empty without autocast.
         calls: By module that the runs call on other parts of the batch: the most calls in a step.
     """
 
@@ -81,6 +83,8 @@ class SiteFloors:
         classes: Mapping[str, str] = NO_CLASSES,
         unplaced: Sequence[MergedSite] = (),
         unpaired: Sequence[MergedSite] = (),
+        hidden: Sequence[MergedSite] = (),
+        computed_in: str = "",
         calls: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self._run = run
@@ -113,7 +117,8 @@ class SiteFloors:
             self._floors, self._calm = at_the_beginning(parameters, run)
         run.begin(pairs, (self._alone, self._floors, self._calm))
         self._unseen = UnseenNoise()
-        self._unplaced = UnplacedNoise(unplaced)
+        self._unplaced = UnplacedNoise(sorted((*unplaced, *hidden), key=lambda entry: entry.order))
+        self._hidden = HiddenPath(pairs, hidden, computed_in)
         self.parted = not forced and (bool(run.disturbed) or run.settings_differ)  # more than noise differs so far
         self._undisturbed: dict[SiteKey, float] = {}
 
@@ -144,10 +149,10 @@ class SiteFloors:
     def of(self, pair: Pair) -> float:
         """Floor of a pair: the largest relative difference that is not a finding."""
         key = pair.baseline.key
-        for floors in (self._floors, self._calm, self._alone) if self._unplaced else ():
-            self._unplaced.enter(
-                floors, until=pair.baseline.order, flows=not self._forced and floors is not self._alone
-            )
+        for floors in (self._floors, self._calm, self._alone) if self._unplaced or self._hidden else ():
+            flows = not self._forced and floors is not self._alone
+            self._unplaced.enter(floors, until=pair.baseline.order, flows=flows)
+            self._hidden.enter(floors, key, pair.baseline.order, flows=flows)
         if key in self._lost or (key.phase == "optimizer" and key.slot == "step"):
             return self._undisturbed.setdefault(key, self._lost.get(key, 0.0))
         self._rounded = max(self._rounded, UNIT_ROUNDOFF.get(pair.baseline.dtype, 0.0))

@@ -1,16 +1,21 @@
-"""Noise of activations that cannot be compared: samples are in another order, or the runs cut the batch differently."""
+"""Noise of activations that cannot be compared.
+
+Samples are in another order, the runs cut the batch differently, or what happens inside was not recorded.
+"""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
+from traindiff.analyse.align.pairs import Aligned, in_baseline_order
 from traindiff.analyse.merge.distance import Pair
-from traindiff.analyse.merge.site import MergedSite
+from traindiff.analyse.merge.site import MergedSite, SiteKey
 from traindiff.analyse.noise.uncalibrated import GAIN, SEEN_FLIPS, Floors
-from traindiff.core.summary import rounding
+from traindiff.core.summary import UNIT_ROUNDOFF, rounding
 
 
 class UnseenNoise:
@@ -31,7 +36,7 @@ class UnseenNoise:
         once = max(rounding(dtype) for dtype in dtypes)
         self._squares += (once / 2) ** 2
         self._coarsest = max(self._coarsest, once)
-        if pair.baseline.key.phase == "backward" and 0 < int(summary["zero"]) < int(summary["count"]):
+        if pair.baseline.key.phase == "backward" and _is_gated(pair.baseline):
             self._gates = max(self._gates, int(summary["count"]))
 
     def behind(self, flow: float, *, floor: float, dtype: str) -> float:
@@ -85,3 +90,103 @@ class UnplacedNoise:
         if passed:
             floors.precision = max(floors.precision, self._precision[passed - 1])
             floors.saw(_MARGIN / GAIN * math.sqrt(self._squares[passed - 1]) if flows else 0.0)
+
+
+FLOWING = ("forward", "backward")
+
+
+def of_one_run(aligned: Aligned) -> tuple[MergedSite, ...]:
+    """Activations, and gradients of activations, that one run alone has observed, in the baseline's execution order.
+
+    The other run computes something in their place, unless it is wrong: compiled code that calls no hooks, a fused
+    module, or a module that is called by its `forward`.
+    """
+    place = in_baseline_order(aligned.pairs)
+    found = [*aligned.only_baseline, *(replace(entry, order=place(entry.order)) for entry in aligned.only_candidate)]
+    for pair in aligned.pairs:
+        if pair.candidate.unobserved:
+            found.append(pair.baseline)
+        elif pair.baseline.unobserved:
+            found.append(replace(pair.candidate, order=pair.baseline.order))
+    flowing = (entry for entry in found if entry.key.phase in FLOWING and not (entry.key.stage or entry.unobserved))
+    return tuple(sorted(flowing, key=lambda entry: entry.order))
+
+
+_SITES_OF_A_MODULE = 2
+"""Operations for each module that has parameters, where none of them was recorded."""
+
+_LONG, _SHORT = 64.0, 1.0
+"""Relative error at the inputs of hidden gates, in unit roundoffs of float32 or float64, and of shorter dtypes.
+
+Measured by the gradients behind them: 120 in float32 behind the 7 gates of a ResNet with BatchNorm (channels last, on
+the CPU), and less than 1 in a perceptron; 0.5 in bfloat16 behind 2, 4 and 12 gates."""
+
+_GATED_MARGIN = 2.0
+"""Gradients behind hidden gates, as a multiple of the expected noise."""
+
+
+class HiddenPath:
+    """Expects the noise of a model of which at least one run recorded nothing, or a part alone.
+
+    What leads to a loss or to a gradient differs by more than what was recorded before it. Rounding inside adds up as
+    in `UnplacedNoise`. Gates (ReLU, max pooling) that are in the hidden part turn a relative error e of their inputs
+    into about a share e of elements that differ as a whole, see `Floors.gated`: n gates one after the other into a
+    difference of sqrt(n e). Where no gradient of an activation was recorded, each module may have one.
+
+    Args:
+        pairs: All pairs of the step.
+        hidden: See `of_one_run`.
+        computed_in: The shortest dtype to which autocast converts in one of the runs; empty without autocast.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], hidden: Sequence[MergedSite], computed_in: str) -> None:
+        phases = {entry.key.phase for entry in (*hidden, *(pair.baseline for pair in pairs)) if not entry.key.stage}
+        gradients = [pair for pair in pairs if pair.baseline.key.phase == "grad" and pair.baseline.key.slot == "grad"]
+        dtypes = {entry.dtype for pair in gradients for entry in (pair.baseline, pair.candidate)}
+        once = max((rounding(dtype) for dtype in (*dtypes, computed_in)), default=0.0)
+        modules = {pair.baseline.key.path.rpartition(".")[0] for pair in gradients}
+        self._squares = {
+            phase: 0.0 if phase in phases else _SITES_OF_A_MODULE * len(modules) * (once / 2) ** 2 for phase in FLOWING
+        }
+        self._precision = once if any(self._squares.values()) else 0.0
+        gated = [entry for entry in hidden if entry.key.phase == "backward" and _is_gated(entry)]
+        self._elements = max((float(int(entry.summary["count"])) for entry in gated), default=0.0)
+        self._since = min((entry.order for entry in gated), default=0)
+        self._gates = len(gated)
+        if self._squares["backward"]:
+            self._elements, self._gates = math.inf, len(modules)
+        self._error = max(map(_error, (*dtypes, computed_in, *(entry.dtype for entry in hidden))), default=0.0)
+        self._entered: set[tuple[int, str]] = set()
+
+    def __bool__(self) -> bool:
+        """True if anything is hidden that no other floor knows of."""
+        return bool(self._gates or any(self._squares.values()))
+
+    def enter(self, floors: Floors, key: SiteKey, order: int, *, flows: bool) -> None:
+        """Enter what is hidden before a site into floors, once; its noise only if differences flow on."""
+        is_behind = key.phase not in ("batch", "dataloader", "param")
+        self._once(floors, "forward", when=is_behind, flows=flows)
+        is_backward = is_behind and key.phase not in ("forward", "loss") and order >= self._since
+        self._once(floors, "backward", when=is_backward, flows=flows)
+
+    def _once(self, floors: Floors, phase: str, *, when: bool, flows: bool) -> None:
+        if not when or (id(floors), phase) in self._entered:
+            return
+        self._entered.add((id(floors), phase))
+        floors.precision = max(floors.precision, self._precision)
+        noise = _MARGIN * math.sqrt(self._squares[phase])
+        if phase == "backward" and self._gates:
+            error = max(self._error, floors.flow, GAIN * floors.parameters)
+            if error * self._elements >= SEEN_FLIPS:
+                noise = max(noise, _GATED_MARGIN * math.sqrt(self._gates * error))
+        if flows:
+            floors.saw(noise / GAIN)
+
+
+def _error(dtype: str) -> float:
+    u = UNIT_ROUNDOFF.get(dtype, 0.0)
+    return u * (_LONG if u <= UNIT_ROUNDOFF["float32"] else _SHORT)
+
+
+def _is_gated(entry: MergedSite) -> bool:
+    return 0 < int(entry.summary["zero"]) < int(entry.summary["count"])
