@@ -63,6 +63,7 @@ class Explanation:
         what: What it is a name of, e.g. `kind of finding`.
         text: The explanation, in Markdown.
         recognized_by: Of a kind of finding, how it is recognized; may be empty.
+        needs: Of a rule, what a recording must have for it to judge anything; may be empty.
         limits: Of a rule, its limits: name, default, and what it is.
         more: The page of the documentation that says more; empty where there is none.
     """
@@ -71,6 +72,7 @@ class Explanation:
     what: str
     text: str
     recognized_by: str = ""
+    needs: str = ""
     limits: tuple[tuple[str, float, str], ...] = ()
     more: str = ""
 
@@ -81,6 +83,7 @@ class Explanation:
             "what": self.what,
             "text": self.text,
             "recognized_by": self.recognized_by,
+            "needs": self.needs,
             "limits": [{"name": name, "default": value, "message": text} for name, value, text in self.limits],
             "more": [f"traindiff explain {self.more}"] if self.more else [],
         }
@@ -91,7 +94,8 @@ class Explanation:
         recognized = f" Recognized by: {self.recognized_by}." if self.recognized_by else ""
         named = f"{self.name}:" if self.what == TERM else f"{self.name}, a {self.what}."
         limits = [f"  {name} = {value:g}: {text}" for name, value, text in self.limits]
-        parts = [f"{named} {self.text}{recognized}", "\n".join(["Limits:", *limits]) if limits else ""]
+        needs = f"It needs {self.needs}. In a run without, it is not applicable." if self.needs else ""
+        parts = [f"{named} {self.text}{recognized}", needs, "\n".join(["Limits:", *limits]) if limits else ""]
         more = f"More: traindiff explain {self.more}" if self.more else ""
         return "\n\n".join(filter(None, (*parts, more)))
 
@@ -231,6 +235,7 @@ def _of_rule(rule: type[Rule]) -> Explanation:
         name=rule.name,
         what=RULE,
         text="\n\n".join(filter(None, (f"{rule.finds} {effect}", inspect.getdoc(rule)))),
+        needs=rule.needs,
         limits=tuple((name, limit.default, limit.message) for name, limit in rule.limits.items()),
         more="rules.md",
     )

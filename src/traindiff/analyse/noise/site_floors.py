@@ -118,7 +118,7 @@ class SiteFloors:
         run.begin(pairs, (self._alone, self._floors, self._calm))
         self._unseen = UnseenNoise()
         self._unplaced = UnplacedNoise(sorted((*unplaced, *hidden), key=lambda entry: entry.order))
-        self._hidden = HiddenPath(pairs, hidden, computed_in)
+        self._hidden = HiddenPath(pairs, hidden, unplaced, computed_in)
         self.parted = not forced and (bool(run.disturbed) or run.settings_differ)  # more than noise differs so far
         self._undisturbed: dict[SiteKey, float] = {}
 

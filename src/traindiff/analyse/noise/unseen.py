@@ -136,11 +136,15 @@ class HiddenPath:
     Args:
         pairs: All pairs of the step.
         hidden: See `of_one_run`.
+        unplaced: What both runs recorded, and `UnplacedNoise` is told of.
         computed_in: The shortest dtype to which autocast converts in one of the runs; empty without autocast.
     """
 
-    def __init__(self, pairs: Sequence[Pair], hidden: Sequence[MergedSite], computed_in: str) -> None:
-        phases = {entry.key.phase for entry in (*hidden, *(pair.baseline for pair in pairs)) if not entry.key.stage}
+    def __init__(
+        self, pairs: Sequence[Pair], hidden: Sequence[MergedSite], unplaced: Sequence[MergedSite], computed_in: str
+    ) -> None:
+        recorded = (*hidden, *unplaced, *(pair.baseline for pair in pairs))
+        phases = {entry.key.phase for entry in recorded if not entry.key.stage}
         gradients = [pair for pair in pairs if pair.baseline.key.phase == "grad" and pair.baseline.key.slot == "grad"]
         dtypes = {entry.dtype for pair in gradients for entry in (pair.baseline, pair.candidate)}
         once = max((rounding(dtype) for dtype in (*dtypes, computed_in)), default=0.0)
