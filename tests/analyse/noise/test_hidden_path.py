@@ -112,6 +112,16 @@ def test_what_one_run_alone_shows_is_noise_in_the_other(
     assert comparison.first_divergence is None, str(comparison)
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_what_neither_run_shows_is_noise(precision: str, tmp_path: Path) -> None:
+    one = record(tmp_path / "one", ALL, model=Unseen, **PRECISIONS[precision])
+    other = record(tmp_path / "other", ALL, model=Unseen, layer=Halves, **PRECISIONS[precision])
+
+    comparison = traindiff.compare(one, other)
+
+    assert comparison.first_divergence is None, str(comparison)
+
+
 def of(path: str, change: Callable[[Tensor], None]) -> Callable[[Gated], None]:
     def apply(model: Gated) -> None:
         gradient = model.get_parameter(path).grad

@@ -64,7 +64,7 @@ from traindiff.analyse.noise.corrections import correction_error, counts_in_floa
 from traindiff.analyse.noise.measured import Calibration, StepNoise
 from traindiff.analyse.noise.run_floors import is_mixing
 from traindiff.analyse.noise.tolerance import Tolerances
-from traindiff.analyse.noise.unseen import of_one_run
+from traindiff.analyse.noise.unseen import hidden_activations
 from traindiff.analyse.rules import run_facts
 from traindiff.analyse.rules.rule import autocast_of
 from traindiff.analyse.story import representation_note
@@ -178,7 +178,7 @@ class RunningComparison:
             return None
         assert baseline is not None
         assert candidate is not None
-        turns, own = self._turns.findings(baseline, candidate), self._of_one_run(seen)
+        turns, own = self._turns.findings(baseline, candidate), self._hidden_activations(seen)
         if self._same is not None and not (turns or own) and self._same.waits(seen, baseline):
             aligned = None if isinstance(seen, RepeatedStep) else seen
             return ComparedStep(step=seen.step, aligned=aligned, findings=())
@@ -215,7 +215,7 @@ class RunningComparison:
         left = without_accepted(self._accepted, self._judge.findings, self.runs.presence.sides(), rows)
         alone = left.alone
         losses = [any(one.phase == "loss" for one in side) for side in alone]
-        self._judge.loss_of_one_run = losses[0] != losses[1]
+        self._judge.loss_hidden_activations = losses[0] != losses[1]
         self._judge.regrouped = self.runs.uneven.calls.keys()
         notes, incomplete = limits(
             self.runs,
@@ -293,7 +293,7 @@ class RunningComparison:
         self._judge.add(others)
         return [*found, *others]
 
-    def _of_one_run(self, given: AlignedStep | RepeatedStep) -> list[Finding]:
+    def _hidden_activations(self, given: AlignedStep | RepeatedStep) -> list[Finding]:
         """Faults that only one run has; each run is judged with its own tensors, before a map joins any."""
         if isinstance(given, RepeatedStep):  # there is no map
             tables, same = list(given.tables), True
@@ -369,7 +369,7 @@ class RunningComparison:
                 classes=self._classes,
                 unplaced=given.unplaced,
                 unpaired=(*given.aligned.only_baseline, *given.aligned.only_candidate),
-                hidden=of_one_run(given.aligned),
+                hidden=hidden_activations(given.aligned),
                 computed_in=self._computed_in,
                 other_form=given.other_form,
                 calls=self.runs.uneven.calls,

@@ -92,24 +92,25 @@ class UnplacedNoise:
             floors.saw(_MARGIN / GAIN * math.sqrt(self._squares[passed - 1]) if flows else 0.0)
 
 
-FLOWING = ("forward", "backward")
+_ACTIVATIONS = ("forward", "backward")
 
 
-def of_one_run(aligned: Aligned) -> tuple[MergedSite, ...]:
+def hidden_activations(aligned: Aligned) -> tuple[MergedSite, ...]:
     """Activations, and gradients of activations, that one run alone has observed, in the baseline's execution order.
 
     The other run computes something in their place, unless it is wrong: compiled code that calls no hooks, a fused
     module, or a module that is called by its `forward`.
     """
     place = in_baseline_order(aligned.pairs)
-    found = [*aligned.only_baseline, *(replace(entry, order=place(entry.order)) for entry in aligned.only_candidate)]
+    moved = (replace(entry, order=place(entry.order)) for entry in aligned.only_candidate)
+    found = [*aligned.only_baseline, *moved]
     for pair in aligned.pairs:
         if pair.candidate.unobserved:
             found.append(pair.baseline)
         elif pair.baseline.unobserved:
             found.append(replace(pair.candidate, order=pair.baseline.order))
-    flowing = (entry for entry in found if entry.key.phase in FLOWING and not (entry.key.stage or entry.unobserved))
-    return tuple(sorted(flowing, key=lambda entry: entry.order))
+    hidden = (entry for entry in found if entry.key.phase in _ACTIVATIONS and not (entry.key.stage or entry.unobserved))
+    return tuple(sorted(hidden, key=lambda entry: entry.order))
 
 
 _SITES_OF_A_MODULE = 2
@@ -131,11 +132,12 @@ class HiddenPath:
     What leads to a loss or to a gradient differs by more than what was recorded before it. Rounding inside adds up as
     in `UnplacedNoise`. Gates (ReLU, max pooling) that are in the hidden part turn a relative error e of their inputs
     into about a share e of elements that differ as a whole, see `Floors.gated`: n gates one after the other into a
-    difference of sqrt(n e). Where no gradient of an activation was recorded, each module may have one.
+    difference of sqrt(n e). Where neither run recorded gradients of activations, or the outputs of most modules, each
+    of these may have one.
 
     Args:
         pairs: All pairs of the step.
-        hidden: See `of_one_run`.
+        hidden: See `hidden_activations`.
         unplaced: What both runs recorded, and `UnplacedNoise` is told of.
         computed_in: The shortest dtype to which autocast converts in one of the runs; empty without autocast.
     """
@@ -144,21 +146,23 @@ class HiddenPath:
         self, pairs: Sequence[Pair], hidden: Sequence[MergedSite], unplaced: Sequence[MergedSite], computed_in: str
     ) -> None:
         recorded = (*hidden, *unplaced, *(pair.baseline for pair in pairs))
-        phases = {entry.key.phase for entry in recorded if not entry.key.stage}
+        shown = [entry.key for entry in recorded if not entry.key.stage]
+        phases, called = {key.phase for key in shown}, {key.path for key in shown if key.phase == "forward"}
         gradients = [pair for pair in pairs if pair.baseline.key.phase == "grad" and pair.baseline.key.slot == "grad"]
         dtypes = {entry.dtype for pair in gradients for entry in (pair.baseline, pair.candidate)}
         once = max((rounding(dtype) for dtype in (*dtypes, computed_in)), default=0.0)
         modules = {pair.baseline.key.path.rpartition(".")[0] for pair in gradients}
-        self._squares = {
-            phase: 0.0 if phase in phases else _SITES_OF_A_MODULE * len(modules) * (once / 2) ** 2 for phase in FLOWING
-        }
-        self._precision = once if any(self._squares.values()) else 0.0
+        silent = modules - called
+        if 2 * len(silent) <= len(modules):  # some do not call, as the output projection of torch's attention
+            silent = set()
+        unknown = {phase: len(silent if phase in phases else modules) for phase in _ACTIVATIONS}
+        self._squares = {phase: _SITES_OF_A_MODULE * number * (once / 2) ** 2 for phase, number in unknown.items()}
+        self._precision = once if any(unknown.values()) else 0.0
         gated = [entry for entry in hidden if entry.key.phase == "backward" and _is_gated(entry)]
-        self._elements = max((float(int(entry.summary["count"])) for entry in gated), default=0.0)
-        self._since = min((entry.order for entry in gated), default=0)
-        self._gates = len(gated)
-        if self._squares["backward"]:
-            self._elements, self._gates = math.inf, len(modules)
+        most = max((float(int(entry.summary["count"])) for entry in gated), default=0.0)
+        self._elements = math.inf if unknown["backward"] else most
+        self._since = 0 if unknown["backward"] else min((entry.order for entry in gated), default=0)
+        self._gates = len(gated) + unknown["backward"]
         self._error = max(map(_error, (*dtypes, computed_in, *(entry.dtype for entry in hidden))), default=0.0)
         self._entered: set[tuple[int, str]] = set()
 

@@ -11,7 +11,7 @@ The names of mistakes are part of the recording format (stage `variant[NAME]`); 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -56,22 +56,22 @@ class Formula:
 
 def _settings_of_adam(optimizer: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     on_device = bool(group.get("fused")) and any(one.device.type != "cpu" for one in group["params"])
-    short = _in_float32(group, ("lr", "betas", "eps", "weight_decay")) if on_device else {}
+    short = _in_float32(group) if on_device else {}
     return {"decoupled_weight_decay": isinstance(optimizer, optim.AdamW), **group, **short}
 
 
 def _settings_of_deepspeed(optimizer: Any, group: Mapping[str, Any]) -> dict[str, Any]:
-    short = _in_float32(group, ("lr", "betas", "eps", "weight_decay"))
+    short = _in_float32(group)
     return {**group, **short, "decoupled_weight_decay": bool(optimizer.adam_w_mode)}
 
 
-def _in_float32(group: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """The settings that are numbers, for an optimizer that computes with them in float32.
+def _in_float32(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of an Adam that computes with them in float32.
 
     The fused kernels of DeepSpeed, and those of torch on CUDA devices (2.11, measured), are off in 1 - beta2 by a
     rounding of beta2: 1e-5 of it, for the usual 0.999.
     """
-    return {name: _short(group[name]) for name in names}
+    return {name: _short(group[name]) for name in ("lr", "betas", "eps", "weight_decay")}
 
 
 def _short(value: Any) -> Any:
