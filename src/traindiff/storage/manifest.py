@@ -149,7 +149,10 @@ RANK: Demand = shaped(
         "buffers": _TENSORS,
         "tied": mapped(TEXT),
         "optimizers": listed(
-            shaped({"name": TEXT, "type": TEXT, "groups": listed(listed(TEXT))}, {"counts_in_float32": FLAG})
+            shaped(
+                {"name": TEXT, "type": TEXT, "groups": listed(listed(TEXT))},
+                {"counts_in_float32": FLAG, "settings_in_float32": FLAG},
+            )
         ),
         "world_size": whole(1, MOST_RANKS),
         "mesh": _MESH,

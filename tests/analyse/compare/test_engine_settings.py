@@ -56,5 +56,7 @@ def test_adamw_in_place_of_adam_is_explained() -> None:
 
 def test_optimizers_that_compute_in_float32_have_an_error_in_their_coefficients() -> None:
     assert coefficient_error([{"optimizers": [{"type": "AdamW"}]}, {}]) == 0.0
+    fused = [{"optimizers": [{"type": "AdamW", "settings_in_float32": True}]}]
+    assert coefficient_error([{}, *fused]) == coefficient_error([{"optimizers": [{"type": "FusedAdam"}]}])
     error = coefficient_error([{"optimizers": [{"type": "FusedAdam"}]}])
     assert 1.3e-5 < error < 1e-4  # 1 - 0.999 in float32 is off by 1.3e-5

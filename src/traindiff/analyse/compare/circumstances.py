@@ -115,5 +115,6 @@ FLOAT32_COEFFICIENTS = frozenset({"FusedAdam", "DeepSpeedCPUAdam"})
 
 def coefficient_error(contents: Iterable[Mapping[str, Any]]) -> float:
     """Relative error of 1 - beta in one of two runs, for betas up to 0.999, by their `rank.json` files."""
-    kinds = {optimizer.get("type") for content in contents for optimizer in content.get("optimizers", ())}
-    return UNIT_ROUNDOFF["float32"] / 1e-3 if kinds & FLOAT32_COEFFICIENTS else 0.0
+    optimizers = [optimizer for content in contents for optimizer in content.get("optimizers", ())]
+    short = any(one.get("settings_in_float32") or one.get("type") in FLOAT32_COEFFICIENTS for one in optimizers)
+    return UNIT_ROUNDOFF["float32"] / 1e-3 if short else 0.0

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from traindiff.core.observation import BEFORE, ITSELF, NO_GRADIENT, SKIPPED, UNSEEN
 from traindiff.core.shards import Piece
@@ -26,6 +26,7 @@ from traindiff.observe.torch.hooks.nested import as_dense, as_tensor, tensors
 from traindiff.observe.torch.hooks.repeated import Repeated
 from traindiff.observe.torch.hooks.step_hooks import Once, has_closure, inner_optimizer, leaves_out
 from traindiff.observe.torch.hooks.step_tensors import Listed, gradients_of, main_gradient, state_and_values
+from traindiff.observe.torch.replay.formulas import settings_in_float32
 
 UNSEEN_STEP = "parameters were written, but the step of the optimizer was called without the hooks of traindiff"
 
@@ -225,6 +226,11 @@ class OptimizerTap:
         choices = ("capturable", "differentiable")
         groups = inner_optimizer(self.optimizer).param_groups
         return self.is_compiled or any(group.get(choice) for group in groups for choice in choices)
+
+    def settings_in_float32(self) -> bool:
+        """True if it is an Adam that computes with its settings in float32."""
+        inner = inner_optimizer(self.optimizer)
+        return isinstance(inner, Adam | AdamW) and any(map(settings_in_float32, inner.param_groups))
 
     def groups(self) -> list[list[str]]:
         """Canonical paths of the parameters in each group."""

@@ -55,9 +55,13 @@ class Formula:
 
 
 def _settings_of_adam(optimizer: Any, group: Mapping[str, Any]) -> dict[str, Any]:
-    on_device = bool(group.get("fused")) and any(one.device.type != "cpu" for one in group["params"])
-    short = _in_float32(group) if on_device else {}
+    short = _in_float32(group) if settings_in_float32(group) else {}
     return {"decoupled_weight_decay": isinstance(optimizer, optim.AdamW), **group, **short}
+
+
+def settings_in_float32(group: Mapping[str, Any]) -> bool:
+    """True if an Adam of torch computes with the settings of this group in float32: fused, on a device."""
+    return bool(group.get("fused")) and any(one.device.type != "cpu" for one in group["params"])
 
 
 def _settings_of_deepspeed(optimizer: Any, group: Mapping[str, Any]) -> dict[str, Any]:

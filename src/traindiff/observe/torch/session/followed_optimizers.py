@@ -247,13 +247,14 @@ class FollowedOptimizers:
             tap.settle()
 
     def describe(self) -> list[dict[str, Any]]:
-        """Names, types, groups of parameters, and the optimizers that count in float32, for `rank.json`."""
+        """Names, types, groups of parameters, and what the optimizers compute in float32, for `rank.json`."""
         return [
             {
                 "name": name,
                 "type": type(tap.optimizer).__qualname__,
                 "groups": tap.groups(),
                 **({"counts_in_float32": True} if tap.counts_in_float32() else {}),
+                **({"settings_in_float32": True} if tap.settings_in_float32() else {}),
             }
             for name, tap in self.taps.items()
         ]
