@@ -63,7 +63,7 @@ class SiteFloors:
         classes: Class names of norms, other than LayerNorm, and of embeddings, by path.
         unplaced: The baseline's entries of sites whose rows could not be brought together, in execution order.
         unpaired: Entries of sites that only one run has.
-        hidden: Activations that one run alone has observed, see `unseen.hidden_activations`.
+        hidden: Stretches of activations that one run alone has observed, see `unseen.hidden_activations`.
         computed_in: The shortest dtype to which autocast converts in one of the runs; empty without autocast.
         calls: By module that the runs call on other parts of the batch: the most calls in a step.
     """

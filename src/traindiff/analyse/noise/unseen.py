@@ -9,7 +9,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 from traindiff.analyse.align.pairs import Aligned, in_baseline_order
 from traindiff.analyse.merge.distance import Pair
@@ -95,22 +95,32 @@ class UnplacedNoise:
 _ACTIVATIONS = ("forward", "backward")
 
 
-def hidden_activations(aligned: Aligned) -> tuple[MergedSite, ...]:
-    """Activations, and gradients of activations, that one run alone has observed, in the baseline's execution order.
+_STRETCH = 4
+"""Fewer activations in a row that one run alone shows are left to the gain of one operation, as in a fused layer."""
 
-    The other run computes something in their place, unless it is wrong: compiled code that calls no hooks, a fused
-    module, or a module that is called by its `forward`.
+
+def hidden_activations(aligned: Aligned) -> tuple[MergedSite, ...]:
+    """Stretches of activations, or of their gradients, that one run alone has observed, in the baseline's order.
+
+    The other run computes something in their place, unless it is wrong: compiled code that calls no hooks, fused
+    modules, or modules that are called by their `forward`. A stretch ends where both runs show the same site.
     """
     place = in_baseline_order(aligned.pairs)
     moved = (replace(entry, order=place(entry.order)) for entry in aligned.only_candidate)
     found = [*aligned.only_baseline, *moved]
+    common = []
     for pair in aligned.pairs:
         if pair.candidate.unobserved:
             found.append(pair.baseline)
         elif pair.baseline.unobserved:
             found.append(replace(pair.candidate, order=pair.baseline.order))
-    hidden = (entry for entry in found if entry.key.phase in _ACTIVATIONS and not (entry.key.stage or entry.unobserved))
-    return tuple(sorted(hidden, key=lambda entry: entry.order))
+        elif pair.baseline.key.phase in _ACTIVATIONS:
+            common.append(pair.baseline.order)
+    common.sort()
+    hidden = [entry for entry in found if entry.key.phase in _ACTIVATIONS and not (entry.key.stage or entry.unobserved)]
+    hidden.sort(key=lambda entry: entry.order)
+    stretches = (list(one) for _, one in groupby(hidden, key=lambda entry: bisect_right(common, entry.order)))
+    return tuple(entry for stretch in stretches if len(stretch) >= _STRETCH for entry in stretch)
 
 
 _SITES_OF_A_MODULE = 2
