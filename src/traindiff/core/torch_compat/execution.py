@@ -155,7 +155,7 @@ def is_capturing() -> bool:
 def is_exporting() -> bool:
     """True while `torch.export` traces a model.
 
-    The flag exists since torch 2.7. Before torch 2.13, `torch.compiler.is_exporting()` is true in all code that
+    The flag exists since torch 2.7. Before torch 2.12, `torch.compiler.is_exporting()` is true in all code that
     `torch.compile` traces, too.
     """
     return bool(getattr(torch.compiler, "_is_exporting_flag", False))
