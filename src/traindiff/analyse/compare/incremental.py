@@ -178,7 +178,7 @@ class RunningComparison:
             return None
         assert baseline is not None
         assert candidate is not None
-        turns, own = self._turns.findings(baseline, candidate), self._hidden_activations(seen)
+        turns, own = self._turns.findings(baseline, candidate), self._of_one_run(seen)
         if self._same is not None and not (turns or own) and self._same.waits(seen, baseline):
             aligned = None if isinstance(seen, RepeatedStep) else seen
             return ComparedStep(step=seen.step, aligned=aligned, findings=())
@@ -215,7 +215,7 @@ class RunningComparison:
         left = without_accepted(self._accepted, self._judge.findings, self.runs.presence.sides(), rows)
         alone = left.alone
         losses = [any(one.phase == "loss" for one in side) for side in alone]
-        self._judge.loss_hidden_activations = losses[0] != losses[1]
+        self._judge.loss_of_one_run = losses[0] != losses[1]
         self._judge.regrouped = self.runs.uneven.calls.keys()
         notes, incomplete = limits(
             self.runs,
@@ -293,7 +293,7 @@ class RunningComparison:
         self._judge.add(others)
         return [*found, *others]
 
-    def _hidden_activations(self, given: AlignedStep | RepeatedStep) -> list[Finding]:
+    def _of_one_run(self, given: AlignedStep | RepeatedStep) -> list[Finding]:
         """Faults that only one run has; each run is judged with its own tensors, before a map joins any."""
         if isinstance(given, RepeatedStep):  # there is no map
             tables, same = list(given.tables), True
