@@ -66,7 +66,6 @@ from traindiff.analyse.noise.run_floors import is_mixing
 from traindiff.analyse.noise.tolerance import Tolerances
 from traindiff.analyse.noise.unseen import hidden_activations
 from traindiff.analyse.rules import run_facts
-from traindiff.analyse.rules.rule import autocast_of
 from traindiff.analyse.story import representation_note
 from traindiff.core.maps.accepted import NONE_ACCEPTED, AcceptedDifferences
 from traindiff.core.site import label
@@ -146,7 +145,7 @@ class RunningComparison:
         self._leaky = not _LEAKY.isdisjoint(modules.values())
         self._classes = {path: name for path, name in modules.items() if _SUMMING.search(name)}
         contents = [[run.rank_content(rank) for rank in run.ranks] for run in runs.runs]
-        self._computed_in = max(map(autocast_of, contents), key=rounding)
+        self._computed_in = max((facts.autocast for facts in self._facts), key=rounding)
         self._configurations = Configurations(contents[0], contents[1], rename, ranks=[run.ranks for run in runs.runs])
         self._forced = bool(candidate.run.get("forced_by"))
         self._history = history
@@ -369,7 +368,7 @@ class RunningComparison:
                 classes=self._classes,
                 unplaced=given.unplaced,
                 unpaired=(*given.aligned.only_baseline, *given.aligned.only_candidate),
-                hidden=hidden_activations(given.aligned),
+                hidden=hidden_activations(given.aligned, place),
                 computed_in=self._computed_in,
                 other_form=given.other_form,
                 calls=self.runs.uneven.calls,

@@ -46,7 +46,7 @@ class StepInput:
         classes: Class names of norms, other than LayerNorm, and of embeddings, by path.
         unplaced: The baseline's entries of sites whose rows could not be brought together, in execution order.
         unpaired: Entries of sites that only one run has, the baseline's first.
-        hidden: Activations that one run alone has observed, in the baseline's execution order.
+        hidden: Stretches of activations that one run alone has observed, in the baseline's execution order.
         computed_in: The shortest dtype to which autocast converts in one of the runs; empty without autocast.
         other_form: Whether both runs were given the same samples, padded or ordered otherwise.
         calls: By module that the runs call on other parts of the batch: its calls in the run that calls it more often.

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
 
-from traindiff.analyse.align.pairs import Aligned, in_baseline_order
+from traindiff.analyse.align.pairs import Aligned
 from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.site import MergedSite, SiteKey
 from traindiff.analyse.noise.uncalibrated import GAIN, SEEN_FLIPS, Floors
@@ -99,13 +99,16 @@ _STRETCH = 4
 """Fewer activations in a row that one run alone shows are left to the gain of one operation, as in a fused layer."""
 
 
-def hidden_activations(aligned: Aligned) -> tuple[MergedSite, ...]:
+def hidden_activations(aligned: Aligned, place: Callable[[int], int]) -> tuple[MergedSite, ...]:
     """Stretches of activations, or of their gradients, that one run alone has observed, in the baseline's order.
 
     The other run computes something in their place, unless it is wrong: compiled code that calls no hooks, fused
     modules, or modules that are called by their `forward`. A stretch ends where both runs show the same site.
+
+    Args:
+        aligned: The sites of a step.
+        place: Maps places in the candidate's execution order to the baseline's; see `pairs.in_baseline_order`.
     """
-    place = in_baseline_order(aligned.pairs)
     moved = (replace(entry, order=place(entry.order)) for entry in aligned.only_candidate)
     found = [*aligned.only_baseline, *moved]
     common = []
@@ -116,8 +119,10 @@ def hidden_activations(aligned: Aligned) -> tuple[MergedSite, ...]:
             found.append(replace(pair.candidate, order=pair.baseline.order))
         elif pair.baseline.key.phase in _ACTIVATIONS:
             common.append(pair.baseline.order)
-    common.sort()
     hidden = [entry for entry in found if entry.key.phase in _ACTIVATIONS and not (entry.key.stage or entry.unobserved)]
+    if not hidden:  # as a rule
+        return ()
+    common.sort()
     hidden.sort(key=lambda entry: entry.order)
     stretches = (list(one) for _, one in groupby(hidden, key=lambda entry: bisect_right(common, entry.order)))
     return tuple(entry for stretch in stretches if len(stretch) >= _STRETCH for entry in stretch)

@@ -70,7 +70,7 @@ def run_facts(recording: Run, rename: Rename = str) -> RunFacts:
         settings={
             rename(path): settings for one in contents for path, settings in one.get("module_settings", {}).items()
         },
-        autocast=autocast_of(contents),
+        autocast=_autocast(contents),
         sees_changes=bool(contents) and all(one.get("sees_changes_between_steps") for one in contents),
         optimizers={one["name"]: one["type"] for content in contents for one in content.get("optimizers", ())},
         errors={
@@ -82,7 +82,7 @@ def run_facts(recording: Run, rename: Rename = str) -> RunFacts:
     )
 
 
-def autocast_of(contents: Sequence[Mapping[str, Any]]) -> str:
+def _autocast(contents: Sequence[Mapping[str, Any]]) -> str:
     """The dtype to which autocast converts, if it is the same for all kinds of device that have one."""
     found = {
         dtype
