@@ -12,8 +12,6 @@ from traindiff.analyse.counting import as_people_count
     [
         ("lacks what micro-step 2 of 4 contributed", "lacks what micro-step 2 (the third of 4) contributed"),
         ("in micro-step 11 of 16: x", "in micro-step 11 (number 12 of 16): x"),
-        # Of 8 contributions of all ranks: there may be two micro-steps.
-        ("what rank 1 in micro-step 0 of 8 contributed", "what rank 1 in micro-step 0 of 8 contributed"),
         ("micro-step 2 (the third of 4)", "micro-step 2 (the third of 4)"),
         ("micro-steps 0, 2 and 3 of 4", "micro-steps 0, 2 and 3 of 4"),
     ],

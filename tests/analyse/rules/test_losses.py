@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,21 @@ def test_a_loss_that_diverges_is_found(tmp_path: Path) -> None:
     assert verdict.verdict == "unhealthy"
     assert (finding.step, finding.phase) == (19, "loss")
     assert finding.evidence["ended"] > 2.0 * finding.evidence["began"]
+
+
+def test_a_loss_that_turns_negative_is_not_said_to_be_judged(tmp_path: Path) -> None:
+    model = classifier()
+
+    def without_bound(output: Tensor, labels: Tensor) -> Tensor:
+        return 2.0 - output.gather(1, labels[:, None]).mean()
+
+    run = train(tmp_path / "run", model, SGD(model.parameters(), lr=0.3), steps=24, loss_of=without_bound)
+
+    rules = {rule.name: rule for rule in traindiff.check(run).rules}
+    assert rules["diverging-loss"].result == "not applicable"
+    (why,) = rules["diverging-loss"].unknown
+    needs = "It needs a single loss above 0, on which backward() is called in each step; that of step "
+    assert re.fullmatch(r"\d+ is -[\d.]+", why.removeprefix(needs))
 
 
 def test_a_loss_that_does_not_decrease_is_a_warning(tmp_path: Path) -> None:

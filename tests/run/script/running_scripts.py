@@ -13,17 +13,26 @@ from tests.warm_process import warm
 SCRIPTS = Path(__file__).parent / "scripts"
 GAN = Path(__file__).parents[3] / "examples" / "gan.py"
 
+NEXT = "Next: "
+"""What the line that names further commands begins with."""
+
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a process ended, and what it printed. What traindiff said is apart from the rest of standard error."""
+    """How a process ended, and what it printed. What traindiff said is apart from the rest of standard error.
+
+    Attributes:
+        said: Its lines, without the last one.
+        named_next: The line about what to ask next; empty if there is none.
+    """
 
     code: int
     output: str
     errors: str
     said: list[str]
+    named_next: str
 
 
 def plain(*arguments: str | Path, cwd: Path | None = None) -> Ended:
@@ -59,4 +68,5 @@ def _ended(result: subprocess.CompletedProcess[str]) -> Ended:
     lines = result.stderr.splitlines(keepends=True)
     said = [line.removeprefix("traindiff: ").rstrip() for line in lines if line.startswith("traindiff: ")]
     errors = "".join(line for line in lines if not line.startswith("traindiff: "))
-    return Ended(code=result.returncode, output=result.stdout, errors=errors, said=said)
+    named_next = said.pop() if said and said[-1].startswith(NEXT) else ""
+    return Ended(code=result.returncode, output=result.stdout, errors=errors, said=said, named_next=named_next)

@@ -8,6 +8,7 @@ import pytest
 
 import traindiff
 from tests.run.script.running_scripts import Ended, recorded, recorded_warm
+from tests.warm_process import warm
 from traindiff.run.script.account import Account, SeenModel, SeenOptimizer
 from traindiff.storage import open_recording
 
@@ -52,6 +53,18 @@ def run(tmp_path: Path, source: str) -> Ended:
 def test_it_says_why_nothing_was_recorded(tmp_path: Path, source: str, reason: str) -> None:
     assert run(tmp_path, source).said == [f"Nothing was recorded: {reason}"]
     assert not (tmp_path / "run").exists()
+
+
+def test_what_to_ask_of_the_recording_is_named_last(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(MODEL + "train()")
+    ended = recorded_warm("script.py", output="my run", cwd=tmp_path)
+
+    assert (
+        ended.named_next == "Next: traindiff check 'my run'. With another recording: traindiff compare 'my run' OTHER."
+    )
+    assert warm("-m", "traindiff", "check", "my run", cwd=tmp_path).returncode == 0
+    (tmp_path / "script.py").write_text("")
+    assert recorded_warm("script.py", output="none", cwd=tmp_path).named_next == ""
 
 
 def test_a_script_without_torch_or_optimizers_is_said_to_have_none(tmp_path: Path) -> None:

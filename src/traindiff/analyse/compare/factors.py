@@ -109,18 +109,27 @@ LOST = 0.02
 """A term with a smaller share of the common factor is lost."""
 
 
-def contributed(odd: Sequence[tuple[str, float]], num_terms: int, *, whose: str = "") -> str:
-    """Words about the odd terms of a gradient, from their factors; `whose` terms they are, if not its own."""
+def contributed(odd: Sequence[tuple[str, float]], num_terms: int, *, whose: str = "", each_rank: bool = False) -> str:
+    """Words about the odd terms of a gradient, from their factors.
+
+    Args:
+        odd: Names and factors of the odd terms.
+        num_terms: Number of all terms.
+        whose: Whose terms they are, if not the gradient's own; ends with a space.
+        each_rank: True if each rank's contribution to a micro-step is a term.
+    """
+    among = "" if each_rank else f" of {whose}{num_terms}"
+    counted = f", of {whose}{num_terms} contributions of all ranks" if each_rank else ""
     lost = [name for name, factor in odd if abs(factor) < LOST]
     rest = num_terms - len(odd)
     others = f"the other {rest} once" if rest > 1 else "the other one once"
     if len(lost) == len(odd):
         sum_of = f"it is the sum of the other {rest}" if rest > 1 else "it is that of the other one"
-        return f"lacks what {_listed(lost)} of {whose}{num_terms} contributed; {sum_of}"
+        return f"lacks what {_listed(lost)}{among} contributed{counted}; {sum_of}"
     held = [(name, factor) for name, factor in odd if name not in lost]
-    parts = [f"holds what {name} of {whose}{num_terms} contributed {_times(value)}" for name, value in held]
+    parts = [f"holds what {name}{among} contributed {_times(value)}" for name, value in held]
     lacks = [f"lacks what {_listed(lost)} contributed"] if lost else []
-    return f"{', '.join([*parts, *lacks])}; {others}"
+    return f"{', '.join([*parts, *lacks])}{counted}; {others}"
 
 
 def _listed(names: Sequence[str]) -> str:

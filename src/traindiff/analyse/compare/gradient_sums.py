@@ -134,7 +134,7 @@ def _lost_of(contributions: Mapping[tuple[int, int], Any], case: Case, *, whose:
         odd, left_over = found
         (first, rank) = odd[0][0]
         names = [(f"rank {place[1]} in micro-step {place[0]}", factor) for place, factor in odd]
-        said = contributed(names, len(sketches), whose=whose)
+        said = contributed(names, len(sketches), whose=whose, each_rank=True)
     else:
         return None
     evidence = {"micro_step": first, "factor": odd[0][1], "residual": left_over}

@@ -50,7 +50,7 @@ class _LossTrend(Rule):
         self._first: list[float] = []
         self._last: deque[tuple[int, float, int]] = deque(maxlen=self.ends)  # step, loss, place in the order
         self._num_steps = 0
-        self._positive = True
+        self._not_positive: tuple[int, float] | None = None  # step and loss
         self._began: tuple[int, MergedSite] | None = None
 
     def step(self, table: StepTable, *, step: int) -> None:
@@ -59,16 +59,24 @@ class _LossTrend(Rule):
         if loss is not None:
             entry, value = loss
             self._num_steps += 1
-            self._positive = self._positive and value > 0.0
+            if value <= 0.0:
+                self._not_positive = self._not_positive or (step, value)
             self._began = self._began or (step, entry.without_parts())
             if len(self._first) < self.ends:
                 self._first.append(value)
             self._last.append((step, value, entry.order))
 
+    def why_unjudged(self) -> str:
+        """A loss that is not positive."""
+        if self._not_positive is None:
+            return ""
+        step, loss = self._not_positive
+        return f"It needs {self.needs}; that of step {step} is {loss:.4g}"
+
     @property
     def _is_judged(self) -> bool:
         """True if there are enough losses, all of them positive."""
-        return self._positive and self._num_steps >= max(self.limit("least_steps"), 2 * self.ends)
+        return self._not_positive is None and self._num_steps >= max(self.limit("least_steps"), 2 * self.ends)
 
 
 class LossDecreases(_LossTrend):

@@ -214,6 +214,10 @@ class Rule:
         """True if a step has something that it judges, which `needs` names."""
         return True
 
+    def why_unjudged(self) -> str:
+        """Why it judges nothing of the run after all, as a sentence without full stop; empty if it judges it."""
+        return ""
+
     def step(self, table: StepTable, *, step: int) -> Iterable[Finding] | None:  # noqa: ARG002
         """Findings of a step; None if there are only findings of the whole run.
 

@@ -103,6 +103,8 @@ class RunJudge:
         """Why a rule judges nothing of the run, in a sentence; empty if it judges something."""
         if rule in self._waiting:
             return f"It needs {rule.needs}"
+        if why := rule.why_unjudged():
+            return why
         least = rule.limit(LEAST_STEPS) if LEAST_STEPS in rule.limits else 0.0
         return f"It needs {least:g} steps; the run has {self._num_steps}" if self._num_steps < least else ""
 

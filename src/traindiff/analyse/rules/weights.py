@@ -138,7 +138,8 @@ class GradientsStayBounded(RepeatedRule):
         return (
             f"The gradient of {row.key} explodes: its elements are {size:.2g} (root mean square), {size / last:.2g} x "
             f"those of {row.numbers['last_at']}, the layer nearest the loss, in {row.num_steps} steps. Use a smaller "
-            "initialization or normalization between the two, or shorter sequences; clipping hides it."
+            "initialization or normalization between the two, or shorter sequences; clipping hides it. A loss without "
+            "a lower bound, such as one with a term of the wrong sign, does the same."
         )
 
 

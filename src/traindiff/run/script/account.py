@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -108,6 +109,9 @@ class Account:
             if not self.without_module:
                 yield f"Models: {'; '.join(map(str, self.models))}."
         yield from self._unseen()
+        if self.models and not self.left_out:
+            path = shlex.quote(self.recording)
+            yield f"Next: traindiff check {path}. With another recording: traindiff compare {path} OTHER."
 
     def not_followed(self) -> list[str]:
         """Sentences about the optimizers that have stepped and hold nothing of the recorded models."""
