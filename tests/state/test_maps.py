@@ -47,17 +47,79 @@ def test_a_proposed_map_of_one_model_makes_another_the_same_and_locates_its_faul
     assert found.evidence["rows"] == 1
 
 
-def test_a_transposed_map_is_proposed_and_applied(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    parts = {f"h.{layer}.{name}.weight": torch.randn(8, 6) for layer in range(2) for name in "qkv"}
-    whole = {
-        f"h.{layer}.c_attn.weight": torch.cat([parts[f"h.{layer}.{name}.weight"] for name in "qkv"]).t().contiguous()
-        for layer in range(2)
-    }
-    write_map(traindiff.weights(parts, whole), tmp_path / "map.toml")
+JOINS: dict[str, tuple[Callable[[list[Tensor]], Tensor], set[str]]] = {
+    "rows": (lambda parts: torch.cat(parts), set()),
+    "rows, transposed": (lambda parts: torch.cat(parts).t(), {"transpose = true"}),
+    "columns": (lambda parts: torch.cat(parts, 1), {"columns = true"}),
+    "columns, transposed": (lambda parts: torch.cat(parts, 1).t(), {"columns = true", "transpose = true"}),
+    "columns, head by head": (
+        lambda parts: torch.cat([one.unflatten(1, (2, 3)) for one in parts], 2).flatten(1),
+        {"columns = true", "groups = 2"},
+    ),
+}
 
-    assert "transpose = true" in (tmp_path / "map.toml").read_text()
-    assert traindiff.weights(parts, whole, map=tmp_path / "map.toml").verdict == "identical"
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("shape", [(8, 6), (6, 6)])
+@pytest.mark.parametrize("join", JOINS)
+def test_parts_are_joined_by_rows_or_by_columns(
+    tmp_path: Path, join: str, shape: tuple[int, int], *, back: bool
+) -> None:
+    join_parts, keys = JOINS[join]
+
+    def model(seed: int) -> tuple[State, State]:
+        generator = torch.Generator().manual_seed(seed)
+        parts = {
+            f"h.{layer}.{name}.weight": torch.randn(shape, generator=generator) for layer in range(2) for name in "qkv"
+        }
+        whole = {
+            f"h.{layer}.c_attn.weight": join_parts([parts[f"h.{layer}.{name}.weight"] for name in "qkv"]).contiguous()
+            for layer in range(2)
+        }
+        return (whole, parts) if back else (parts, whole)
+
+    found = traindiff.weights(*model(0))
+    assert (found.verdict, {one.kind for one in found.relations}) == ("equivalent", {"fused"})
+    assert write_map(found, tmp_path / "map.toml") == 1
+    text = (tmp_path / "map.toml").read_text()
+    assert {one for one in ("columns = true", "transpose = true", "groups = 2") if one in text} == keys
+    assert traindiff.weights(*model(1), map=tmp_path / "map.toml").verdict == "identical"
+    baseline, candidate = model(2)
+    name = next(iter(candidate))
+    other = candidate[name].clone()
+    other[1, 1] += 1.0
+    (one,) = traindiff.weights(baseline, candidate | {name: other}, map=tmp_path / "map.toml").differences
+    assert one.candidate[0].startswith(name)
+    assert one.evidence["rows"] == 1
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_columns_of_experts_are_joined_in_each_matrix_of_a_stack(tmp_path: Path, *, transposed: bool) -> None:
+    def model(seed: int) -> tuple[State, State]:
+        generator = torch.Generator().manual_seed(seed)
+        names = [[f"experts.{expert}.{part}.weight" for part in ("gate", "up")] for expert in range(4)]
+        parts = {name: torch.randn(8, 6, generator=generator) for own in names for name in own}
+        whole = torch.stack([torch.cat([parts[name] for name in own], 1) for own in names])
+        return parts, {"gate_up": (whole.transpose(1, 2) if transposed else whole).contiguous()}
+
+    found = traindiff.weights(*model(0))
+    assert found.verdict == "equivalent"
+    assert write_map(found, tmp_path / "map.toml") == 1
+    assert traindiff.weights(*model(1), map=tmp_path / "map.toml").verdict == "identical"
+
+
+def test_a_layer_whose_columns_are_in_another_order_than_those_of_the_others_is_another_model() -> None:
+    torch.manual_seed(0)
+    parts = {f"h.{layer}.{name}.weight": torch.randn(8, 6) for layer in range(3) for name in "qkv"}
+    whole = {
+        f"h.{layer}.c_attn.weight": torch.cat(
+            [parts[f"h.{layer}.{name}.weight"] for name in ("vkq" if layer == 1 else "qkv")], 1
+        )
+        for layer in range(3)
+    }
+    (found,) = traindiff.weights(parts, whole).differences
+
+    assert (found.kind, found.candidate) == ("unlike", ("h.1.c_attn.weight",))
 
 
 def test_an_entry_that_names_nothing_is_warned_of(tmp_path: Path) -> None:

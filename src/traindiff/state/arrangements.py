@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import permutations
+from itertools import permutations, product
 from math import gcd, prod
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,6 +68,13 @@ def hashes(tensor: StoredTensor, dtype: str) -> tuple[Hashes, Hashes]:
     return of_rows, of_columns.reshape(-1)
 
 
+class Lines(NamedTuple):
+    """Hashes of the rows of a tensor, and of its columns: none if these are not asked for."""
+
+    rows: Hashes
+    columns: Hashes = np.zeros(0, np.uint64)
+
+
 class KnownHashes:
     """Hashes of rows and columns, computed once for each tensor and dtype. Tensors must stay while it is used."""
 
@@ -115,26 +123,28 @@ def rotary_heads(given: Hashes, made: Hashes) -> int | None:
     return None
 
 
-def layout_of(parts: Sequence[Hashes], rows: Hashes, columns: Hashes) -> Layout | None:
-    """How parts, given by the hashes of their rows, make up a whole; None if no known layout does.
-
-    Args:
-        parts: By part, the hashes of its rows.
-        rows: Of the whole.
-        columns: Of the whole.
-    """
-    total = sum(map(len, parts))
-    for whole, transpose in ((rows, False), (columns, True)):
-        if len(whole) != total:
-            continue
+def layout_of(parts: Sequence[Lines], whole: Lines) -> Layout | None:
+    """How parts make up a whole; None if no known layout does."""
+    for joined, of_whole in _sides(parts, whole):
+        given, made = [one[joined] for one in parts], whole[of_whole]
         orders = permutations(range(len(parts))) if len(parts) <= 3 else [tuple(range(len(parts)))]
         for order in orders:
-            for groups in _group_counts([len(part) for part in parts]):
-                heads = _split(parts, whole, order, groups)
+            for groups in _group_counts([len(part) for part in given]):
+                heads = _split(given, made, order, groups)
                 if heads is not None:
                     join = "concat" if groups == 1 else "interleave"
-                    return Layout(join=join, groups=groups, transpose=transpose, heads=heads, order=order)
+                    return Layout(
+                        join=join, groups=groups, transpose=joined != of_whole, columns=joined, heads=heads, order=order
+                    )
     return None
+
+
+def _sides(parts: Sequence[Lines], whole: Lines) -> Iterator[tuple[bool, bool]]:
+    """Whether columns of the parts are joined, and whether to columns of the whole: each way in which counts agree."""
+    for joined, of_whole in product((False, True), repeat=2):
+        counts = [len(one[joined]) for one in parts]
+        if all(counts) and sum(counts) == len(whole[of_whole]):
+            yield joined, of_whole
 
 
 def of_each(layout: Layout, count: int) -> Layout:
@@ -155,12 +165,12 @@ def of_each(layout: Layout, count: int) -> Layout:
     )  # fmt: skip
 
 
-def order_clause(parts: Sequence[Hashes], rows: Hashes, columns: Hashes) -> str:
-    """A clause on the order in which parts, given by the hashes of their rows, lie in a whole in no known layout."""
-    known = {part.tobytes(): number for number, part in enumerate(parts)}
-    for whole in (rows, columns):
-        if len(known) == len(parts) and len(whole) == sum(map(len, parts)):
-            order = [known.get(block.tobytes()) for block in whole.reshape(len(parts), -1)]
+def order_clause(parts: Sequence[Lines], whole: Lines) -> str:
+    """A clause on the order in which parts lie in a whole in no known layout."""
+    for joined, of_whole in _sides(parts, whole):
+        known = {part[joined].tobytes(): number for number, part in enumerate(parts)}
+        if len(known) == len(parts):
+            order = [known.get(block.tobytes()) for block in whole[of_whole].reshape(len(parts), -1)]
             moved = [place for place, number in enumerate(order) if place != number]
             if None not in order and moved:
                 first = moved[0]
@@ -187,18 +197,18 @@ def _split(parts: Sequence[Hashes], whole: Hashes, order: Sequence[int], groups:
     return tuple(found)
 
 
-def holds(layout: Layout, parts: Sequence[Hashes], rows: Hashes, columns: Hashes) -> bool:
-    """True if parts, given by the hashes of their rows, make up a whole in a layout."""
+def holds(layout: Layout, parts: Sequence[Lines], whole: Lines) -> bool:
+    """True if parts make up a whole in a layout."""
     made, groups = [], layout.groups
     for number, heads in zip(layout.order, layout.heads, strict=True):
-        given = parts[number]
+        given = parts[number][layout.columns]
         if len(given) % groups or (heads and len(given) % (2 * abs(heads))):
             return False
         if heads:
             order = pairs_order(len(given), abs(heads))
             given = given[order if heads > 0 else np.argsort(order)]
         made.append(given.reshape(groups, -1))
-    return np.array_equal(np.concatenate(made, axis=1).reshape(-1), columns if layout.transpose else rows)
+    return np.array_equal(np.concatenate(made, axis=1).reshape(-1), whole[layout.turns])
 
 
 def moved_rows(baseline: Hashes, candidate: Hashes) -> str:
@@ -267,13 +277,14 @@ def layout_text(layout: Layout, names: Sequence[str]) -> str:
     for number, heads in zip(layout.order, layout.heads, strict=True):
         if heads:
             way = "halves to interleaved pairs" if heads > 0 else "interleaved pairs to halves"
-            told.append(f"{names[number]} with its rows from rotary {way} in {abs(heads)} heads")
+            lines = "columns" if layout.columns else "rows"
+            told.append(f"{names[number]} with its {lines} from rotary {way} in {abs(heads)} heads")
         else:
             told.append(names[number])
     how = ""
     if len(told) > 1:
         how = ", one after the other" if layout.join == "concat" else f", interleaved in {layout.groups} groups"
-    return f"{listed_names(told)}{how}{', transposed' if layout.transpose else ''}"
+    return f"{'the columns of ' if layout.columns else ''}{listed_names(told)}{how}{', transposed' if layout.transpose else ''}"
 
 
 def listed_names(names: Sequence[str]) -> str:

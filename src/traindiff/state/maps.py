@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -75,10 +76,13 @@ def joined(parts: Sequence[StoredTensor], whole: StoredTensor, layout: Layout) -
         return parts[0]
     rows, columns = matrix_shape(whole.shape)
     matrices = num_matrices(whole.shape)
-    length, width = (matrices * columns, rows // max(1, matrices)) if layout.transpose else (rows, columns)
+    length, width = (matrices * columns, rows // max(1, matrices)) if layout.turns else (rows, columns)
     shapes = [matrix_shape(part.shape) for part in parts]
+    if layout.columns:
+        shapes = [(width, length) for length, width in shapes]
     fits = (
-        sum(shape[0] for shape in shapes) == length
+        (not layout.columns or all(len(part.shape) == 2 for part in parts))
+        and sum(shape[0] for shape in shapes) == length
         and all(shape[1] == width for shape in shapes)
         and all(_moved_rows(shape, layout) % (layout.groups * abs(layout.blocks)) == 0 for shape in shapes)
         and all(
@@ -104,12 +108,15 @@ def _moved_rows(shape: tuple[int, int], layout: Layout) -> int:
 
 
 def _made(parts: Sequence[StoredTensor], layout: Layout, matrices: int) -> Bits:
-    """The elements of a whole, all of them in memory. If it is transposed, each of its matrices is."""
+    """The elements of a whole, all of them in memory. If it is turned, each of its matrices is."""
     groups = []
     for part, heads in zip(parts, layout.heads, strict=True):
         rows, columns = matrix_shape(part.shape)
         words = ITEM_BYTES[part.dtype] // bits_type(part.dtype).itemsize
         matrix = part.slab(0, part.rows).reshape(rows, columns * words)
+        if layout.columns:
+            matrix = matrix.reshape(rows, columns, words).swapaxes(0, 1).reshape(columns, rows * words)
+            rows = columns
         if layout.blocks != 1:
             return _regrouped(matrix, layout)
         if heads > 0:
@@ -118,7 +125,7 @@ def _made(parts: Sequence[StoredTensor], layout: Layout, matrices: int) -> Bits:
             matrix = matrix[np.argsort(pairs_order(rows, -heads))]
         groups.append(matrix.reshape(layout.groups, rows // layout.groups, -1))
     made = np.concatenate(groups, axis=1).reshape(-1, groups[0].shape[-1])
-    if not layout.transpose:
+    if not layout.turns:
         return made
     return made.reshape(matrices, len(made) // max(1, matrices), -1, words).swapaxes(1, 2)
 
@@ -168,7 +175,7 @@ def _proposed(relations: Sequence[Relation]) -> Iterator[Entry]:
         elif layout.order != tuple(range(len(layout.order))) or any(layout.heads) or layout.groups > 1:
             continue  # stacks of experts in an order of their own
         else:
-            layout = Layout(transpose=layout.transpose, heads=(0,) * len(parts), order=tuple(range(len(parts))))
+            layout = replace(layout, heads=(0,) * len(parts), order=tuple(range(len(parts))))
         sides = (parts, one.candidate) if len(one.candidate) == 1 else (one.baseline, parts)
         names = [*sides[0], *sides[1]]
         layers = {numbers(name) for name in names}

@@ -13,8 +13,8 @@ import numpy as np
 
 from traindiff.core.maps.entries import Layout
 from traindiff.state.arrangements import (
-    Hashes,
     KnownHashes,
+    Lines,
     holds,
     layout_of,
     layout_text,
@@ -219,7 +219,7 @@ class Matching:
                 (value,) = known
                 of_baseline = " and ".join(part.tensor.name for part in parts[0])
                 message = f"is {value:g} in all elements, like {of_baseline}"
-                layout = replace(one.layout, transpose=False) if one.layout else None
+                layout = replace(one.layout, transpose=False, columns=False) if one.layout else None
                 self._settle(
                     first, second, self._relation("equivalent", "fused", first, second, message, layout=layout)
                 )
@@ -265,7 +265,8 @@ class Matching:
                 if found is None:
                     continue
                 groups, dtype = found
-                layout = self._layout([self._stacked(group, parts, dtype) for group in groups], whole_side[name], dtype)
+                lines = self._lines(whole_side[name], dtype)
+                layout = layout_of([self._stacked([parts[key] for key in group], dtype) for group in groups], lines)
                 names = [key for group in groups for key in group]
                 told = [parts[group[0]].tensor.name for group in groups]
                 if any(len(group) > 1 for group in groups):
@@ -273,8 +274,7 @@ class Matching:
                         f"{first} to {parts[group[-1]].tensor.name}" for first, group in zip(told, groups, strict=True)
                     ]
                 if layout is None:
-                    given = [self._hashes.of(parts[key].tensor, dtype)[0] for key in names]
-                    clause = order_clause(given, *self._hashes.of(whole_side[name].tensor, dtype))
+                    clause = order_clause([self._stacked([parts[key]], dtype) for key in names], lines)
                     message = f"has the numbers of {' and '.join(told)} {clause}"
                 else:
                     message = f"is {layout_text(layout, told)}"
@@ -293,11 +293,15 @@ class Matching:
                 relation = self._relation(word, kind, *sides, message, layout=layout, evidence=evidence)
                 self._settle(*sides, relation)
 
-    def _stacked(self, names: list[str], parts: Mapping[str, Measured], dtype: str) -> Hashes:
-        return np.concatenate([self._hashes.of(parts[name].tensor, dtype)[0] for name in names])
+    def _lines(self, whole: Measured, dtype: str) -> Lines:
+        return Lines(*self._hashes.of(whole.tensor, dtype))
 
-    def _layout(self, parts: list[Hashes], whole: Measured, dtype: str) -> Layout | None:
-        return layout_of(parts, *self._hashes.of(whole.tensor, dtype))
+    def _stacked(self, parts: Sequence[Measured], dtype: str) -> Lines:
+        """The rows of one part after the other; also the columns, if all parts are matrices."""
+        found = [self._hashes.of(part.tensor, dtype) for part in parts]
+        rows = np.concatenate([rows for rows, _ in found])
+        are_matrices = all(len(part.tensor.shape) == 2 for part in parts)
+        return Lines(rows, np.concatenate([columns for _, columns in found])) if are_matrices else Lines(rows)
 
     def _find_rearranged(self) -> None:
         """Tensors of other names that have the same numbers in other places."""
@@ -352,8 +356,7 @@ class Matching:
             return same_bits(parts[0], whole)
         if len(parts) != len(layout.order):
             return True  # stacked experts
-        given = [self._hashes.of(one.tensor, dtype)[0] for one in parts]
-        return holds(layout, given, *self._hashes.of(whole.tensor, dtype))
+        return holds(layout, [self._stacked([one], dtype) for one in parts], self._lines(whole, dtype))
 
     def _moved(self, name: str, contents: Mapping[Any, list[str]]) -> Relation | None:
         """What a tensor of the candidate holds of the baseline's under another name; None if nothing."""

@@ -30,8 +30,9 @@ class Layout:
         join: `concat` or `interleave` (of the groups of all parts: the first of each, the second of each, ...).
         groups: Number of groups for `interleave`.
         transpose: Whether the joined rows are the columns of the whole: of each matrix, if it is a stack of matrices
-            (three dims).
-        heads: By part: number of heads whose rows go from rotary halves to interleaved pairs; negative for the other
+            (three dims). Of joined columns, whether they are its rows.
+        columns: Whether the columns of the parts are joined, side by side, and not their rows. Parts are matrices then.
+        heads: By part: number of heads whose rows (columns, where these are joined) go from rotary halves to interleaved pairs; negative for the other
             way; 0 for rows that stay.
         order: By part: its place among the names that were given.
         blocks: Of one part, blocks one after the other that become groups of all of them, e.g. 3 for queries, keys and
@@ -42,6 +43,7 @@ class Layout:
     join: str = "concat"
     groups: int = 1
     transpose: bool = False
+    columns: bool = False
     heads: tuple[int, ...] = (0,)
     order: tuple[int, ...] = (0,)
     blocks: int = 1
@@ -52,8 +54,13 @@ class Layout:
         return len(self.order) == 1 and not self.transpose and not self.moves_rows
 
     @property
+    def turns(self) -> bool:
+        """True if what is joined are the columns of the whole."""
+        return self.transpose != self.columns
+
+    @property
     def moves_rows(self) -> bool:
-        """True if rows of a part change places."""
+        """True if rows of a part, or columns, change places."""
         return any(self.heads) or self.blocks != 1
 
 
@@ -136,13 +143,14 @@ _TENSOR = shaped(
         "join": one_of(("concat", "interleave")),
         "groups": whole(1, 1 << 20),
         "transpose": FLAG,
+        "columns": FLAG,
         "heads": listed(whole(-(1 << 20), 1 << 20)),
         "blocks": whole(-(1 << 10), 1 << 10),
     },
 )
 _MODULE = shaped({"baseline": TEXT, "candidate": TEXT}, {})
 
-_KEYS = frozenset({"baseline", "candidate", "join", "groups", "transpose", "heads", "blocks"})
+_KEYS = frozenset({"baseline", "candidate", "join", "groups", "transpose", "columns", "heads", "blocks"})
 
 
 def entries_of(path: str | os.PathLike[str]) -> list[Entry]:
@@ -192,9 +200,12 @@ def _entry(content: Any, place: str, where: str) -> Entry:
     join, groups = content.get("join", "concat"), content.get("groups", 1)
     if (join == "interleave") != (groups > 1):
         raise _refused(where, place, 'groups belongs to join = "interleave", and is more than 1 there')
+    columns = content.get("columns", False)
+    if columns and blocks != 1:
+        raise _refused(where, place, "columns does not go with blocks")
     layout = Layout(
-        join=join, groups=groups, transpose=content.get("transpose", False), heads=heads, order=tuple(range(parts)),
-        blocks=blocks,
+        join=join, groups=groups, transpose=content.get("transpose", False), columns=columns, heads=heads,
+        order=tuple(range(parts)), blocks=blocks,
     )  # fmt: skip
     return Entry(baseline=baseline, candidate=candidate, layout=layout)
 
@@ -225,6 +236,8 @@ def as_toml(entry: Entry) -> str:
         lines += ['join = "interleave"', f"groups = {layout.groups}"]
     if layout.transpose:
         lines.append("transpose = true")
+    if layout.columns:
+        lines.append("columns = true")
     if layout.blocks != 1:
         lines.append(f"blocks = {layout.blocks}")
     if any(layout.heads):
