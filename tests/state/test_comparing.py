@@ -367,6 +367,34 @@ def test_tied_and_untied_embeddings_are_the_same_model() -> None:
         assert of_kind(result)["tied"] == {"lm_head.weight"}
 
 
+def test_a_tensor_that_is_no_longer_tied_is_told_so() -> None:
+    tied = STATE | {"lm_head.weight": STATE[EMBEDDING].clone()}
+    (found,) = weights(tied, tied | {"lm_head.weight": 2.0 * STATE[EMBEDDING] + 1.0}).differences
+
+    assert found.candidate == ("lm_head.weight",)
+    assert found.message.endswith(f"; in the baseline it is {EMBEDDING} again (tied), here it is not")
+    other = STATE[EMBEDDING] + 1.0
+    both = weights(tied, tied | {"lm_head.weight": other, EMBEDDING: other.clone()})
+    assert len(both.differences) == 2
+    assert not any("tied" in one.message for one in both.differences)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_zeros_of_the_other_sign_and_other_bits_of_nan_are_the_same_numbers(dtype: torch.dtype) -> None:
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    value = torch.randn(8, 8).to(dtype)
+    value[2], value[3, :2] = 0.0, torch.nan
+    other = value.clone()
+    other[2, 1:] = -0.0
+    other.view(bits)[3, 0] += 1
+    result = weights({"weight": value, "same": value}, {"weight": other, "same": value.clone()})
+
+    assert of_kind(result) == {"bits": {"weight"}}
+    (found,) = (one for one in result.relations if one.kind == "bits")
+    assert found.message == "has the same numbers in other bits: 7 zeros of the other sign and 1 NaN"
+    assert str(result).startswith("equivalent: 2 tensors, the same numbers in other bits\n")
+
+
 def _from_layers(places: Mapping[int, int], within: str = "") -> State:
     """A model of which some layers hold what others have, or only what has a text in its name."""
     made = dict(STATE)

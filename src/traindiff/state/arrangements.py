@@ -284,7 +284,8 @@ def layout_text(layout: Layout, names: Sequence[str]) -> str:
     how = ""
     if len(told) > 1:
         how = ", one after the other" if layout.join == "concat" else f", interleaved in {layout.groups} groups"
-    return f"{'the columns of ' if layout.columns else ''}{listed_names(told)}{how}{', transposed' if layout.transpose else ''}"
+    lines = "the columns of " if layout.columns else ""
+    return f"{lines}{listed_names(told)}{how}{', transposed' if layout.transpose else ''}"
 
 
 def listed_names(names: Sequence[str]) -> str:

@@ -173,8 +173,10 @@ def title(result: WeightsComparison) -> str:
 
 def _how(result: WeightsComparison) -> str:
     kinds = {relation.kind for relation in result.relations if relation.word == "equivalent"}
-    rounded, moved = kinds & {"cast", "through"}, kinds - {"cast", "through"}
-    ways = [text for text, found in (("after rounding", rounded), ("in another layout", moved)) if found]
+    rounded, signed = kinds & {"cast", "through"}, kinds & {"bits"}
+    moved = kinds - rounded - signed
+    told = (("after rounding", rounded), ("in other bits", signed), ("in another layout", moved))
+    ways = [text for text, found in told if found]
     if any(relation.word == "accepted" for relation in result.relations):
         ways.append("except for accepted differences")
     return " and ".join(ways)

@@ -76,7 +76,7 @@ def difference(baseline: Measured, candidate: Measured, hashes: KnownHashes) -> 
         return Difference(word="differs", kind=kind, message=clause)
     found = element_difference(baseline.tensor, candidate.tensor)
     return Difference(
-        word="equivalent" if found.kind in ("cast", "through") else "differs",
+        word="equivalent" if found.kind in ("bits", "cast", "through") else "differs",
         kind=found.kind, message=found.message, evidence=found.evidence,
     )  # fmt: skip
 

@@ -30,7 +30,7 @@ class ElementDifference:
     """How two tensors differ.
 
     Attributes:
-        kind: `cast`, `through`, `overflow`, `scaled`, `offset` or `other`.
+        kind: `bits`, `cast`, `through`, `overflow`, `scaled`, `offset` or `other`.
         message: A clause of which the candidate's tensor is the subject.
         evidence: Numbers, by name.
     """
@@ -46,6 +46,7 @@ class _Totals:
     def __init__(self, baseline: StoredTensor, candidate: StoredTensor) -> None:
         self.baseline, self.candidate = baseline.dtype, candidate.dtype
         self.count = self.unequal = 0
+        self.signs = self.payloads = 0  # zeros of other signs and NaN of other bits, while all numbers are the same
         self.num_rows = baseline.rows
         self.rows = [0, -1, -1]  # how many have unequal elements, the first, the last
         self.squares = self.product = self.apart = self.candidate_squares = 0.0
@@ -74,6 +75,8 @@ class _Totals:
             self.finite = self.finite and bool(np.isfinite(apart).all())
             self.count += apart.size
             self._count(*self._in_one_dtype(baseline, candidate), first, end)
+            if self.one_dtype and not self.unequal:
+                self._count_bits(baseline, candidate)
             finite = [np.where(np.isfinite(one), one, 0.0) for one in (wide, other)]
             sizes = [float(np.abs(one).max(initial=0.0)) for one in finite]
             self.extremes = [max(pair) for pair in zip(self.extremes, sizes, strict=True)]
@@ -108,6 +111,14 @@ class _Totals:
         rows = np.flatnonzero(unequal.reshape(end - first, -1).any(axis=1)) + first
         if len(rows):
             self.rows = [self.rows[0] + len(rows), self.rows[1] if self.rows[0] else int(rows[0]), int(rows[-1])]
+
+    def _count_bits(self, baseline: NDArray[Any], candidate: NDArray[Any]) -> None:
+        bits = f"u{baseline.itemsize}"
+        unlike = baseline.view(bits) != candidate.view(bits)
+        if unlike.any():
+            num_nan = int(np.count_nonzero(unlike & np.isnan(baseline)))
+            self.payloads += num_nan
+            self.signs += int(np.count_nonzero(unlike)) - num_nan
 
     def _cast(self, long: NDArray[Any], short: NDArray[Any], dtype: str) -> None:
         self.cut = self.cut and bool(np.array_equal(truncated(long, dtype), short))
@@ -233,14 +244,15 @@ def _sized(total: _Totals) -> ElementDifference:
     if total.rows[0]:
         evidence |= {"rows": total.rows[0], "first_row": total.rows[1], "last_row": total.rows[2]}
     if not total.unequal:
-        message = "has the same numbers in other bits (like 0 and -0)"
-        if total.short is not None:
-            message = (
-                f"is the baseline's as {total.candidate}: the same numbers in {total.short}, in other bits (like NaN)"
-            )
-            if max(total.extremes) >= TOO_LARGE[total.short]:
-                return ElementDifference(kind="overflow", message=f"{message}, {UNFIT}", evidence=evidence)
-        return ElementDifference(kind="cast", message=message, evidence=evidence)
+        if total.short is None:
+            return _in_other_bits(total)
+        message = f"is the baseline's as {total.candidate}: the same numbers in {total.short}, in other bits (like NaN)"
+        overflown = max(total.extremes) >= TOO_LARGE[total.short]
+        return ElementDifference(
+            kind="overflow" if overflown else "cast",
+            message=f"{message}, {UNFIT}" if overflown else message,
+            evidence=evidence,
+        )
     if not total.finite:
         return ElementDifference(
             kind="other", message=f"differs, also in NaN or infinity: {counted}", evidence=evidence
@@ -274,6 +286,15 @@ def _sized(total: _Totals) -> ElementDifference:
         )
     shown = f"relative L2 difference {relative:.3g}" if size else "the baseline's is zero"
     return ElementDifference(kind="other", message=f"differs: {shown}, {counted}", evidence=evidence)
+
+
+def _in_other_bits(total: _Totals) -> ElementDifference:
+    """The clause on the same numbers of one dtype."""
+    zeros = f"{total.signs} zero{'' if total.signs == 1 else 's'} of the other sign"
+    parts = [text for text, count in ((zeros, total.signs), (f"{total.payloads} NaN", total.payloads)) if count]
+    message = f"has the same numbers in other bits: {' and '.join(parts)}"
+    evidence = {"zeros": total.signs, "nan": total.payloads, "elements": total.count}
+    return ElementDifference(kind="bits", message=message, evidence=evidence)
 
 
 def _rows_text(total: _Totals) -> str:

@@ -376,9 +376,19 @@ class Matching:
         if moved is not None:
             return moved
         found = difference(self._baseline[name], self._candidate[name], self._hashes)
+        message = found.message + (self._untied(name, contents) if found.word == "differs" else "")
         return self._relation(
-            found.word, found.kind, [name], [name], found.message, evidence=found.evidence, layout=found.layout
+            found.word, found.kind, [name], [name], message, evidence=found.evidence, layout=found.layout
         )
+
+    def _untied(self, name: str, contents: Mapping[Any, list[str]]) -> str:
+        """A clause on the tensor that this one is in the baseline, and no longer in the candidate."""
+        own = self._candidate[name]
+        for other in contents.get(content_keys(self._baseline[name])[0], ()):
+            there = self._candidate.get(other)
+            if other != name and there is not None and there.summaries and not same_bits(there, own):
+                return f"; in the baseline it is {self._baseline[other].tensor.name} again (tied), here it is not"
+        return ""
 
     def _only(self, name: str, *, of_candidate: bool) -> Relation:
         side = self._candidate if of_candidate else self._baseline

@@ -195,7 +195,10 @@ def biases_as_weights(relations: Sequence[Relation], baseline: Collection[str], 
         if modules is None or of_weights is None:
             continue
         own = [f"{name.rpartition('.')[0]}.bias" for name in of_weights.baseline]
-        layouts = [None if each is None else replace(each, transpose=False, columns=False) for each in (one.layout, of_weights.layout)]
+        layouts = [
+            None if each is None else replace(each, transpose=False, columns=False)
+            for each in (one.layout, of_weights.layout)
+        ]
         plain = [layout is None or layout.is_plain for layout in layouts]
         alike = tuple(own) == one.baseline and (all(plain) or layouts[0] == layouts[1])
         if alike or not all(name in baseline for name in own) or holds(own, one.candidate, layouts[1]):

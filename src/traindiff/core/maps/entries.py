@@ -32,8 +32,8 @@ class Layout:
         transpose: Whether the joined rows are the columns of the whole: of each matrix, if it is a stack of matrices
             (three dims). Of joined columns, whether they are its rows.
         columns: Whether the columns of the parts are joined, side by side, and not their rows. Parts are matrices then.
-        heads: By part: number of heads whose rows (columns, where these are joined) go from rotary halves to interleaved pairs; negative for the other
-            way; 0 for rows that stay.
+        heads: By part: number of heads whose rows (columns, if these are joined) go from rotary halves to interleaved
+            pairs; negative for the other way; 0 for rows that stay.
         order: By part: its place among the names that were given.
         blocks: Of one part, blocks one after the other that become groups of all of them, e.g. 3 for queries, keys and
             values that become heads; the part is transposed before. Negative for the other way, from groups to blocks;
@@ -194,15 +194,15 @@ def _entry(content: Any, place: str, where: str) -> Entry:
         stacks = number == STACKED and parts == 1
         if not stacks and len({number in name for name in (*baseline, *candidate)}) > 1:
             raise _refused(where, place, f"{number} is in some of its names only")
-    blocks = content.get("blocks", 1)
-    if blocks != 1 and (parts > 1 or blocks in (-1, 0) or content.get("join") != "interleave" or any(heads)):
-        raise _refused(where, place, 'blocks belongs to join = "interleave" of a single tensor without heads')
+    blocks, columns = content.get("blocks", 1), content.get("columns", False)
+    alone = parts == 1 and content.get("join") == "interleave" and not (any(heads) or columns)
+    if blocks != 1 and (blocks in (-1, 0) or not alone):
+        raise _refused(
+            where, place, 'blocks belongs to join = "interleave" of a single tensor without heads or columns'
+        )
     join, groups = content.get("join", "concat"), content.get("groups", 1)
     if (join == "interleave") != (groups > 1):
         raise _refused(where, place, 'groups belongs to join = "interleave", and is more than 1 there')
-    columns = content.get("columns", False)
-    if columns and blocks != 1:
-        raise _refused(where, place, "columns does not go with blocks")
     layout = Layout(
         join=join, groups=groups, transpose=content.get("transpose", False), columns=columns, heads=heads,
         order=tuple(range(parts)), blocks=blocks,
