@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fsspec.registry import _registry as file_systems
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
@@ -356,6 +357,7 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
 @situation("a URL whose protocol needs a package that is not installed")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     patched.setitem(sys.modules, "s3fs", None)
+    patched.delitem(file_systems, "s3", raising=False)  # where it was used before
     record("s3://bucket/run")  # type: ignore[arg-type]
 
 
