@@ -77,7 +77,7 @@ def test_a_page_is_printed_with_commands_in_place_of_links() -> None:
 
     assert page.text.startswith("# Resuming")
     assert "`traindiff explain verify.md`" in page.text
-    assert (term.what, term.more) == ("term", "resume.md")
+    assert (term.what, term.more) == ("term", ("resume.md",))
     assert [name for name, path in pages().items() if re.search(r"\]\([\w-]+\.md", explain(f"{name}.md")[0].text)] == []
 
 
@@ -85,6 +85,26 @@ def test_pages_have_names_of_their_own() -> None:
     files = list(DOCS.rglob("*.md"))
 
     assert len({path.stem for path in files}) == len(files) == len(pages())
+
+
+def test_a_page_is_named_where_its_name_has_another_meaning() -> None:
+    names = {name: explain(name) for name in pages()}
+    shadowed = {name: found for name, found in names.items() if found[0].what != "page"}
+
+    assert {"scale", "weights"} <= shadowed.keys()
+    assert [name for name, found in shadowed.items() if not all(f"{name}.md" in one.more for one in found)] == []
+
+
+def test_what_the_code_refers_to_is_explained() -> None:
+    """A message that refers to a page gives its whole name if it has another meaning, too."""
+    source = Path(traindiff.__file__).parent
+    files = [file for suffix in ("py", "toml", "html") for file in source.rglob(f"*.{suffix}")]
+    named = {name for file in files for name in re.findall(r"\(traindiff explain ([\w.-]+)\)", file.read_text())}
+
+    assert len(named) > 10
+    for name in named:
+        first = explain(name)[0]
+        assert name not in pages() or first.what == "page" or first.more[0] == f"{name}.md", name
 
 
 def test_near_misses_are_suggested() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer.core import TyperGroup
 
 from traindiff._version import __version__
 from traindiff.cli.command import Application
@@ -22,8 +23,44 @@ from traindiff.present.text.layout import print_line
 UNUSABLE = 2
 """Exit code for input or settings that cannot be used."""
 
+GROUPS: Mapping[str, Mapping[str, str]] = {
+    "Record a training": {"run": "run", "import": "recordings"},
+    "Ask recordings": {
+        "check": "check", "compare": "compare", "report": "report", "view": "report", "show": "recordings", "ls": "ls",
+        "rerun": "rerun", "export": "recordings",
+    },
+    "Run trainings and compare them": {"verify": "verify", "investigate": "investigate", "resume": "resume"},
+    "Compare saved weights": {"weights": "weights"},
+    "Make recordings smaller": {"compact": "compact", "prune": "compact"},
+    "Learn, and check this machine": {"demo": "demo", "explain": "explain", "doctor": "doctor", "mcp": "mcp"},
+}  # fmt: skip
+"""All commands, each with its module beside this one: in the groups and in the order in which `--help` lists them."""
+
+MODULES = {name: module for names in GROUPS.values() for name, module in names.items()}
+"""The module of each command."""
+
+
+class _Commands(TyperGroup):
+    """The commands, which `--help` lists group by group."""
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
+        """The names, in the order of `--help`."""
+        return [name for name in MODULES if name in self.commands]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write a section for each group."""
+        names = self.list_commands(ctx)
+        width = max(map(len, names), default=0)
+        for title, group in GROUPS.items():
+            rows = [(f"{one:<{width}}", self.commands[one].get_short_help_str(200)) for one in names if one in group]
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
 app = Application(
     name="traindiff",
+    cls=_Commands,
     help="Find where, when and on which rank the numbers of a training first go wrong.",
     invoke_without_command=True,
     pretty_exceptions_enable=False,
@@ -105,15 +142,6 @@ class ScriptReady(Exception):  # noqa: N818  not an error
     def __init__(self, **settings: Any) -> None:
         super().__init__()
         self.settings = settings
-
-
-MODULES = {
-    "check": "check", "compact": "compact", "compare": "compare", "demo": "demo", "doctor": "doctor",
-    "explain": "explain", "export": "recordings", "import": "recordings", "investigate": "investigate",
-    "ls": "ls", "mcp": "mcp", "prune": "compact", "report": "report", "rerun": "rerun", "resume": "resume",
-    "run": "run", "show": "recordings", "verify": "verify", "view": "report", "weights": "weights",
-}  # fmt: skip
-"""The module of each command, beside this one."""
 
 
 def _declare(arguments: Sequence[str]) -> None:

@@ -43,7 +43,7 @@ def compact(
     follow: FollowOption = False,
     patience: PatienceOption = 600.0,
 ) -> None:
-    """Merge the ranks of a recording once, into a smaller recording with the same verdicts (traindiff explain scale).
+    """Merge the ranks of a recording once, into a smaller recording with the same verdicts (traindiff explain scale.md).
 
     The recording that is read stays as it is.
     """
@@ -62,7 +62,7 @@ def prune(
     follow: FollowOption = False,
     patience: PatienceOption = 600.0,
 ) -> None:
-    """Replace a recording by its compact form, after both have passed the same check (traindiff explain scale).
+    """Replace a recording by its compact form, after both have passed the same check (traindiff explain scale.md).
 
     What single ranks had recorded is removed, except for the steps that --whole-every keeps.
     """

@@ -159,7 +159,7 @@ AlertOption = Annotated[
         metavar="TOOL[=WHERE]",
         rich_help_panel=SHOWN,
         help="Tell the verdict to otel, tensorboard=DIRECTORY or wandb=PROJECT[/RUN]. Repeatable "
-        "(traindiff explain scale).",
+        "(traindiff explain scale.md).",
     ),
 ]
 WorkersOption = Annotated[
@@ -168,7 +168,7 @@ WorkersOption = Annotated[
         "--workers",
         metavar="N|ray",
         rich_help_panel=JUDGED,
-        help="Read by N processes of this machine, or by a Ray cluster: the same result (traindiff explain scale).",
+        help="Read by N processes of this machine, or by a Ray cluster: the same result (traindiff explain scale.md).",
     ),
 ]
 OverwriteOption = Annotated[
@@ -199,7 +199,7 @@ FollowOption = Annotated[
     typer.Option(
         "--follow",
         rich_help_panel=FOLLOWED,
-        help="Wait for the steps of a run that goes on (traindiff explain scale).",
+        help="Wait for the steps of a run that goes on (traindiff explain scale.md).",
     ),
 ]
 PatienceOption = Annotated[

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
@@ -65,7 +65,7 @@ class Explanation:
         recognized_by: Of a kind of finding, how it is recognized; may be empty.
         needs: Of a rule, what a recording must have for it to judge anything; may be empty.
         limits: Of a rule, its limits: name, default, and what it is.
-        more: The page of the documentation that says more; empty where there is none.
+        more: The pages of the documentation that say more, or have the same name.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Explanation:
     recognized_by: str = ""
     needs: str = ""
     limits: tuple[tuple[str, float, str], ...] = ()
-    more: str = ""
+    more: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The explanation in the schema of `traindiff explain --json`."""
@@ -85,7 +85,7 @@ class Explanation:
             "recognized_by": self.recognized_by,
             "needs": self.needs,
             "limits": [{"name": name, "default": value, "message": text} for name, value, text in self.limits],
-            "more": [f"traindiff explain {self.more}"] if self.more else [],
+            "more": [f"traindiff explain {one}" for one in self.more],
         }
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ class Explanation:
         limits = [f"  {name} = {value:g}: {text}" for name, value, text in self.limits]
         needs = f"It needs {self.needs}. In a run without, it is not applicable." if self.needs else ""
         parts = [f"{named} {self.text}{recognized}", needs, "\n".join(["Limits:", *limits]) if limits else ""]
-        more = f"More: traindiff explain {self.more}" if self.more else ""
+        more = f"More: {', '.join(f'traindiff explain {one}' for one in self.more)}" if self.more else ""
         return "\n\n".join(filter(None, (*parts, more)))
 
 
@@ -181,8 +181,9 @@ def _meanings(name: str) -> list[Explanation]:
     wanted = _plain(name)
     if not name.lower().endswith(".md"):
         found = [one for known, one in _explanations() if one.what != PAGE and _plain(known) == wanted]
+        named = [f"{one}.md" for one in pages() if _plain(one) == wanted]
         if found:
-            return found
+            return [replace(one, more=tuple(dict.fromkeys([*one.more, *named]))) for one in found]
     wanted = wanted.removesuffix(".md")
     return [Explanation(name=one, what=PAGE, text=page(one)) for one in pages() if _plain(one) == wanted]
 
@@ -209,22 +210,25 @@ def _explanations() -> Iterator[tuple[str, Explanation]]:
     terms, kinds = glossary()
     for entry in terms:
         for name in (entry.name, *entry.also):
-            yield name, Explanation(name=entry.name, what=TERM, text=entry.text, more=entry.page)
+            yield (
+                name,
+                Explanation(name=entry.name, what=TERM, text=entry.text, more=(entry.page,) if entry.page else ()),
+            )
     for kind in kinds:
         text = f"{kind.group}: {kind.text}."
         for name in kind.names:
             yield (
                 name,
-                Explanation(name=name, what=KIND, text=text, recognized_by=kind.evidence, more="findings.md"),
+                Explanation(name=name, what=KIND, text=text, recognized_by=kind.evidence, more=("findings.md",)),
             )
     for rule in RULES:
         yield rule.name, _of_rule(rule)
     for one in _content()["relation"]:
         text = f"{one['text'][0].upper()}{one['text'][1:]}."
-        yield one["name"], Explanation(name=one["name"], what=RELATION, text=text, more="weights.md")
+        yield one["name"], Explanation(name=one["name"], what=RELATION, text=text, more=("weights.md",))
     for one in _content()["restored"]:
         text = f"For example: {one['text']}"
-        yield one["name"], Explanation(name=one["name"], what=RESTORED, text=text, more="resume.md")
+        yield one["name"], Explanation(name=one["name"], what=RESTORED, text=text, more=("resume.md",))
     for name in pages():
         yield name, Explanation(name=name, what=PAGE, text=title_of(name))
 
@@ -237,5 +241,5 @@ def _of_rule(rule: type[Rule]) -> Explanation:
         text="\n\n".join(filter(None, (f"{rule.finds} {effect}", inspect.getdoc(rule)))),
         needs=rule.needs,
         limits=tuple((name, limit.default, limit.message) for name, limit in rule.limits.items()),
-        more="rules.md",
+        more=("rules.md",),
     )

@@ -195,7 +195,7 @@ def _nothing_in_common(baseline: Checkpoint, candidate: Checkpoint) -> str:
     ]
     return (
         f"the two have no tensor in common, neither by name nor by contents: {shown[0]}; {shown[1]}. Give two "
-        "checkpoints of one model, or say with a map which tensor is which (traindiff explain weights)."
+        "checkpoints of one model, or say with a map which tensor is which (traindiff explain weights.md)."
     )
 
 

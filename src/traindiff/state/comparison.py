@@ -30,7 +30,7 @@ class Relation:
     Attributes:
         word: `identical` (the same bits), `equivalent` (the same numbers, rounded or laid out otherwise), `differs`,
             `only` (in one of the two), `accepted` (a difference that is intended).
-        kind: What the relation looks like, e.g. `cast`, `fused`, `scaled` (traindiff explain weights).
+        kind: What the relation looks like, e.g. `cast`, `fused`, `scaled` (traindiff explain weights.md).
         role: Of what the tensors are.
         baseline: Names in the baseline.
         candidate: Names in the candidate.

@@ -150,7 +150,7 @@ def write_map(result: WeightsComparison, path: Path) -> int:
     entries = list(dict.fromkeys(map(as_toml, _proposed(result.relations))))
     head = (
         "# Which tensors of the baseline are which of the candidate, as their contents suggest "
-        "(traindiff explain weights).\n"
+        "(traindiff explain weights.md).\n"
     )
     try:
         path.write_text("\n".join([head, *entries]), encoding="utf-8")
