@@ -43,7 +43,7 @@ def compact(
     follow: FollowOption = False,
     patience: PatienceOption = 600.0,
 ) -> None:
-    """Merge the ranks of a recording once, into a smaller recording with the same verdicts (traindiff explain scale.md).
+    """Merge the ranks of a recording once, into a smaller one with the same verdicts (traindiff explain scale.md).
 
     The recording that is read stays as it is.
     """
