@@ -80,6 +80,8 @@ def test_two_wrong_operations_are_both_named(verify: Verify) -> None:
         "forward 1 output[0]", "forward 2 output[0]", "backward 1 output[0]", "backward 0 output[0]",
         "grad 2.weight grad",
     ]  # fmt: skip
+    causes = [one.message.partition(":")[0] for one in found.pinned[0].comparison.findings]
+    assert causes == ["1", "2", "2", "1", "2"]  # a gradient is wrong by the module that handed it back
 
 
 def test_a_fault_that_begins_late_is_pinned_down_in_its_step(verify: Verify) -> None:

@@ -122,16 +122,24 @@ class Configurations:
             if before != after and None not in (before, after):
                 self._evaluates.setdefault(path, ("candidate" if after == "False" else "baseline", step))
 
-    def explained(self, finding: Finding) -> Finding:
-        """The finding, with the settings of its module or parameter that differ; they come first in its message."""
+    def explained(self, finding: Finding, before: str = "") -> Finding:
+        """The finding, with the settings of its module or parameter that differ; they come first in its message.
+
+        Args:
+            finding: A finding.
+            before: The site before it in the order of execution; empty if it is not known.
+        """
         is_held = (finding.phase, finding.slot) == ("param", "buffer") or finding.kind == "initial-parameter"
         if finding.phase not in ("forward", "loss", "backward", "grad", "optimizer", "update") and not is_held:
             return finding
         own, owner = finding.path, finding.path.rpartition(".")[0]
-        consumers = _consumers(finding)
+        consumers = _consumers(finding, before)
         cut = [one for one in consumers if _GRADIENT in self._differing.get(one, {})]
         known = self._differing.keys() | self._evaluates.keys()
-        path = next((one for one in (*cut, own, owner, *consumers[::-1]) if one in known), own)
+        likely = (own, owner, *consumers[::-1])
+        if finding.slot.startswith("output"):  # its gradient is what consumers hand back
+            likely = (*consumers[::-1], own, owner)
+        path = next((one for one in (*cut, *likely) if one in known), own)
         steps = self._optimizers.get(own, "")
         if finding.phase in ("optimizer", "update") and "type" in self._differing.get(steps, {}):
             path = steps  # another optimizer explains more than what differs in the parameter's module
@@ -211,15 +219,15 @@ class Configurations:
         return [f"Settings differ: {'; '.join(listed[:_MOST_NAMED])}{more}."]
 
 
-def _consumers(finding: Finding) -> list[str]:
+def _consumers(finding: Finding, before: str) -> list[str]:
     """The modules that may have handed a wrong gradient back, outermost first.
 
-    They are the module whose own gradient is the last that agrees, and those around it.
+    They are the module whose own gradient is the last one before it, and those around it.
     """
-    after = str(finding.evidence.get("after") or "")
-    if finding.phase != "backward" or not after:
+    before = before or str(finding.evidence.get("after") or "")
+    if finding.phase != "backward" or not before:
         return []
-    parts = after.rpartition(" ")[0].split(".")
+    parts = before.rpartition(" ")[0].split(".")
     return [".".join(parts[: number + 1]) for number in range(len(parts))]
 
 

@@ -15,13 +15,19 @@ from traindiff.analyse.merge.distance import Pair, equal_bits
 from traindiff.analyse.merge.parameters import Copies
 from traindiff.analyse.merge.recorded_calls import num_cleared
 from traindiff.analyse.merge.renames import Rename
-from traindiff.analyse.merge.site import StepTable, num_micro_steps
+from traindiff.analyse.merge.site import MergedSite, StepTable, num_micro_steps
 from traindiff.analyse.rules.ranks import KIND as DISAGREEMENT
 from traindiff.core.site import label
 from traindiff.core.summary import UNIT_ROUNDOFF, nonfinite_count
 
 FLOW = ("batch", "forward", "loss", "backward")
 """Phases in which data flows from one site to the next in the order of execution."""
+
+
+def flow(pairs: Iterable[Pair]) -> list[MergedSite]:
+    """The sites of a step through which data flows, in the order of execution."""
+    entries = [pair.baseline for pair in pairs if pair.baseline.key.phase in FLOW and pair.baseline.key.path != "rng"]
+    return sorted(entries, key=lambda entry: entry.order)
 
 
 def surroundings(
@@ -42,11 +48,8 @@ def surroundings(
         return "", {}
     batch = [pair for pair in pairs if pair.baseline.key.phase == "batch"]
     apart = {pair.baseline.key for pair in batch if not equal_bits(pair)} if other_form else set()
-    before = [
-        pair.baseline for pair in pairs if pair.baseline.key.phase in FLOW and pair.baseline.order < finding.order
-    ]
-    flowing = [entry for entry in before if entry.key.path != "rng" and entry.key not in apart]
-    last = max(flowing, key=lambda entry: entry.order, default=None)
+    flowing = [entry for entry in flow(pairs) if entry.order < finding.order and entry.key not in apart]
+    last = flowing[-1] if flowing else None
     after_pair = in_baseline_order(aligned.pairs)
     unseen: list[tuple[str, str]] = []
     low = last.order if last else -1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -37,6 +38,7 @@ from traindiff.analyse.compare.evaluations import OtherEvaluations, without_grad
 from traindiff.analyse.compare.explanations import (
     batch_statistics_message,
     explained,
+    flow,
     other_buffers_message,
     shifted_labels_message,
     surroundings,
@@ -157,6 +159,7 @@ class RunningComparison:
         self._knows_buffers = False  # whether buffers that start with other values may explain the first finding
         self._remarks = ""  # on the first finding, and the evidence for them
         self._evidence: dict[str, Any] = {}
+        self._flow: list[tuple[int, str]] = []  # sites of its step, in the order of execution
         self._uncovered: list[int] = []
         self._other_buffers: list[str] = []  # that start with other values
         self._other_evaluations = OtherEvaluations()
@@ -377,6 +380,7 @@ class RunningComparison:
         )
         if agreed and self._judge.findings and not comes_last(self._judge.findings[0]):
             first = self._judge.findings[0]
+            self._flow = [(one.order, label(one.key.path, one.key.slot)) for one in flow(pairs)]
             hop, self._evidence = surroundings(first, pairs, given.aligned, other_form=given.other_form)
             divided = (micro_steps[0], micro_steps[1])
             recorded = [side.table for side in given.sides]
@@ -401,7 +405,7 @@ class RunningComparison:
             return ()
         first, *rest = findings
         if first is not self._judge.findings[0]:  # what surrounds the accepted one says nothing of this one
-            return tuple(map(self._configurations.explained, findings))
+            return tuple(map(self._configured, findings))
         evidence = {**first.evidence, **self._evidence}
         form = next((one.message for one in rest if one.evidence.get(OTHER_FORM)), "")
         remarks = self._remarks + self.runs.uneven.remark(first, form)
@@ -414,10 +418,18 @@ class RunningComparison:
         late = self._evidence.get("one_hop_late", ())
         uncalled = [one for one in rest if is_uncalled(one) and label(one.path, one.slot) in late]
         rest = [one for one in rest if one not in uncalled]
-        first, *told = map(self._configurations.explained, (first, *uncalled, *rest))
+        first, *told = map(self._configured, (first, *uncalled, *rest))
         if first.evidence.get("settings") and first.message.startswith(f"{first.path}: "):  # the cause is known
             return (first, *told)
         return (*told[: len(uncalled)], first, *told[len(uncalled) :])
+
+    def _configured(self, finding: Finding) -> Finding:
+        """The finding, with the settings that explain it."""
+        before, first = "", self._judge.findings[0]
+        if finding.phase == "backward" and finding.step == first.step and "after" not in finding.evidence:
+            place = bisect_left(self._flow, finding.order, key=lambda one: one[0])
+            before = self._flow[place - 1][1] if place else ""
+        return self._configurations.explained(finding, before)
 
     def _further_notes(self) -> list[str]:
         """Notes that belong to every verdict."""
