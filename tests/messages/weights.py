@@ -267,6 +267,15 @@ for title, (option, text) in FILES.items():
     situation(title)(with_file(option, text))
 
 
+@situation("a map that puts parts of a recording together")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(4, 3)
+    with traindiff.record("run", model):
+        model(torch.ones(2, 4)).sum().backward()
+    Path("file.toml").write_text(f"{ENTRY}transpose = true")
+    traindiff.weights("run", STATE, map="file.toml")
+
+
 @situation("a map that is missing")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     traindiff.weights(STATE, dict(STATE), map="nothing.toml")

@@ -153,6 +153,19 @@ def test_a_map_that_cannot_be_used_is_an_error_that_names_the_entry(tmp_path: Pa
     assert words in str(caught.value)
 
 
+def test_a_map_that_puts_parts_of_recordings_together_says_that_these_have_only_summaries(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    map_text = '[[tensor]]\nbaseline = ["0.weight", "1.weight"]\ncandidate = ["fused.weight"]\ncolumns = true\n'
+    (tmp_path / "map.toml").write_text(map_text)
+
+    with pytest.raises(ConfigError, match=r"a recording has only summaries of it\. Compare saved weights"):
+        traindiff.weights(tmp_path / "run", {"fused.weight": torch.ones(4, 8)}, map=tmp_path / "map.toml")
+
+
 def test_an_accepted_difference_is_listed_with_its_reason_and_not_judged(tmp_path: Path) -> None:
     entries = '[[accept]]\nname = "lm_head.*"\nreason = "a new head"\n[[accept]]\nname = "other"\nreason = "none"\n'
     (tmp_path / "accept.toml").write_text(entries)

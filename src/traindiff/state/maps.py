@@ -60,6 +60,9 @@ def _joined(parts: Sequence[StoredTensor], whole: StoredTensor, layout: Layout, 
     """
     made = joined(parts, whole, layout)
     if made is None:
+        if unread := [part.name for part in parts if not part.is_readable]:
+            what = f"puts {unread[0]} together with others, or moves its rows: a recording has only summaries of it."
+            raise unusable(f"entry {number}", "--map", f"{what} Compare saved weights, or leave this entry out.")
         told = ", ".join(f"{part.name} {list(part.shape)} ({part.dtype})" for part in parts)
         raise unusable(
             f"entry {number}", "--map", f"does not fit: {told} do not make up {whole.name} {list(whole.shape)}."
