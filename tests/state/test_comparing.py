@@ -372,11 +372,76 @@ def test_a_tensor_that_is_no_longer_tied_is_told_so() -> None:
     (found,) = weights(tied, tied | {"lm_head.weight": 2.0 * STATE[EMBEDDING] + 1.0}).differences
 
     assert found.candidate == ("lm_head.weight",)
-    assert found.message.endswith(f"; in the baseline it is {EMBEDDING} again (tied), here it is not")
+    assert found.message.endswith(f"; in the baseline it is {EMBEDDING} again (tied), in the candidate it is not")
     other = STATE[EMBEDDING] + 1.0
     both = weights(tied, tied | {"lm_head.weight": other, EMBEDDING: other.clone()})
     assert len(both.differences) == 2
     assert not any("tied" in one.message for one in both.differences)
+
+
+def test_copies_that_are_equal_at_the_start_are_not_said_to_be_tied() -> None:
+    """Layers, and a network with its target, begin with the same numbers."""
+    torch.manual_seed(0)
+    copied = {name: torch.randn(8, 8) for name in ("fc1.weight", "fc2.weight")}
+    begun = {
+        f"{net}.layers.{n}.{name}": one for net in ("online", "target") for n in (0, 1) for name, one in copied.items()
+    }
+    trained = {name: value + torch.randn(8, 8) for name, value in begun.items()}
+    result = weights(begun, trained)
+
+    assert len(result.differences) == len(begun)
+    assert "tied" not in str(result)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_parts_of_complex_numbers_are_compared_as_numbers(dtype: torch.dtype) -> None:
+    value = torch.randn(4, 4, dtype=dtype)
+    value[1] = 0.0
+    other = value.clone()
+    torch.view_as_real(other)[1, :, 0] = -0.0
+    assert of_kind(weights({"weight": value}, {"weight": other})) == {"bits": {"weight"}}
+    other[2, 2] += 1.0
+    (found,) = weights({"weight": value}, {"weight": other}).differences
+    assert found.message == "differs in 1 of 16 elements"
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_rows_of_zeros_of_the_other_sign_are_no_missing_shard(*, turned: bool) -> None:
+    value = torch.randn(6, 5)
+    value[2:4] = 0.0
+    sides = [{"weight": value}, {"weight": torch.where(value == 0, -0.0, value)}]
+    result = weights(*(sides[::-1] if turned else sides))
+
+    assert (result.verdict, of_kind(result)) == ("equivalent", {"bits": {"weight"}})
+
+
+def test_a_cast_with_zeros_of_the_other_sign_is_rounded_to_nearest() -> None:
+    value = torch.randn(6, 5)
+    value[2, 2] = 0.0
+    result = weights({"weight": value}, {"weight": torch.where(value == 0, -0.0, value).bfloat16()})
+
+    assert result.verdict == "equivalent"
+    (found,) = result.relations
+    assert found.message.startswith("is the baseline's as bfloat16: the same numbers in bfloat16, in other bits")
+
+
+def test_parts_of_unequal_length_in_an_unknown_order_differ() -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(8, 6), torch.randn(5, 6)
+    shuffled = torch.cat([query, key])[torch.randperm(13)]
+    for parts, whole in (((query, key), shuffled), ((query.t(), key.t()), shuffled.t())):
+        sides = {"q": parts[0].contiguous(), "k": parts[1].contiguous()}, {"qk": whole.contiguous()}
+        (found,) = weights(*sides).differences
+        assert found.message.endswith("in an order that is not known")
+
+
+def test_a_layer_of_zeros_that_is_fused_as_the_others_are_is_the_same() -> None:
+    parts = {f"h.{n}.{name}": torch.randn(8, 6) * bool(n) for n in range(3) for name in ("q", "k")}
+    whole = {f"h.{n}.qk": torch.cat([parts[f"h.{n}.q"], parts[f"h.{n}.k"]]) for n in range(3)}
+    result = weights(parts, whole)
+
+    assert of_kind(result) == {"fused": {f"h.{n}.qk" for n in range(3)}}
+    assert str(result).startswith("equivalent: 3 tensors, the same numbers in another layout\n")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -391,7 +456,7 @@ def test_zeros_of_the_other_sign_and_other_bits_of_nan_are_the_same_numbers(dtyp
 
     assert of_kind(result) == {"bits": {"weight"}}
     (found,) = (one for one in result.relations if one.kind == "bits")
-    assert found.message == "has the same numbers in other bits: 7 zeros of the other sign and 1 NaN"
+    assert found.message == "has the same numbers in other bits: 7 zeros of the other sign and 1 NaN with other bits"
     assert str(result).startswith("equivalent: 2 tensors, the same numbers in other bits\n")
 
 

@@ -108,6 +108,49 @@ def test_the_columns_of_experts_are_joined_in_each_matrix_of_a_stack(tmp_path: P
     assert traindiff.weights(*model(1), map=tmp_path / "map.toml").verdict == "identical"
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_columns_of_stacks_are_joined_matrix_by_matrix(tmp_path: Path, *, transposed: bool) -> None:
+    def model(seed: int) -> tuple[State, State]:
+        generator = torch.Generator().manual_seed(seed)
+        parts = {
+            f"l.{n}.{name}": torch.randn(4, 6, 5, generator=generator) for n in range(2) for name in ("gate", "up")
+        }
+        whole = {f"l.{n}.gate_up": torch.cat([parts[f"l.{n}.gate"], parts[f"l.{n}.up"]], 2) for n in range(2)}
+        return parts, {name: (one.transpose(1, 2) if transposed else one).contiguous() for name, one in whole.items()}
+
+    found = traindiff.weights(*model(0))
+    assert (found.verdict, {one.kind for one in found.relations}) == ("equivalent", {"fused"})
+    assert write_map(found, tmp_path / "map.toml") == 1
+    assert traindiff.weights(*model(1), map=tmp_path / "map.toml").verdict == "identical"
+
+
+def test_of_a_layer_that_several_layouts_fit_the_map_has_that_of_the_others(tmp_path: Path) -> None:
+    def model(seed: int, first: Tensor) -> tuple[State, State]:
+        generator = torch.Generator().manual_seed(seed)
+        parts = {f"h.{n}.{name}": torch.randn(6, 6, generator=generator) for n in range(3) for name in ("q", "k")}
+        parts |= {"h.0.q": first, "h.0.k": 2.0 * first}
+        return parts, {f"h.{n}.qk": torch.cat([parts[f"h.{n}.q"], parts[f"h.{n}.k"]], 1) for n in range(3)}
+
+    found = traindiff.weights(*model(0, torch.diag(torch.arange(1.0, 7.0))))
+    assert found.verdict == "equivalent"
+    write_map(found, tmp_path / "map.toml")
+    result = traindiff.weights(*model(1, torch.randn(6, 6)), map=tmp_path / "map.toml")
+    assert (result.verdict, result.notes) == ("identical", ())
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        ([torch.ones(6), torch.ones(6)], "Only matrices, and stacks of matrices, have columns"),
+        ([torch.ones(6, 2), torch.ones(6, 2).bfloat16()], "Parts must have one dtype"),
+    ],
+)
+def test_parts_that_cannot_be_joined_by_columns_are_told_why(tmp_path: Path, parts: list[Tensor], why: str) -> None:
+    (tmp_path / "map.toml").write_text('[[tensor]]\nbaseline = ["a", "b"]\ncandidate = ["ab"]\ncolumns = true\n')
+    with pytest.raises(ConfigError, match=why):
+        traindiff.weights({"a": parts[0], "b": parts[1]}, {"ab": torch.ones(6, 4)}, map=tmp_path / "map.toml")
+
+
 def test_a_layer_whose_columns_are_in_another_order_than_those_of_the_others_is_another_model() -> None:
     torch.manual_seed(0)
     parts = {f"h.{layer}.{name}.weight": torch.randn(8, 6) for layer in range(3) for name in "qkv"}

@@ -169,7 +169,7 @@ def order_clause(parts: Sequence[Lines], whole: Lines) -> str:
     """A clause on the order in which parts lie in a whole in no known layout."""
     for joined, of_whole in _sides(parts, whole):
         known = {part[joined].tobytes(): number for number, part in enumerate(parts)}
-        if len(known) == len(parts):
+        if len(known) == len(parts) and len({len(part[joined]) for part in parts}) == 1:
             order = [known.get(block.tobytes()) for block in whole[of_whole].reshape(len(parts), -1)]
             moved = [place for place, number in enumerate(order) if place != number]
             if None not in order and moved:

@@ -131,7 +131,8 @@ def _shards(baseline: Measured, candidate: Measured, dtype: str | None, hashes: 
     is_matrix = len(baseline.tensor.shape) > 1
     for place, what in ((0, "rows"), (1, "columns")) if is_matrix else ((0, "elements"),):
         kind, clause = repeated_rows(first[place], second[place])
-        if kind:
+        of_zeros = int(candidate.own["zero"]) <= int(baseline.own["zero"])  # they were zeros of the other sign
+        if kind and not (kind == "missing-shard" and of_zeros):
             return kind, clause.format(what)
     return "", ""
 

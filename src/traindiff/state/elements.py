@@ -15,6 +15,9 @@ from traindiff.state.dtypes import ITEM_BYTES, TOO_LARGE, Bits, decoded, gap, is
 from traindiff.state.measured import common_dtype
 from traindiff.state.stored import StoredTensor
 
+_PARTS = {"complex64": "f4", "complex128": "f8"}
+"""Of a complex dtype, that of the real and the imaginary part."""
+
 _BLOCK = 1 << 17
 """Elements that are worked on at a time, so that intermediate arrays stay in the cache."""
 
@@ -76,7 +79,7 @@ class _Totals:
             self.count += apart.size
             self._count(*self._in_one_dtype(baseline, candidate), first, end)
             if self.one_dtype and not self.unequal:
-                self._count_bits(baseline, candidate)
+                self.count_bits(baseline, candidate)
             finite = [np.where(np.isfinite(one), one, 0.0) for one in (wide, other)]
             sizes = [float(np.abs(one).max(initial=0.0)) for one in finite]
             self.extremes = [max(pair) for pair in zip(self.extremes, sizes, strict=True)]
@@ -112,7 +115,8 @@ class _Totals:
         if len(rows):
             self.rows = [self.rows[0] + len(rows), self.rows[1] if self.rows[0] else int(rows[0]), int(rows[-1])]
 
-    def _count_bits(self, baseline: NDArray[Any], candidate: NDArray[Any]) -> None:
+    def count_bits(self, baseline: NDArray[Any], candidate: NDArray[Any]) -> None:
+        """Count zeros of other signs and NaN of other bits, among numbers that are the same."""
         bits = f"u{baseline.itemsize}"
         unlike = baseline.view(bits) != candidate.view(bits)
         if unlike.any():
@@ -175,10 +179,17 @@ def element_difference(baseline: StoredTensor, candidate: StoredTensor) -> Eleme
         else:
             words = ITEM_BYTES[baseline.dtype] // first.itemsize
             total.count += first.size // words
-            if words > 1 and baseline.dtype == candidate.dtype:
+            if baseline.dtype == candidate.dtype and (parts := _PARTS.get(baseline.dtype)):
+                pairs = [one.view(parts).reshape(-1, 2) for one in (first, second)]
+                apart = (pairs[0] != pairs[1]) & ~(np.isnan(pairs[0]) & np.isnan(pairs[1]))
+                total.unequal += int(np.count_nonzero(apart.any(axis=1)))
+                total.count_bits(*pairs)
+            elif words > 1 and baseline.dtype == candidate.dtype:
                 total.unequal += int(np.count_nonzero((first != second).reshape(-1, words).any(axis=1)))
             else:
                 total.unequal += _unequal(first, second, baseline.dtype, candidate.dtype)
+    if not numeric and not total.unequal and (total.signs or total.payloads):
+        return _in_other_bits(total)
     if not numeric:
         evidence = {"unequal": total.unequal, "elements": total.count}
         if not total.unequal:
@@ -199,6 +210,8 @@ def _unequal(first: Bits, second: Bits, baseline: str, candidate: str) -> int:
 
 
 def _judged(total: _Totals) -> ElementDifference:
+    if not total.unequal:
+        return _in_other_bits(total)
     for dtype, (candidates, baselines) in total.through.items():
         # rounding is off by 0.29 gaps (rms of a uniform distribution); a small change of rounded numbers by far less
         far = not total.one_dtype or math.sqrt(total.in_gaps[dtype] / max(1, total.unequal)) > _LEAST_IN_GAPS
@@ -243,16 +256,6 @@ def _sized(total: _Totals) -> ElementDifference:
     counted = f"{total.unequal} of {total.count} elements differ{_rows_text(total)}"
     if total.rows[0]:
         evidence |= {"rows": total.rows[0], "first_row": total.rows[1], "last_row": total.rows[2]}
-    if not total.unequal:
-        if total.short is None:
-            return _in_other_bits(total)
-        message = f"is the baseline's as {total.candidate}: the same numbers in {total.short}, in other bits (like NaN)"
-        overflown = max(total.extremes) >= TOO_LARGE[total.short]
-        return ElementDifference(
-            kind="overflow" if overflown else "cast",
-            message=f"{message}, {UNFIT}" if overflown else message,
-            evidence=evidence,
-        )
     if not total.finite:
         return ElementDifference(
             kind="other", message=f"differs, also in NaN or infinity: {counted}", evidence=evidence
@@ -289,11 +292,24 @@ def _sized(total: _Totals) -> ElementDifference:
 
 
 def _in_other_bits(total: _Totals) -> ElementDifference:
-    """The clause on the same numbers of one dtype."""
+    """The clause on the same numbers, after rounding to the shorter dtype."""
+    evidence: dict[str, Any] = {"unequal": 0, "elements": total.count}
+    if not total.one_dtype:
+        short = f" in {total.short}" if total.short else ""
+        message = (
+            f"is the baseline's as {total.candidate}: the same numbers{short}, in other bits (like 0 and -0, or NaN)"
+        )
+        overflown = total.short is not None and max(total.extremes) >= TOO_LARGE[total.short]
+        return ElementDifference(
+            kind="overflow" if overflown else "cast",
+            message=f"{message}, {UNFIT}" if overflown else message,
+            evidence=evidence,
+        )
     zeros = f"{total.signs} zero{'' if total.signs == 1 else 's'} of the other sign"
-    parts = [text for text, count in ((zeros, total.signs), (f"{total.payloads} NaN", total.payloads)) if count]
+    nan = f"{total.payloads} NaN with other bits"
+    parts = [text for text, count in ((zeros, total.signs), (nan, total.payloads)) if count]
     message = f"has the same numbers in other bits: {' and '.join(parts)}"
-    evidence = {"zeros": total.signs, "nan": total.payloads, "elements": total.count}
+    evidence |= {"zeros": total.signs, "nan": total.payloads}
     return ElementDifference(kind="bits", message=message, evidence=evidence)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -64,9 +65,13 @@ def _joined(parts: Sequence[StoredTensor], whole: StoredTensor, layout: Layout, 
             what = f"puts {unread[0]} together with others, or moves its rows: a recording has only summaries of it."
             raise unusable(f"entry {number}", "--map", f"{what} Compare saved weights, or leave this entry out.")
         told = ", ".join(f"{part.name} {list(part.shape)} ({part.dtype})" for part in parts)
-        raise unusable(
-            f"entry {number}", "--map", f"does not fit: {told} do not make up {whole.name} {list(whole.shape)}."
-        )
+        why = ""
+        if len({part.dtype for part in parts}) > 1:
+            why = " Parts must have one dtype."
+        elif layout.columns and any(len(part.shape) not in (2, 3) for part in parts):
+            why = " Only matrices, and stacks of matrices, have columns: leave columns out for biases."
+        what = f"does not fit: {told} do not make up {whole.name} {list(whole.shape)}.{why}"
+        raise unusable(f"entry {number}", "--map", what)
     return made
 
 
@@ -82,9 +87,9 @@ def joined(parts: Sequence[StoredTensor], whole: StoredTensor, layout: Layout) -
     length, width = (matrices * columns, rows // max(1, matrices)) if layout.turns else (rows, columns)
     shapes = [matrix_shape(part.shape) for part in parts]
     if layout.columns:
-        shapes = [(width, length) for length, width in shapes]
+        shapes = [_turned_shape(part.shape) for part in parts]
     fits = (
-        (not layout.columns or all(len(part.shape) == 2 for part in parts))
+        (not layout.columns or all(len(part.shape) in (2, 3) for part in parts))
         and sum(shape[0] for shape in shapes) == length
         and all(shape[1] == width for shape in shapes)
         and all(_moved_rows(shape, layout) % (layout.groups * abs(layout.blocks)) == 0 for shape in shapes)
@@ -105,6 +110,12 @@ def joined(parts: Sequence[StoredTensor], whole: StoredTensor, layout: Layout) -
     )  # fmt: skip
 
 
+def _turned_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Columns of all matrices of a tensor, and the length of each."""
+    rows, columns = matrix_shape(shape)
+    return num_matrices(shape) * columns, rows // max(1, num_matrices(shape))
+
+
 def _moved_rows(shape: tuple[int, int], layout: Layout) -> int:
     """How many rows of a part change places: those of the transposed part, if it is transposed before."""
     return shape[1] if layout.blocks > 1 and layout.transpose else shape[0]
@@ -116,32 +127,33 @@ def _made(parts: Sequence[StoredTensor], layout: Layout, matrices: int) -> Bits:
     for part, heads in zip(parts, layout.heads, strict=True):
         rows, columns = matrix_shape(part.shape)
         words = ITEM_BYTES[part.dtype] // bits_type(part.dtype).itemsize
-        matrix = part.slab(0, part.rows).reshape(rows, columns * words)
+        matrix = part.slab(0, part.rows).reshape(rows, columns, words)
         if layout.columns:
-            matrix = matrix.reshape(rows, columns, words).swapaxes(0, 1).reshape(columns, rows * words)
-            rows = columns
+            stacked = matrix.reshape(num_matrices(part.shape), -1, columns, words).swapaxes(1, 2)
+            rows, columns = _turned_shape(part.shape)
+            matrix = stacked.reshape(rows, columns, words)
         if layout.blocks != 1:
             return _regrouped(matrix, layout)
         if heads > 0:
             matrix = matrix[pairs_order(rows, heads)]
         elif heads < 0:
             matrix = matrix[np.argsort(pairs_order(rows, -heads))]
-        groups.append(matrix.reshape(layout.groups, rows // layout.groups, -1))
-    made = np.concatenate(groups, axis=1).reshape(-1, groups[0].shape[-1])
+        groups.append(matrix.reshape(layout.groups, rows // layout.groups, columns, words))
+    made = np.concatenate(groups, axis=1).reshape(sum(one.shape[0] * one.shape[1] for one in groups), columns, words)
     if not layout.turns:
         return made
-    return made.reshape(matrices, len(made) // max(1, matrices), -1, words).swapaxes(1, 2)
+    return made.reshape(matrices, len(made) // max(1, matrices), columns, words).swapaxes(1, 2)
 
 
 def _regrouped(matrix: Bits, layout: Layout) -> Bits:
     """The rows of a single part, from blocks to groups of all of them, or back."""
     if layout.blocks > 1:
-        matrix = matrix.T if layout.transpose else matrix
-        split = matrix.reshape(layout.blocks, layout.groups, -1, matrix.shape[1])
+        matrix = matrix.swapaxes(0, 1) if layout.transpose else matrix
+        split = matrix.reshape(layout.blocks, layout.groups, -1, *matrix.shape[1:])
         return split.swapaxes(0, 1).reshape(matrix.shape)
-    split = matrix.reshape(layout.groups, -layout.blocks, -1, matrix.shape[1])
+    split = matrix.reshape(layout.groups, -layout.blocks, -1, *matrix.shape[1:])
     found = split.swapaxes(0, 1).reshape(matrix.shape)
-    return found.T if layout.transpose else found
+    return found.swapaxes(0, 1) if layout.transpose else found
 
 
 def write_map(result: WeightsComparison, path: Path) -> int:
@@ -150,7 +162,11 @@ def write_map(result: WeightsComparison, path: Path) -> int:
     Raises:
         ConfigError: The file cannot be written.
     """
-    entries = list(dict.fromkeys(map(as_toml, _proposed(result.relations))))
+    ways: dict[tuple[tuple[str, ...], tuple[str, ...]], Counter[str]] = {}
+    for entry in _proposed(result.relations):
+        ways.setdefault((entry.baseline, entry.candidate), Counter())[as_toml(entry)] += 1
+    # an entry is for all layers: of a layer that several layouts fit, that of the others is taken
+    entries = [found.most_common(1)[0][0] for found in ways.values()]
     head = (
         "# Which tensors of the baseline are which of the candidate, as their contents suggest "
         "(traindiff explain weights.md).\n"
@@ -169,7 +185,9 @@ def _proposed(relations: Sequence[Relation]) -> Iterator[Entry]:
             continue
         if layout is None and one.baseline == one.candidate:
             continue
-        if layout is None and not (one.kind in ("renamed", "cast") and len(one.baseline) == len(one.candidate) == 1):
+        if layout is None and not (
+            one.kind in ("renamed", "cast", "bits") and len(one.baseline) == len(one.candidate) == 1
+        ):
             continue
         layout = layout or Layout()
         parts = one.baseline if len(one.candidate) == 1 else one.candidate

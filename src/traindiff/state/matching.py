@@ -300,7 +300,7 @@ class Matching:
         """The rows of one part after the other; also the columns, if all parts are matrices."""
         found = [self._hashes.of(part.tensor, dtype) for part in parts]
         rows = np.concatenate([rows for rows, _ in found])
-        are_matrices = all(len(part.tensor.shape) == 2 for part in parts)
+        are_matrices = all(len(part.tensor.shape) in (2, 3) for part in parts)
         return Lines(rows, np.concatenate([columns for _, columns in found])) if are_matrices else Lines(rows)
 
     def _find_rearranged(self) -> None:
@@ -334,9 +334,14 @@ class Matching:
             made = put_together([self._left[key] for key in sides[0]], [self._right[key] for key in sides[1]], layout)
             if made is None:
                 continue
+            named = listed_names(baseline)
+            if same_bits(*made):
+                kind = "renamed" if layout is None else "fused"
+                message = f"by its name, is the baseline's {named}, as in the other layers"
+                self._settle(*sides, self._relation("equivalent", kind, *sides, message, layout=layout))
+                continue
             found = difference(*made, self._hashes)
             word: Word = found.word if found.word != "only" else "differs"
-            named = listed_names(baseline)
             message = f"by its name, is the baseline's {named}, and {found.message}"
             relation = self._relation(word, found.kind, *sides, message, evidence=found.evidence, layout=layout)
             self._settle(*sides, relation)
@@ -384,10 +389,16 @@ class Matching:
     def _untied(self, name: str, contents: Mapping[Any, list[str]]) -> str:
         """A clause on the tensor that this one is in the baseline, and no longer in the candidate."""
         own = self._candidate[name]
+        if len(own.tensor.shape) != 2:
+            return ""
         for other in contents.get(content_keys(self._baseline[name])[0], ()):
             there = self._candidate.get(other)
-            if other != name and there is not None and there.summaries and not same_bits(there, own):
-                return f"; in the baseline it is {self._baseline[other].tensor.name} again (tied), here it is not"
+            known = there is not None and there.tensor.dtype == own.tensor.dtype and bool(there.summaries)
+            # copies of layers or of networks, which are equal at the start, have the same modules inside
+            alike = skeleton(".".join(other.split(".")[-2:])) == skeleton(".".join(name.split(".")[-2:]))
+            if there is not None and known and not alike and not same_bits(there, own):
+                named = self._baseline[other].tensor.name
+                return f"; in the baseline it is {named} again (tied), in the candidate it is not"
         return ""
 
     def _only(self, name: str, *, of_candidate: bool) -> Relation:

@@ -203,7 +203,8 @@ def biases_as_weights(relations: Sequence[Relation], baseline: Collection[str], 
         alike = tuple(own) == one.baseline and (all(plain) or layouts[0] == layouts[1])
         if alike or not all(name in baseline for name in own) or holds(own, one.candidate, layouts[1]):
             continue
-        message = f"{one.message}; its weight is another one, or laid out otherwise: it {skeleton(of_weights.message)}"
+        of_weight = skeleton(of_weights.message)
+        message = f"{one.message}; its weight is another one, or laid out otherwise ({of_weight})"
         found[number] = replace(one, word="differs", kind="unlike", message=message)
     return found
 

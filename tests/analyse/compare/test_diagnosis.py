@@ -249,13 +249,13 @@ def test_a_micro_batch_that_is_lost_doubled_or_scaled(factors: tuple[float, ...]
     [
         (
             [(1, 0)],
-            "lacks what rank 0 in micro-step 1 contributed, of 6 contributions of all ranks; it is the sum of the "
-            "other 5.",
+            "lacks what rank 0 in micro-step 1 contributed; it is the sum of the other 5 of 6 contributions of all "
+            "ranks.",
         ),
         (
             [(0, 1), (1, 0)],
-            "lacks what rank 1 in micro-step 0 and rank 0 in micro-step 1 contributed, of 6 contributions of all "
-            "ranks; it is the sum of the other 4.",
+            "lacks what rank 1 in micro-step 0 and rank 0 in micro-step 1 contributed; it is the sum of the other 4 of "
+            "6 contributions of all ranks.",
         ),
         ([(0, 0), (0, 1)], "lacks what micro-step 0 of 3 contributed; it is the sum of the other 2."),
     ],

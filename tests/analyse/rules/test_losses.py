@@ -105,7 +105,7 @@ def test_a_loss_that_turns_negative_is_not_said_to_be_judged(tmp_path: Path) -> 
     rules = {rule.name: rule for rule in traindiff.check(run).rules}
     assert rules["diverging-loss"].result == "not applicable"
     (why,) = rules["diverging-loss"].unknown
-    needs = "It needs a single loss above 0, on which backward() is called in each step; that of step "
+    needs = "It needs a single loss above 0, on which backward() is called in each step; the loss of step "
     assert re.fullmatch(r"\d+ is -[\d.]+", why.removeprefix(needs))
 
 

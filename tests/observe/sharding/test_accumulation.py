@@ -112,6 +112,6 @@ def test_a_micro_batch_that_is_lost_on_one_rank_is_named_with_the_rank(runs: Pat
     assert first is not None
     assert (first.step, first.phase, first.stage, first.kind) == (0, "grad", "", "lost-contribution")
     assert (
-        "lacks what rank 1 in micro-step 0 contributed, of 8 contributions of all ranks; it is the sum of the other 7"
+        "lacks what rank 1 in micro-step 0 contributed; it is the sum of the other 7 of 8 contributions of all ranks"
         in first.message
     )

@@ -119,17 +119,17 @@ def contributed(odd: Sequence[tuple[str, float]], num_terms: int, *, whose: str 
         each_rank: True if each rank's contribution to a micro-step is a term.
     """
     among = "" if each_rank else f" of {whose}{num_terms}"
-    counted = f", of {whose}{num_terms} contributions of all ranks" if each_rank else ""
+    counted = f" of {whose}{num_terms} contributions of all ranks" if each_rank else ""
     lost = [name for name, factor in odd if abs(factor) < LOST]
     rest = num_terms - len(odd)
-    others = f"the other {rest} once" if rest > 1 else "the other one once"
+    others = f"the other {rest}{counted} once" if rest > 1 else f"the other one{counted} once"
     if len(lost) == len(odd):
-        sum_of = f"it is the sum of the other {rest}" if rest > 1 else "it is that of the other one"
-        return f"lacks what {_listed(lost)}{among} contributed{counted}; {sum_of}"
+        sum_of = f"it is the sum of the other {rest}{counted}" if rest > 1 else f"it is that of the other one{counted}"
+        return f"lacks what {_listed(lost)}{among} contributed; {sum_of}"
     held = [(name, factor) for name, factor in odd if name not in lost]
     parts = [f"holds what {name}{among} contributed {_times(value)}" for name, value in held]
     lacks = [f"lacks what {_listed(lost)} contributed"] if lost else []
-    return f"{', '.join([*parts, *lacks])}{counted}; {others}"
+    return f"{', '.join([*parts, *lacks])}; {others}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -42,8 +42,7 @@ class _LossTrend(Rule):
 
     def applies(self, contents: Contents) -> bool:
         """True if a step has something that it judges."""
-        found = loss_of(contents.table)
-        return found is not None and found[1] > 0.0
+        return loss_of(contents.table) is not None
 
     def begin(self) -> None:
         """Nothing was seen so far."""
@@ -71,7 +70,7 @@ class _LossTrend(Rule):
         if self._not_positive is None:
             return ""
         step, loss = self._not_positive
-        return f"It needs {self.needs}; that of step {step} is {loss:.4g}"
+        return f"It needs {self.needs}; the loss of step {step} is {loss:.4g}"
 
     @property
     def _is_judged(self) -> bool:
