@@ -124,6 +124,28 @@ def test_the_columns_of_stacks_are_joined_matrix_by_matrix(tmp_path: Path, *, tr
     assert traindiff.weights(*model(1), map=tmp_path / "map.toml").verdict == "identical"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("names", [[f"experts.{n}.bias" for n in range(4)], ["first.bias", "second.bias"]])
+def test_vectors_are_stacked_as_rows_or_as_columns(
+    tmp_path: Path, names: list[str], dim: int, dtype: torch.dtype
+) -> None:
+    def model(seed: int) -> tuple[State, State]:
+        generator = torch.Generator().manual_seed(seed)
+        parts = {name: torch.randn(6, generator=generator, dtype=torch.float64).to(dtype) for name in names}
+        return parts, {"biases": torch.stack([*parts.values()], dim)}
+
+    found = traindiff.weights(*model(0))
+    assert (found.verdict, found.relations[0].kind) == ("equivalent", "fused")
+    assert write_map(found, tmp_path / "map.toml") == 1
+    assert traindiff.weights(*model(1), map=tmp_path / "map.toml").verdict == "identical"
+    parts, whole = model(2)
+    whole["biases"][1, 1] += 1
+    assert traindiff.weights(parts, whole, map=tmp_path / "map.toml").verdict == "diverged"
+    shuffled = {"biases": model(0)[1]["biases"].flatten().flip(0).reshape(whole["biases"].shape)}
+    assert traindiff.weights(model(0)[0], shuffled).verdict == "diverged"
+
+
 def test_of_a_layer_that_several_layouts_fit_the_map_has_that_of_the_others(tmp_path: Path) -> None:
     def model(seed: int, first: Tensor) -> tuple[State, State]:
         generator = torch.Generator().manual_seed(seed)

@@ -68,6 +68,33 @@ def hashes(tensor: StoredTensor, dtype: str) -> tuple[Hashes, Hashes]:
     return of_rows, of_columns.reshape(-1)
 
 
+def hash_as_row(tensor: StoredTensor, dtype: str) -> Hashes:
+    """The hash of a vector as a row of a matrix.
+
+    Raises:
+        CheckpointError: A file has ended.
+    """
+    total = np.zeros(1, np.uint64)
+    words = ITEM_BYTES[tensor.dtype] // bits_type(tensor.dtype).itemsize
+    with np.errstate(over="ignore"):
+        for first, end in tensor.slabs:
+            bits = in_dtype(tensor.slab(first, end), tensor.dtype, dtype).reshape(-1, words).astype(np.uint64)
+            block = bits[:, 0] if words == 1 else (bits * _weights(1 << 60, words)).sum(axis=1, dtype=np.uint64)
+            total += (block * _weights(first, end - first)).sum(dtype=np.uint64)
+    return total
+
+
+def are_rows(parts: Sequence[tuple[int, ...]], whole: tuple[int, ...]) -> bool:
+    """True if parts, given by their shapes, are vectors that are the rows of a matrix, or its columns."""
+    return (
+        len(whole) == 2
+        and len(parts) > 1
+        and len({*parts}) == 1
+        and len(parts[0]) == 1
+        and {len(parts), parts[0][0]} == {*whole}
+    )
+
+
 class Lines(NamedTuple):
     """Hashes of the rows of a tensor, and of its columns: none if these are not asked for."""
 

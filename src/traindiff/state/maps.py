@@ -12,7 +12,7 @@ import numpy as np
 from traindiff.core.maps.entries import PLACE, Entry, Layout, as_toml
 from traindiff.core.maps.toml_files import unusable
 from traindiff.core.site import printable
-from traindiff.state.arrangements import matrix_shape, num_matrices, pairs_order
+from traindiff.state.arrangements import are_rows, matrix_shape, num_matrices, pairs_order
 from traindiff.state.comparison import Relation, WeightsComparison, numbers, skeleton
 from traindiff.state.dtypes import ITEM_BYTES, Bits, bits_type
 from traindiff.state.stored import StoredTensor
@@ -85,7 +85,7 @@ def joined(parts: Sequence[StoredTensor], whole: StoredTensor, layout: Layout) -
     rows, columns = matrix_shape(whole.shape)
     matrices = num_matrices(whole.shape)
     length, width = (matrices * columns, rows // max(1, matrices)) if layout.turns else (rows, columns)
-    shapes = [matrix_shape(part.shape) for part in parts]
+    shapes = _shapes(parts, whole)
     if layout.columns:
         shapes = [_turned_shape(part.shape) for part in parts]
     fits = (
@@ -101,13 +101,19 @@ def joined(parts: Sequence[StoredTensor], whole: StoredTensor, layout: Layout) -
         return None
 
     def memory(first: int, end: int) -> Bits:
-        made = _made(parts, layout, matrices).reshape(whole.rows, -1)
+        made = _made(parts, layout, whole).reshape(whole.rows, -1)
         return np.ascontiguousarray(made[first:end])
 
     return StoredTensor(
         name=" + ".join(one.name for one in parts), dtype=parts[0].dtype, shape=whole.shape, role=whole.role,
         memory=memory, in_one=True, made_of=tuple(parts),
     )  # fmt: skip
+
+
+def _shapes(parts: Sequence[StoredTensor], whole: StoredTensor) -> list[tuple[int, int]]:
+    """Rows and columns of the parts."""
+    shapes = [part.shape for part in parts]
+    return [(1, part.size) for part in parts] if are_rows(shapes, whole.shape) else [*map(matrix_shape, shapes)]
 
 
 def _turned_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -121,16 +127,15 @@ def _moved_rows(shape: tuple[int, int], layout: Layout) -> int:
     return shape[1] if layout.blocks > 1 and layout.transpose else shape[0]
 
 
-def _made(parts: Sequence[StoredTensor], layout: Layout, matrices: int) -> Bits:
+def _made(parts: Sequence[StoredTensor], layout: Layout, whole: StoredTensor) -> Bits:
     """The elements of a whole, all of them in memory. If it is turned, each of its matrices is."""
-    groups = []
-    for part, heads in zip(parts, layout.heads, strict=True):
-        rows, columns = matrix_shape(part.shape)
+    groups, matrices = [], num_matrices(whole.shape)
+    for part, heads, (rows, columns) in zip(parts, layout.heads, _shapes(parts, whole), strict=True):
         words = ITEM_BYTES[part.dtype] // bits_type(part.dtype).itemsize
         matrix = part.slab(0, part.rows).reshape(rows, columns, words)
         if layout.columns:
             stacked = matrix.reshape(num_matrices(part.shape), -1, columns, words).swapaxes(1, 2)
-            rows, columns = _turned_shape(part.shape)
+            rows, columns = _turned_shape(part.shape)  # noqa: PLW2901
             matrix = stacked.reshape(rows, columns, words)
         if layout.blocks != 1:
             return _regrouped(matrix, layout)

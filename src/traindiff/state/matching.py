@@ -15,6 +15,8 @@ from traindiff.core.maps.entries import Layout
 from traindiff.state.arrangements import (
     KnownHashes,
     Lines,
+    are_rows,
+    hash_as_row,
     holds,
     layout_of,
     layout_text,
@@ -266,15 +268,18 @@ class Matching:
                     continue
                 groups, dtype = found
                 lines = self._lines(whole_side[name], dtype)
-                layout = layout_of([self._stacked([parts[key] for key in group], dtype) for group in groups], lines)
                 names = [key for group in groups for key in group]
+                as_rows = are_rows([parts[key].tensor.shape for key in names], whole_side[name].tensor.shape)
+                layout = layout_of(
+                    [self._stacked([parts[key] for key in group], dtype, as_rows) for group in groups], lines
+                )
                 told = [parts[group[0]].tensor.name for group in groups]
                 if any(len(group) > 1 for group in groups):
                     told = [
                         f"{first} to {parts[group[-1]].tensor.name}" for first, group in zip(told, groups, strict=True)
                     ]
                 if layout is None:
-                    clause = order_clause([self._stacked([parts[key]], dtype) for key in names], lines)
+                    clause = order_clause([self._stacked([parts[key]], dtype, as_rows) for key in names], lines)
                     message = f"has the numbers of {' and '.join(told)} {clause}"
                 else:
                     message = f"is {layout_text(layout, told)}"
@@ -296,8 +301,10 @@ class Matching:
     def _lines(self, whole: Measured, dtype: str) -> Lines:
         return Lines(*self._hashes.of(whole.tensor, dtype))
 
-    def _stacked(self, parts: Sequence[Measured], dtype: str) -> Lines:
-        """The rows of one part after the other; also the columns, if all parts are matrices."""
+    def _stacked(self, parts: Sequence[Measured], dtype: str, as_rows: bool) -> Lines:  # noqa: FBT001
+        """The rows of one part after the other, or each part as a row; also the columns, if all are matrices."""
+        if as_rows:
+            return Lines(np.concatenate([hash_as_row(part.tensor, dtype) for part in parts]))
         found = [self._hashes.of(part.tensor, dtype) for part in parts]
         rows = np.concatenate([rows for rows, _ in found])
         are_matrices = all(len(part.tensor.shape) in (2, 3) for part in parts)
@@ -336,9 +343,10 @@ class Matching:
                 continue
             named = listed_names(baseline)
             if same_bits(*made):
-                kind = "renamed" if layout is None else "fused"
+                kind = "fused" if layout else "renamed" if made[0].tensor.dtype == made[1].tensor.dtype else "cast"
+                equal: Word = "identical" if kind == "renamed" else "equivalent"
                 message = f"by its name, is the baseline's {named}, as in the other layers"
-                self._settle(*sides, self._relation("equivalent", kind, *sides, message, layout=layout))
+                self._settle(*sides, self._relation(equal, kind, *sides, message, layout=layout))
                 continue
             found = difference(*made, self._hashes)
             word: Word = found.word if found.word != "only" else "differs"
@@ -361,7 +369,9 @@ class Matching:
             return same_bits(parts[0], whole)
         if len(parts) != len(layout.order):
             return True  # stacked experts
-        return holds(layout, [self._stacked([one], dtype) for one in parts], self._lines(whole, dtype))
+        as_rows = are_rows([one.tensor.shape for one in parts], whole.tensor.shape)
+        lines = [self._stacked([one], dtype, as_rows) for one in parts]
+        return holds(layout, lines, self._lines(whole, dtype))
 
     def _moved(self, name: str, contents: Mapping[Any, list[str]]) -> Relation | None:
         """What a tensor of the candidate holds of the baseline's under another name; None if nothing."""

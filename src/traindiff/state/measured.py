@@ -107,7 +107,7 @@ def _of_slab(
     shard = Shard(shape=(bits.size,), global_shape=tensor.shape, offset=(first * inner,))
     if tensor.dtype == "complex128":
         shard = Shard(shape=(bits.size,), global_shape=(*tensor.shape, 16), offset=(first * inner * 16,))
-    if len(tensor.shape) == 1:
+    elif len(tensor.shape) == 1:
         shard = Shard(shape=(end - first,), global_shape=tensor.shape, offset=(first,))
     return [summary_of(in_dtype(bits, tensor.dtype, dtype), dtype, shard) for dtype in dtypes]
 
