@@ -56,7 +56,7 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
         judge.run, parameters=given.parameters, pairs=given.pairs, samples=given.samples,
         micro_steps=given.most_micro_steps, noise=given.noise, calibration=given.calibration, forced=judge.forced,
         leaky=given.leaky, classes=given.classes, unplaced=given.unplaced, unpaired=given.unpaired,
-        hidden=given.hidden, computed_in=given.computed_in, calls=given.calls,
+        hidden=given.hidden, computed_in=given.computed_in, other_form=given.other_form, calls=given.calls,
     )  # fmt: skip
     judged = with_causes((*given.found, *StepJudge(judge, given, floors).judge()))
     found = sorted(judged, key=lambda finding: finding.order)

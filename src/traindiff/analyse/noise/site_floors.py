@@ -85,6 +85,7 @@ class SiteFloors:
         unpaired: Sequence[MergedSite] = (),
         hidden: Sequence[MergedSite] = (),
         computed_in: str = "",
+        other_form: bool = False,
         calls: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self._run = run
@@ -118,7 +119,7 @@ class SiteFloors:
         run.begin(pairs, (self._alone, self._floors, self._calm))
         self._unseen = UnseenNoise()
         self._unplaced = UnplacedNoise(sorted((*unplaced, *hidden), key=lambda entry: entry.order))
-        self._hidden = HiddenPath(pairs, hidden, unplaced, computed_in)
+        self._hidden = HiddenPath(pairs, hidden, unplaced, computed_in, other_form=other_form)
         self.parted = not forced and (bool(run.disturbed) or run.settings_differ)  # more than noise differs so far
         self._undisturbed: dict[SiteKey, float] = {}
 

@@ -157,10 +157,17 @@ class HiddenPath:
         hidden: See `hidden_activations`.
         unplaced: What both runs recorded, and of which only norms and sums are compared; see `UnplacedNoise`.
         computed_in: The shortest dtype to which autocast converts in one of the runs; empty without autocast.
+        other_form: Whether both runs were given the same samples, padded or ordered otherwise.
     """
 
     def __init__(
-        self, pairs: Sequence[Pair], hidden: Sequence[MergedSite], unplaced: Sequence[MergedSite], computed_in: str
+        self,
+        pairs: Sequence[Pair],
+        hidden: Sequence[MergedSite],
+        unplaced: Sequence[MergedSite],
+        computed_in: str,
+        *,
+        other_form: bool = False,
     ) -> None:
         recorded = (*hidden, *unplaced, *(pair.baseline for pair in pairs))
         shown = [entry.key for entry in recorded if not entry.key.stage]
@@ -175,7 +182,8 @@ class HiddenPath:
         unknown = {phase: len(silent if phase in phases else modules) for phase in _ACTIVATIONS}
         self._squares = {phase: _SITES_OF_A_MODULE * number * (once / 2) ** 2 for phase, number in unknown.items()}
         self._precision = once if any(unknown.values()) else 0.0
-        backward = [entry for entry in (*hidden, *unplaced) if entry.key.phase == "backward" and _is_gated(entry)]
+        in_no_order = unplaced if other_form else ()
+        backward = [entry for entry in (*hidden, *in_no_order) if entry.key.phase == "backward" and _is_gated(entry)]
         placed = {entry.key for entry in hidden}
         gated = [entry for entry in backward if entry.key in placed or not _has_zero_rows(entry)]
         most = max((float(int(entry.summary["count"])) for entry in gated), default=0.0)
