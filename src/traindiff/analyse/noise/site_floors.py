@@ -65,6 +65,7 @@ class SiteFloors:
         unpaired: Entries of sites that only one run has.
         hidden: Stretches of activations that one run alone has observed, see `unseen.hidden_activations`.
         computed_in: The shortest dtype to which autocast converts in one of the runs; empty without autocast.
+        other_form: Whether both runs were given the same samples, padded or ordered otherwise.
         calls: By module that the runs call on other parts of the batch: the most calls in a step.
     """
 
