@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import permutations, product
 from math import gcd, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,21 @@ def _weights(first: int, count: int) -> Hashes:
     return splitmix64(np.arange(first, first + count, dtype=np.uint64) ^ np.uint64(0x5851F42D4C957F2D)) | np.uint64(1)
 
 
-def hashes(tensor: StoredTensor, dtype: str) -> tuple[Hashes, Hashes]:
+class Lines(NamedTuple):
+    """Hashes of the rows of a tensor, and of its columns: none if these are not asked for."""
+
+    rows: Hashes
+    columns: Hashes = np.zeros(0, np.uint64)
+
+
+def _of_elements(bits: NDArray[Any]) -> Hashes:
+    """A number for each element, of which the last axis has the words."""
+    block = bits.astype(np.uint64)
+    words = block.shape[-1]
+    return block[..., 0] if words == 1 else (block * _weights(1 << 60, words)).sum(axis=-1, dtype=np.uint64)
+
+
+def hashes(tensor: StoredTensor, dtype: str) -> Lines:
     """Hashes of the rows and of the columns of a tensor, rounded to a dtype.
 
     Raises:
@@ -47,7 +61,6 @@ def hashes(tensor: StoredTensor, dtype: str) -> tuple[Hashes, Hashes]:
     of_rows, of_columns = np.zeros(rows, np.uint64), np.zeros((matrices, columns), np.uint64)
     across, place = _weights(0, columns), 0
     words = ITEM_BYTES[tensor.dtype] // bits_type(tensor.dtype).itemsize  # a complex128 is kept as 16 bytes
-    inside = _weights(1 << 60, words)
     with np.errstate(over="ignore"):
         for slab in tensor.slabs:
             bits = in_dtype(tensor.slab(*slab), tensor.dtype, dtype).reshape(-1, columns, words)
@@ -58,14 +71,13 @@ def hashes(tensor: StoredTensor, dtype: str) -> tuple[Hashes, Hashes]:
                 several = 1
                 if count == height:  # slabs have whole matrices
                     several = min(max(1, most // height), (len(bits) - first) // height)
-                block = bits[first : first + several * count].astype(np.uint64)
-                block = block[..., 0] if words == 1 else (block * inside).sum(axis=2, dtype=np.uint64)
+                block = _of_elements(bits[first : first + several * count])
                 of_rows[place : place + len(block)] = (block * across).sum(axis=1, dtype=np.uint64)
                 stacked = block.reshape(several, count, columns) * _weights(row, count)[:, None]
                 of_columns[matrix : matrix + several] += stacked.sum(axis=1, dtype=np.uint64)
                 place += len(block)
                 first += len(block)
-    return of_rows, of_columns.reshape(-1)
+    return Lines(of_rows, of_columns.reshape(-1))
 
 
 def hash_as_row(tensor: StoredTensor, dtype: str) -> Hashes:
@@ -78,8 +90,7 @@ def hash_as_row(tensor: StoredTensor, dtype: str) -> Hashes:
     words = ITEM_BYTES[tensor.dtype] // bits_type(tensor.dtype).itemsize
     with np.errstate(over="ignore"):
         for first, end in tensor.slabs:
-            bits = in_dtype(tensor.slab(first, end), tensor.dtype, dtype).reshape(-1, words).astype(np.uint64)
-            block = bits[:, 0] if words == 1 else (bits * _weights(1 << 60, words)).sum(axis=1, dtype=np.uint64)
+            block = _of_elements(in_dtype(tensor.slab(first, end), tensor.dtype, dtype).reshape(-1, words))
             total += (block * _weights(first, end - first)).sum(dtype=np.uint64)
     return total
 
@@ -95,20 +106,13 @@ def are_rows(parts: Sequence[tuple[int, ...]], whole: tuple[int, ...]) -> bool:
     )
 
 
-class Lines(NamedTuple):
-    """Hashes of the rows of a tensor, and of its columns: none if these are not asked for."""
-
-    rows: Hashes
-    columns: Hashes = np.zeros(0, np.uint64)
-
-
 class KnownHashes:
     """Hashes of rows and columns, computed once for each tensor and dtype. Tensors must stay while it is used."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, str], tuple[Hashes, Hashes]] = {}
+        self._known: dict[tuple[int, str], Lines] = {}
 
-    def of(self, tensor: StoredTensor, dtype: str) -> tuple[Hashes, Hashes]:
+    def of(self, tensor: StoredTensor, dtype: str) -> Lines:
         """Hashes of the rows and of the columns of a tensor, rounded to a dtype.
 
         Raises:

@@ -112,7 +112,7 @@ def arranged(baseline: Measured, candidate: Measured, dtype: str, hashes: KnownH
     if shapes[0] != shapes[1] and in_one_order(baseline, candidate, dtype):
         return f"is the baseline's {baseline.tensor.name} in the shape {shapes[1]} (there {shapes[0]}){short}", None
     first, second = hashes.of(baseline.tensor, dtype), hashes.of(candidate.tensor, dtype)
-    layout = layout_of([Lines(first[0])], Lines(*second))
+    layout = layout_of([Lines(first.rows)], second)
     if layout is not None:
         if layout.transpose and not any(layout.heads):
             return f"is the baseline's {baseline.tensor.name}, transposed{short}", layout

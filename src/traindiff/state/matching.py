@@ -267,7 +267,7 @@ class Matching:
                 if found is None:
                     continue
                 groups, dtype = found
-                lines = self._lines(whole_side[name], dtype)
+                lines = self._hashes.of(whole_side[name].tensor, dtype)
                 names = [key for group in groups for key in group]
                 as_rows = are_rows([parts[key].tensor.shape for key in names], whole_side[name].tensor.shape)
                 layout = layout_of(
@@ -297,9 +297,6 @@ class Matching:
                 layout = layout and of_each(layout, len(groups[0]))
                 relation = self._relation(word, kind, *sides, message, layout=layout, evidence=evidence)
                 self._settle(*sides, relation)
-
-    def _lines(self, whole: Measured, dtype: str) -> Lines:
-        return Lines(*self._hashes.of(whole.tensor, dtype))
 
     def _stacked(self, parts: Sequence[Measured], dtype: str, as_rows: bool) -> Lines:  # noqa: FBT001
         """The rows of one part after the other, or each part as a row; also the columns, if all are matrices."""
@@ -371,7 +368,7 @@ class Matching:
             return True  # stacked experts
         as_rows = are_rows([one.tensor.shape for one in parts], whole.tensor.shape)
         lines = [self._stacked([one], dtype, as_rows) for one in parts]
-        return holds(layout, lines, self._lines(whole, dtype))
+        return holds(layout, lines, self._hashes.of(whole.tensor, dtype))
 
     def _moved(self, name: str, contents: Mapping[Any, list[str]]) -> Relation | None:
         """What a tensor of the candidate holds of the baseline's under another name; None if nothing."""

@@ -183,9 +183,8 @@ class HiddenPath:
         self._squares = {phase: _SITES_OF_A_MODULE * number * (once / 2) ** 2 for phase, number in unknown.items()}
         self._precision = once if any(unknown.values()) else 0.0
         in_no_order = unplaced if other_form else ()
-        backward = [entry for entry in (*hidden, *in_no_order) if entry.key.phase == "backward" and _is_gated(entry)]
-        placed = {entry.key for entry in hidden}
-        gated = [entry for entry in backward if entry.key in placed or not _has_zero_rows(entry)]
+        behind = [*hidden, *(entry for entry in in_no_order if not _has_zero_rows(entry))]
+        gated = [entry for entry in behind if entry.key.phase == "backward" and _is_gated(entry)]
         most = max((float(int(entry.summary["count"])) for entry in gated), default=0.0)
         self._elements = math.inf if unknown["backward"] else most
         self._since = 0 if unknown["backward"] else min((entry.order for entry in gated), default=0)
