@@ -115,11 +115,40 @@ def test_what_cannot_be_read_is_left_out(tmp_path: Path, monkeypatch: pytest.Mon
     def refuse() -> bool:
         raise RuntimeError("set in two ways")
 
-    flags = {"cudnn_tf32": refuse, "mkldnn": lambda: True}
+    flags = {"cudnn_deterministic": refuse, "mkldnn": lambda: True}
     monkeypatch.setattr(surroundings, "_FLAGS", flags)
 
     held = open_recording(str(trained(tmp_path / "a"))).rank_content(0)["surroundings"]
-    assert held["torch"] == {"mkldnn": "True"}
+    assert held["torch"] == {"mkldnn": "True", "cuda_matmul_tf32": "False", "cudnn_tf32": "False"}
+
+
+def test_tf32_is_named_between_a_cpu_and_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default cuDNN rounds float32 to TF32, in convolutions and recurrent layers, and a CPU does not.
+
+    The GPU is played by a CPU, and the rounding by a factor.
+    """
+    from traindiff.observe.torch.hooks import surroundings
+
+    def run(name: str, model: nn.Module, factor: float) -> Path:
+        torch.manual_seed(0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with traindiff.record(tmp_path / name, model, optimizer):
+            (factor * model(torch.ones(2, 3, 4, 4))).square().mean().backward()
+            optimizer.step()
+        return tmp_path / name
+
+    def build(kind: str) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 2, 1) if kind == "conv" else nn.Linear(4, 2))
+
+    on_cpu = {kind: run(f"{kind}-cpu", build(kind), 1.0) for kind in ("conv", "linear")}
+    monkeypatch.setattr(surroundings, "_is_on_gpu", lambda module: True)
+    on_gpu = {kind: run(f"{kind}-gpu", build(kind), 1.001) for kind in ("conv", "linear")}
+
+    assert "torch: cudnn_tf32 is False in the baseline and True in the candidate" in str(
+        traindiff.compare(on_cpu["conv"], on_gpu["conv"])
+    )
+    assert "tf32" not in str(traindiff.compare(on_cpu["linear"], on_gpu["linear"]))
 
 
 def test_schedulers_step_as_before_when_the_recording_has_ended(tmp_path: Path) -> None:

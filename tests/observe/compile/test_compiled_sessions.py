@@ -137,15 +137,19 @@ def test_the_code_of_another_model_of_the_same_class_is_not_used(compile_: Compi
     assert unobserved(tmp_path / "run") == []
 
 
-def test_guards_are_left_as_they_were(tmp_path: Path) -> None:
+def test_the_compilers_settings_are_left_as_they_were(tmp_path: Path) -> None:
+    inductor = torch._inductor.config
     assert config.skip_nnmodule_hook_guards
+    before = list(inductor.custom_should_partition_ops)
     model, optimizer, _ = build()
     outer = traindiff.record(tmp_path / "outer", model, optimizer)
     inner = traindiff.record(tmp_path / "inner", model, optimizer)
     outer.close()
     assert not config.skip_nnmodule_hook_guards
+    assert "traindiff::observe" in inductor.custom_should_partition_ops
     inner.close()
     assert config.skip_nnmodule_hook_guards
+    assert inductor.custom_should_partition_ops == before
 
 
 @pytest.mark.parametrize("optimizer_inside", [False, True])

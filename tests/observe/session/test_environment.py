@@ -91,18 +91,24 @@ def test_the_rank_file_names_what_is_observed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("torch.backends.fp32_precision = 'tf32'", ("high", "True")),
-        ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", ("high", "True")),
-        ("torch.backends.cudnn.conv.fp32_precision = 'tf32'", ("highest", "False")),
-        ("torch.backends.mkldnn.matmul.fp32_precision = 'bf16'", ("medium", "False")),
-        ("torch.set_float32_matmul_precision('high')", ("high", "True")),
-        ("pass", ("highest", "False")),
+        ("torch.backends.fp32_precision = 'tf32'", ("high", "True", "False")),
+        ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", ("high", "True", "False")),
+        ("torch.backends.cudnn.conv.fp32_precision = 'tf32'", ("highest", "False", "False")),
+        ("torch.backends.mkldnn.matmul.fp32_precision = 'bf16'", ("medium", "False", "False")),
+        ("torch.set_float32_matmul_precision('high')", ("high", "True", "False")),
+        ("pass", ("highest", "False", "False")),
     ],
 )
-def test_precision_may_be_set_by_its_new_names(setting: str, said: tuple[str, str], tmp_path: Path) -> None:
-    """Torch refuses to read the old names then: transformers' `TrainingArguments(tf32=True)` uses the new ones."""
+def test_precision_may_be_set_by_its_new_names(setting: str, said: tuple[str, str, str], tmp_path: Path) -> None:
+    """Torch refuses to read the old names then: transformers' `TrainingArguments(tf32=True)` uses the new ones.
+
+    Expected are the precision of products, and whether TF32 is used on a GPU (in place of which the program names the
+    model's CPU) in products and, there being no convolution, in cuDNN.
+    """
     program = f"""
 import torch, traindiff
+from traindiff.observe.torch.hooks import surroundings
+surroundings._is_on_gpu = lambda module: True
 {setting}
 model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -118,5 +124,5 @@ with traindiff.record({str(tmp_path / "run")!r}, model, optimizer, observe=obser
     assert ended.returncode == 0, ended.stderr
     recording = traindiff.open_recording(str(tmp_path / "run"))
     flags = json.loads((tmp_path / "run" / "rank-00000" / "rank.json").read_text())["surroundings"]["torch"]
-    assert (flags["float32_matmul_precision"], flags["cuda_matmul_tf32"]) == said
+    assert (flags["float32_matmul_precision"], flags["cuda_matmul_tf32"], flags["cudnn_tf32"]) == said
     assert recording.run["environment"]["float32_matmul_precision"] == said[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -444,6 +444,31 @@ def compile_with_hooks(has_others: Callable[[torch.nn.Module], bool]) -> Callabl
         utils.nnmodule_has_hooks = has_hooks
 
     return undo
+
+
+def keep_out_of_cuda_graphs(operators: Sequence[str]) -> Callable[[], None]:
+    """Have code that is compiled from now on call these operators between CUDA graphs; returns what undoes it.
+
+    With `mode="reduce-overhead"` the default backend captures compiled code, and a replay runs no Python. Where an
+    operator in a captured part takes a tensor of the CPU, torch 2.9 to 2.13 end the training ("Expected all cuda
+    outputs in cuda graph recording"), since the part hands that tensor on.
+
+    Args:
+        operators: Their names with the namespace, such as `traindiff::observe`.
+    """
+    import torch._inductor.config as config
+
+    found: Any = config
+    if hasattr(found, "custom_should_partition_ops"):
+        name = "custom_should_partition_ops"
+        value: Any = [*found.custom_should_partition_ops, *operators]
+    elif hasattr(found, "graph_partition"):  # torch 2.8 and 2.9.0: code with tensors of the CPU is then not captured
+        name, value = "graph_partition", False
+    else:
+        return lambda: None
+    before = getattr(found, name)
+    setattr(found, name, value)
+    return lambda: setattr(found, name, before)
 
 
 def log_recompilations() -> None:

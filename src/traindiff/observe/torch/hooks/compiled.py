@@ -26,6 +26,7 @@ from traindiff.core.torch_compat.execution import (
     exclude_from_compilation,
     forget_compiled_code,
     is_exporting,
+    keep_out_of_cuda_graphs,
     register_ordered_effect,
 )
 from traindiff.observe.torch.hooks.followed_modules import HeldHooks
@@ -75,7 +76,7 @@ class _Observed:
 _modules: dict[int, _Observed] = {}
 _calls: dict[int, _Observed] = {}  # of roots and optimizers
 _numbers = count()
-_tracing: list[Callable[[], None]] = []  # per recording: restores the guards
+_tracing: list[ExitStack] = []  # per recording the same: closed, it restores the compiler's settings
 
 _INSPECTED = -1
 """The number of the module to which inspected tensors belong."""
@@ -121,16 +122,23 @@ def trace_hooks() -> ExitStack:
     another of its class, and the hooks would record nothing.
     """
     forget_compiled_code()
-    _tracing.append(_tracing[0] if _tracing else compile_with_hooks(has_hooks_of_others))
+    _tracing.append(_tracing[0] if _tracing else _change_compiler())
     undo = ExitStack()
     undo.callback(_trace_no_hooks)
     return undo
 
 
+def _change_compiler() -> ExitStack:
+    changed = ExitStack()
+    changed.callback(compile_with_hooks(has_hooks_of_others))
+    changed.callback(keep_out_of_cuda_graphs([f"{_NAMESPACE}::{name}" for name in _OPERATORS]))
+    return changed
+
+
 def _trace_no_hooks() -> None:
-    restore = _tracing.pop()
+    changed = _tracing.pop()
     if not _tracing:
-        restore()
+        changed.close()
 
 
 def _attach(
@@ -208,18 +216,9 @@ def _end_hook(owner: Any, args: Any, other: Any) -> None:  # noqa: ARG001
 @cache
 def operators() -> torch.library.Library:
     """Define the operators, once."""
-    library = torch.library.Library("traindiff", "DEF")  # kept alive by the cache
-    implementations: tuple[tuple[str, Callable[..., None]], ...] = (
-        ("observe(Tensor x, Tensor? module, str slot) -> ()", partial(_tell_of_tensor, "output")),
-        ("observe_gradient(Tensor x, Tensor? module, str slot) -> ()", partial(_tell_of_tensor, "gradient")),
-        ("observe_no_gradient(Tensor? module, str slot) -> ()", partial(_tell, _modules, "no_gradient")),
-        ("begin(Tensor module, Tensor[] inputs, str slots, bool evaluating) -> ()", _tell_of_inputs),
-        ("begin_step(Tensor optimizer) -> ()", partial(_tell, _calls, "begin")),
-        ("end(Tensor owner) -> ()", partial(_tell, _calls, "end")),
-    )
-    for schema, run in implementations:
-        library.define(schema)
-        name = schema.partition("(")[0]
+    library = torch.library.Library(_NAMESPACE, "DEF")  # kept alive by the cache
+    for name, (arguments, run) in _OPERATORS.items():
+        library.define(f"{name}({arguments}) -> ()")
         library.impl(name, run, "CompositeExplicitAutograd")
         library.impl(name, _do_nothing, "Meta")
         register_ordered_effect(getattr(torch.ops.traindiff, name).default)
@@ -247,3 +246,17 @@ def _tell_of_tensor(function: str, x: Tensor | None, module: Tensor | None, slot
 def _tell_of_inputs(module: Tensor, inputs: list[Tensor], slots: str, evaluating: bool) -> None:  # noqa: FBT001
     found = list(zip(slots.split("\n") if slots else [], inputs, strict=True))
     _tell(_calls, "begin", module, found, evaluating=evaluating)
+
+
+_NAMESPACE = "traindiff"
+"""Of the operators: `torch.ops.traindiff.observe` and others."""
+
+_OPERATORS: dict[str, tuple[str, Callable[..., None]]] = {
+    "observe": ("Tensor x, Tensor? module, str slot", partial(_tell_of_tensor, "output")),
+    "observe_gradient": ("Tensor x, Tensor? module, str slot", partial(_tell_of_tensor, "gradient")),
+    "observe_no_gradient": ("Tensor? module, str slot", partial(_tell, _modules, "no_gradient")),
+    "begin": ("Tensor module, Tensor[] inputs, str slots, bool evaluating", _tell_of_inputs),
+    "begin_step": ("Tensor optimizer", partial(_tell, _calls, "begin")),
+    "end": ("Tensor owner", partial(_tell, _calls, "end")),
+}
+"""By name: the operator's arguments, and what it does."""

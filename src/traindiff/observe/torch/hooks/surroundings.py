@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, wraps
 from typing import Any
 
 import torch
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.modules.conv import _ConvNd
 from torch.optim.lr_scheduler import LRScheduler
 
 from traindiff.core.torch_compat.execution import cuda_matmul_tf32, float32_matmul_precision
@@ -24,9 +26,7 @@ _FLAGS: Mapping[str, Callable[[], object]] = {
     "default_dtype": torch.get_default_dtype,
     "float32_matmul_precision": float32_matmul_precision,
     "deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
-    "cuda_matmul_tf32": cuda_matmul_tf32,
     "cuda_matmul_reduced_precision": lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
-    "cudnn_tf32": lambda: torch.backends.cudnn.allow_tf32,
     "cudnn_deterministic": lambda: torch.backends.cudnn.deterministic,
     "cudnn_benchmark": lambda: torch.backends.cudnn.benchmark,
     "mkldnn": lambda: torch.backends.mkldnn.enabled,
@@ -36,6 +36,13 @@ _FLAGS: Mapping[str, Callable[[], object]] = {
     "sdpa_cudnn": torch.backends.cuda.cudnn_sdp_enabled,
 }
 """Global flags of torch that can change numbers. Reading them computes nothing on a device."""
+
+_ROUNDING: Mapping[str, tuple[Callable[[], object], tuple[type[nn.Module], ...]]] = {
+    "cuda_matmul_tf32": (cuda_matmul_tf32, (nn.Module,)),
+    "cudnn_tf32": (lambda: torch.backends.cudnn.allow_tf32, (_ConvNd, nn.RNNBase)),
+}
+"""Flags that have float32 rounded to TF32 on a GPU, and the modules that round. False where a model has none of them on
+a GPU: `cudnn_tf32` is True by default, and a run on a CPU beside one on a GPU differs by it."""
 
 _DEVICES = ("cpu", "cuda")
 
@@ -66,7 +73,7 @@ class _SurroundingsTap:
         """Read the flags, once."""
         if "torch" in self._found:
             return
-        self._found["torch"] = dict(_readable(_FLAGS))
+        self._found["torch"] = dict(_readable({**_FLAGS, **_rounding(self._context.targets.roots)}))
         self._found["autocast"] = dict(_autocast())
         for name, tap in self._context.optimizers.items():
             groups = getattr(tap.optimizer, "param_groups", None) or [{}]
@@ -101,6 +108,19 @@ class _SurroundingsTap:
 
     def _describe(self) -> None:
         self._context.describe(NAME, self._found)
+
+
+def _rounding(roots: Iterable[nn.Module]) -> dict[str, Callable[[], object]]:
+    """Whether each of `_ROUNDING` is in effect."""
+    on_gpu = [one for root in roots for one in root.modules() if _is_on_gpu(one)]
+    return {
+        name: read if any(isinstance(one, kinds) for one in on_gpu) else lambda: False
+        for name, (read, kinds) in _ROUNDING.items()
+    }
+
+
+def _is_on_gpu(module: nn.Module) -> bool:
+    return any(one.device.type == "cuda" for one in module.parameters(recurse=False))
 
 
 def _readable(flags: Mapping[str, Callable[[], object]]) -> Iterator[tuple[str, str]]:
