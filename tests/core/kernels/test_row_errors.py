@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from traindiff.core.kernels import row_errors as module
-from traindiff.core.kernels.row_errors import Bound, row_errors
+from traindiff.core.kernels.row_errors import Weights, bound_of, row_errors
 
-BOUND = Bound(offset=0.5, result=1e-3, partial=1e-4, coherent=2e-3, most=3.0, constant=1e-9)
+BY = Weights(output=1e-3, added=1e-4, partial=1e-4, coherent=2e-3, most=3.0, lost=1e-9, lost_by_input=1e-8)
+LARGEST, ADDED = 2.0, (0.5, 0.25)
+BOUND = bound_of(BY, LARGEST, ADDED)
 
 
 def tables(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,7 +46,7 @@ def test_the_numbers_follow_from_their_definition(rows: int, way: str) -> None: 
     inexact = np.sort(ratios[ratios > 0])
     size = max(np.linalg.norm(terms), np.linalg.norm(result))
 
-    found = row_errors(sums, made, BOUND, (7, 8)).numpy()
+    found = row_errors(sums, made, BY, LARGEST, ADDED, (7, 8)).numpy()
 
     median = inexact[(inexact.size - 1) // 2] if inexact.size else 0.0
     expected = [ratios.max(), ratios.argmax(), median, np.linalg.norm(errors) / size, np.linalg.norm(bounds) / size]
@@ -53,10 +55,10 @@ def test_the_numbers_follow_from_their_definition(rows: int, way: str) -> None: 
 
 def test_rows_that_are_not_finite_count_as_right(way: str) -> None:  # noqa: ARG001
     sums, made = tables(40)
-    finite = row_errors(sums[:, 2:].contiguous(), made[:, 2:].contiguous(), BOUND)
+    finite = row_errors(sums[:, 2:].contiguous(), made[:, 2:].contiguous(), BY, LARGEST, ADDED)
     made[:, 0], sums[:, 1] = torch.nan, torch.inf
 
-    found = row_errors(sums, made, BOUND)
+    found = row_errors(sums, made, BY, LARGEST, ADDED)
 
     assert found[1] == finite[1] + 2
     assert torch.allclose(found[[0, 2, 3, 4]], finite[[0, 2, 3, 4]], rtol=1e-12)
@@ -65,4 +67,4 @@ def test_rows_that_are_not_finite_count_as_right(way: str) -> None:  # noqa: ARG
 def test_zeros_have_no_error(way: str) -> None:  # noqa: ARG001
     zeros = torch.zeros(3, 20, dtype=torch.float64)
 
-    assert row_errors(zeros, zeros, BOUND._replace(offset=0.0)).tolist() == [0.0] * module.NUMBERS
+    assert row_errors(zeros, zeros, BY, LARGEST, (0.0, 0.0)).tolist() == [0.0] * module.NUMBERS

@@ -53,18 +53,26 @@ EXTENTS: tuple[Kernel, ...] = (
 
 PROJECTIONS: tuple[Kernel, ...] = (
     Kernel(module="traindiff.core.kernels.cpu.projection", device_types=frozenset({"cpu"}), needs="llvmlite"),
+    Kernel(module="traindiff.core.kernels.gpu.projection", device_types=frozenset({"cuda"}), needs="triton"),
 )
 """Kernels that multiply matrices by signs: `reads(matrix)`, `projected(...)`, `normalized(...)`, `summed(...)`."""
 
 ROW_SUMS: tuple[Kernel, ...] = (
     Kernel(module="traindiff.core.kernels.cpu.row_sums", device_types=frozenset({"cpu"}), needs="llvmlite"),
+    Kernel(module="traindiff.core.kernels.gpu.row_sums", device_types=frozenset({"cuda"}), needs="triton"),
 )
 """Kernels that add up rows and columns of matrices: `reads(matrix)`, `row_sums(...)`, `table_sums(...)`."""
 
 ROW_ERRORS: tuple[Kernel, ...] = (
     Kernel(module="traindiff.core.kernels.cpu.row_errors", device_types=frozenset({"cpu"}), needs="llvmlite"),
+    Kernel(module="traindiff.core.kernels.gpu.row_errors", device_types=frozenset({"cuda"}), needs="triton"),
 )
-"""Kernels that compare such sums of two matrices, by `row_errors(sums, made, bound)`."""
+"""Kernels that compare such sums of two matrices, by `row_errors(...)`."""
+
+CONTRIBUTIONS: tuple[Kernel, ...] = (
+    Kernel(module="traindiff.core.kernels.gpu.contribution", device_types=frozenset({"cuda"}), needs="triton"),
+)
+"""Kernels that say what a use of a parameter contributes, by `contribution(...)`."""
 
 LINEAR_CHECKS: tuple[Kernel, ...] = (
     Kernel(module="traindiff.core.kernels.cpu.linear_checks", device_types=frozenset({"cpu"}), needs="llvmlite"),

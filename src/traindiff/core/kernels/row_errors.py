@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,10 @@ TINY = torch.finfo(torch.float64).tiny
 
 NUMBERS = 5
 """Numbers that tell of the rows."""
+
+
+Number = Any
+"""A number, or a tensor of one, float64."""
 
 
 class Bound(NamedTuple):
@@ -34,12 +38,12 @@ class Bound(NamedTuple):
         constant: See above.
     """
 
-    offset: float | Tensor
-    result: float | Tensor
-    partial: float | Tensor
-    coherent: float | Tensor
-    most: float | Tensor
-    constant: float | Tensor
+    offset: Number
+    result: Number
+    partial: Number
+    coherent: Number
+    most: Number
+    constant: Number
 
 
 class Weights(NamedTuple):
@@ -64,25 +68,40 @@ class Weights(NamedTuple):
     lost_by_input: float
 
 
-def row_errors(sums: Tensor, made: Tensor, bound: Bound, counts: Sequence[int] = ()) -> Tensor:
+def bound_of(by: Weights, largest: Number, added: tuple[Number, Number]) -> Bound:
+    """What rounding explains for rows to all of which the same is added; for the arguments see `row_errors`."""
+    product, norm = added
+    rounded = by.output * (norm > 0)
+    return Bound(
+        offset=product, result=by.output + rounded, partial=by.partial, coherent=by.coherent, most=by.most,
+        constant=by.lost + by.lost_by_input * largest + (by.added + rounded) * norm,
+    )  # fmt: skip
+
+
+def row_errors(
+    sums: Tensor, made: Tensor, by: Weights, largest: Number, added: tuple[Number, Number], counts: Sequence[int] = ()
+) -> Tensor:
     """The largest error, its row, the median error, and the error of all rows.
 
     Args:
         sums: What the rows should be, as `row_sums` gives it.
         made: What they are.
-        bound: What rounding explains.
+        by: What rounding explains, for sizes of rows.
+        largest: Norm that bounds the elements of the inputs, for numbers that are too small to be normal.
+        added: Sum of what is added to each row, times signs, and its norm; zeros if nothing is.
         counts: Numbers to put behind those that are returned.
 
     Returns:
-        float64, shape (5 + counts,): the largest error of a row, in units of `bound`; the first row that has it; the
-        (lower) median of those that are not 0; and the norms of the errors and of the bounds, divided by the larger
-        one of the norms of the terms and of the result. Rows that are not finite count as right; what is divided by 0
-        is 0.
+        float64, shape (5 + counts,): the largest error of a row, in units of what rounding explains; the first row that
+        has it; the (lower) median of those that are not 0; and the norms of the errors and of what rounding explains,
+        divided by the larger one of the norms of the terms and of the result. Rows that are not finite count as right;
+        what is divided by 0 is 0.
     """
     for device_types, kernel in installed(ROW_ERRORS):
         if sums.device.type in device_types:
-            found: Tensor = kernel.row_errors(sums, made, bound, counts)
+            found: Tensor = kernel.row_errors(sums, made, by, largest, added, counts)
             return found
+    bound = bound_of(by, largest, added)
     terms, result = sums[1].sqrt(), made[1].sqrt()
     partial = torch.maximum(sums[2].sqrt(), torch.maximum(terms, result))
     coherence = torch.minimum((partial / terms.clamp_min(TINY)).clamp_min(1.0), terms.new_tensor(bound.most))

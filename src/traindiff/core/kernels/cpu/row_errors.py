@@ -6,25 +6,29 @@ import ctypes
 from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from llvmlite import ir
 
 from traindiff.core.kernels.cpu.code import Code, machine_code
 from traindiff.core.kernels.cpu.values import F64, I64, LANES, POINTER, Value
-from traindiff.core.kernels.row_errors import NUMBERS, TINY, Bound
+from traindiff.core.kernels.row_errors import NUMBERS, TINY, Bound, Weights, bound_of
 
 _INFINITY = float("inf")
 _BITS = 63
 """Bits of a number that is not negative: as whole numbers, they are in the order of the numbers."""
 
 
-def row_errors(sums: torch.Tensor, made: torch.Tensor, bound: Bound, counts: Sequence[int] = ()) -> torch.Tensor:
+def row_errors(
+    sums: torch.Tensor, made: torch.Tensor, by: Weights, largest: Any, added: tuple[Any, Any],
+    counts: Sequence[int] = (),
+) -> torch.Tensor:  # fmt: skip
     """See `traindiff.core.kernels.row_errors.row_errors`; without the interpreter lock."""
     rows = sums.shape[1]
     size = NUMBERS + len(counts)
     found = torch.empty(size + rows, dtype=torch.float64, device="cpu")  # behind the numbers there is room for work
-    numbers = array("d", map(float, (*bound, *counts)))
+    numbers = array("d", map(float, (*bound_of(by, largest, added), *counts)))
     _function()(
         sums.data_ptr(), made.data_ptr(), rows, numbers.buffer_info()[0], len(counts), found.data_ptr(),
     )  # fmt: skip

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from traindiff.core.kernels.gpu.blocks import summarize_blocks, summarize_profiles, write_no_profiles
+from traindiff.core.kernels.gpu.enqueue import enqueue
 from traindiff.core.kernels.gpu.layout import ADD_FLOATS, ADD_INTEGERS, MAXIMUM, MINIMUM, WORDS, Dtype
 from traindiff.core.kernels.gpu.plan import KernelPiece, Planned
 
@@ -158,10 +159,11 @@ INTERPRETED = not isinstance(one_kernel, triton.JITFunction)
 """True if Triton's interpreter runs the kernels, on CPU tensors: TRITON_INTERPRET=1 when triton was imported."""
 
 
-def launch_one(dtype: Dtype, address: int, row: int, lane_weights: int, planned: Planned) -> None:
-    """Enqueue the summary of one piece on the current device and stream.
+def launch_one(device: torch.device, dtype: Dtype, address: int, row: int, lane_weights: int, planned: Planned) -> None:
+    """Enqueue the summary of one piece on the current stream of a device.
 
     Args:
+        device: The device; the CPU, in Triton's interpreter.
         dtype: Of its elements.
         address: Of its first element.
         row: Address of the first of `planned.parts` summaries to write.
@@ -169,57 +171,27 @@ def launch_one(dtype: Dtype, address: int, row: int, lane_weights: int, planned:
         planned: Where its elements are.
     """
     numbers = address, row, lane_weights, planned.parts, *planned.piece
-    _enqueue(one_kernel, planned.parts, numbers, dtype=dtype, box=planned.box)
+    enqueue(one_kernel, device, (planned.parts,), numbers, planned.box, *_constants(dtype), **OPTIONS)
 
 
 def launch_many(
     dtype: Dtype, table: torch.Tensor, programs: torch.Tensor, rows: int, partials: int, lane_weights: int, *, box: bool
 ) -> None:
-    """Enqueue the summaries of a table of pieces on the current device and stream; see `many_kernel`."""
+    """Enqueue the summaries of a table of pieces on the current stream of its device; see `many_kernel`."""
     numbers = table.data_ptr(), programs.data_ptr(), rows, partials, lane_weights
-    _enqueue(many_kernel, len(programs), numbers, dtype=dtype, box=box)
+    enqueue(many_kernel, table.device, (len(programs),), numbers, box, *_constants(dtype), **OPTIONS)
 
 
 def launch_merge(table: torch.Tensor, ways: int, rows: int, partials: int) -> None:
-    """Enqueue the merging of partial summaries on the current device and stream; see `merge_kernel`."""
-    merge_kernel[(len(table),)](table.data_ptr(), ways, rows, partials, num_warps=8)
+    """Enqueue the merging of partial summaries on the current stream of their device; see `merge_kernel`."""
+    enqueue(merge_kernel, table.device, (len(table),), (table.data_ptr(), ways, rows, partials), num_warps=8)
 
 
 OPTIONS: dict[str, Any] = {"num_warps": 4} | ({} if torch.version.hip else {"maxnreg": 128})
 """With 128 registers a thread, 4 programs run on a multiprocessor of an H200 instead of 3: 7 to 13 % faster there."""
 
-_compiled: dict[tuple[bool, Dtype, bool, int], Any] = {}
-"""What was compiled, by whether it is `one_kernel`, the dtype, `box` and the device; None if it cannot be called."""
-
-
-def _enqueue(kernel: Any, programs: int, numbers: tuple[int, ...], *, dtype: Dtype, box: bool) -> None:
-    """Launch a kernel.
-
-    Triton's own way finds out at each launch which compiled kernel its arguments ask for, in 40 us. No number is
-    specialized on here, so that what it found the first time is right for all.
-    """
-    key = kernel is one_kernel, dtype, box, torch.cuda.current_device() if torch.cuda.is_initialized() else -1
-    compiled = _compiled.get(key)
-    constants = _constants(dtype)
-    if compiled is not None:
-        try:
-            compiled[(programs, 1, 1)](*numbers, box, *constants.values())
-        except TypeError:  # this Triton takes other arguments: nothing was launched
-            _compiled[key] = None
-        else:
-            return
-    found = kernel[(programs,)](*numbers, box=box, **constants, **OPTIONS)
-    if key not in _compiled and hasattr(found, "__getitem__"):
-        _compiled[key] = found
-
 
 @cache
-def _constants(dtype: Dtype) -> dict[str, Any]:
+def _constants(dtype: Dtype) -> tuple[Any, ...]:
     """The constants of a dtype, in the order of the kernels' arguments after `box`."""
-    return {
-        "form": dtype.form,
-        "bits": dtype.bits,
-        "infinity": dtype.infinity,
-        "first_nan": dtype.first_nan,
-        "smallest_normal": dtype.smallest_normal,
-    }
+    return dtype.form, dtype.bits, dtype.infinity, dtype.first_nan, dtype.smallest_normal

@@ -234,7 +234,7 @@ class DeviceRows:
             row = self._partial_address(first)
         for piece in planned:
             start = address(tensor) + piece.offset * tensor.element_size()
-            launch.launch_one(DTYPES[tensor.dtype], start, row, self._constants.data_ptr(), piece)
+            launch.launch_one(self.device, DTYPES[tensor.dtype], start, row, self._constants.data_ptr(), piece)
             row += 8 * WORDS * piece.parts
 
     def _add_table(self, entries: Sequence[tuple[torch.Tensor, Shard, int]], first: int) -> None:

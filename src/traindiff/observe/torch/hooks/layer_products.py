@@ -186,9 +186,12 @@ class _LayerProducts:
             or found.numel() == 0 or gradient.shape[-1] != outputs or found.shape[-1] != inputs
         ):  # fmt: skip
             return None
+        on_cpu, is_kept = found.device.type == "cpu", not is_freed(call.weight)
+        if not on_cpu and is_kept and factor.dtype == call.weight.dtype:
+            factor = factor_of(call.weight, factor.dtype)  # the node has computed with what it holds now
         rows = call.output[:-1]
         vector = check_gradient(factor, gradient, found, rows)
-        if (found.device.type != "cpu" or vector[0] > _SUSPECT) and not is_freed(call.weight):
+        if on_cpu and is_kept and vector[0] > _SUSPECT:
             now = check_gradient(factor_of(call.weight, factor.dtype), gradient, found, rows)
             vector = torch.where(now[0] < vector[0], now, vector)
         return vector

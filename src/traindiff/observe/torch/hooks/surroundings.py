@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.modules.conv import _ConvNd
 from torch.optim.lr_scheduler import LRScheduler
 
 from traindiff.core.torch_compat.execution import cuda_matmul_tf32, float32_matmul_precision
@@ -37,9 +36,13 @@ _FLAGS: Mapping[str, Callable[[], object]] = {
 }
 """Global flags of torch that can change numbers. Reading them computes nothing on a device."""
 
+_CONVOLUTIONS = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
+)  # fmt: skip
+
 _ROUNDING: Mapping[str, tuple[Callable[[], object], tuple[type[nn.Module], ...]]] = {
     "cuda_matmul_tf32": (cuda_matmul_tf32, (nn.Module,)),
-    "cudnn_tf32": (lambda: torch.backends.cudnn.allow_tf32, (_ConvNd, nn.RNNBase)),
+    "cudnn_tf32": (lambda: torch.backends.cudnn.allow_tf32, (*_CONVOLUTIONS, nn.RNNBase)),
 }
 """Flags that have float32 rounded to TF32 on a GPU, and the modules that round. False where a model has none of them on
 a GPU: `cudnn_tf32` is True by default, and a run on a CPU beside one on a GPU differs by it."""

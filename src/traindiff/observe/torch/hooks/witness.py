@@ -21,7 +21,7 @@ from traindiff.core.torch_compat.execution import (
     version_of,
 )
 from traindiff.core.torch_compat.training import ACCUMULATION_HOOKS, GRADIENT_HOOKS, has_communication_hook
-from traindiff.core.witness import CONTRIBUTED, EXPECTED, GIVEN, SIZE
+from traindiff.core.witness import EXPECTED, GIVEN, SIZE
 from traindiff.errors import UnsupportedTensorError
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.followed_modules import Following, HeldHooks, takes_hooks
@@ -361,12 +361,14 @@ class _Witness:
                 continue
             left = expected.left.get(id(parameter))
             edited = left is not None and (left[0] is not gradient or version_of(gradient) != left[1])
-            found = given_vector(self._probes, self._context.targets.layout, gradient, piece, edited=edited)
+            found = given_vector(
+                self._probes, self._context.targets.layout, gradient, piece, edited=edited,
+                contributed=expected.contributed,
+            )  # fmt: skip
             if found is None:
                 self._say(tap, piece.path, OTHER_PART)
                 continue
             vector, term = found
-            vector[CONTRIBUTED] = float(expected.contributed)
             self._sink.emit(
                 vector, phase="grad", stage=WITNESS, path=piece.path, slot=GIVEN, optimizer=tap.name, shard=_WHOLE,
                 merge="sum", term=term, micro_step=0, scaled=scaled,

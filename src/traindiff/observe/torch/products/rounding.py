@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from traindiff.core.kernels.row_errors import TINY, Bound, Weights
+from traindiff.core.kernels.row_errors import TINY, Weights
 from traindiff.core.torch_compat.execution import inputs_may_be_rounded_to, partial_sums_may_be_short
 
 _SHORT_SUMS = 2.0**-13
@@ -174,22 +174,3 @@ def allowed(form: Format, sizes: RowSizes, largest_input: Rows) -> Rows:
     bound = by.output * (sizes.result + sizes.rounded + (sizes.added > 0) * (sizes.result + sizes.added))
     summed = by.partial + by.coherent * _coherence(sizes.terms, sizes.partial, sizes.num_terms)
     return bound + by.added * sizes.added + summed * sizes.partial + by.lost + by.lost_by_input * largest_input
-
-
-def bound_of_rows(form: Format, num_columns: int, num_terms: int, largest_input: Rows, added: Rows) -> Bound:
-    """The same for rows to all of which the same is added.
-
-    Args:
-        form: The dtypes.
-        num_columns: Number of elements of a row.
-        num_terms: Number of terms of an element.
-        largest_input: See `allowed`.
-        added: Sum of what is added to a row, times signs, and its norm; zeros if nothing is.
-    """
-    by = weights(form, num_columns, num_terms)
-    product, norm = added
-    rounded = by.output * (norm > 0)
-    return Bound(
-        offset=product, result=by.output + rounded, partial=by.partial, coherent=by.coherent, most=by.most,
-        constant=by.lost + by.lost_by_input * largest_input + (by.added + rounded) * norm,
-    )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from traindiff.core.kernels.projection import projected, summed
 from traindiff.core.shards import Piece, Region, Shard
-from traindiff.core.witness import EDITED, PROBES, SIZE
+from traindiff.core.witness import CONTRIBUTED, EDITED, PROBES, SIZE
 from traindiff.observe.torch.hooks.context import elements
 from traindiff.observe.torch.hooks.nested import as_dense
 from traindiff.observe.torch.sharding.layout import Layout, kept_here
@@ -17,7 +18,7 @@ from traindiff.observe.torch.witness.probes import Extent, Probes, inner_axis
 
 
 def given_vector(
-    probes: Probes, layout: Layout, gradient: Tensor, piece: Piece, *, edited: bool
+    probes: Probes, layout: Layout, gradient: Tensor, piece: Piece, *, edited: bool, contributed: bool = False
 ) -> tuple[Tensor, int] | None:
     """What a piece of a gradient gives.
 
@@ -27,6 +28,7 @@ def given_vector(
         gradient: The gradient of the tensor that holds the piece.
         piece: The piece of a parameter.
         edited: The training wrote to the gradient after the backward pass.
+        contributed: What backward passes contributed was taken as it is.
 
     Returns:
         The vector, and the number of its term: that of the first element, so copies on several ranks have the same.
@@ -54,10 +56,15 @@ def given_vector(
     if found is None:
         return None
     sums, first = found
-    vector = torch.zeros(SIZE, dtype=torch.float64, device=sums.device)
-    vector[:PROBES] = sums
-    vector[EDITED] = float(edited)
-    return vector, first
+    return torch.cat([sums, _remarks(edited, contributed, sums.device)]), first
+
+
+@lru_cache(maxsize=64)
+def _remarks(edited: bool, contributed: bool, device: torch.device) -> Tensor:  # noqa: FBT001
+    """What a vector holds behind the probes."""
+    vector = torch.zeros(SIZE, dtype=torch.float64, device="cpu")
+    vector[EDITED], vector[CONTRIBUTED] = float(edited), float(contributed)
+    return vector[PROBES:].to(device)
 
 
 def _of_region(probes: Probes, path: str, local: Tensor, region: Region) -> tuple[Tensor, int] | None:

@@ -23,7 +23,7 @@ from traindiff.observe.torch.witness.graph import Graph, Place
 from traindiff.observe.torch.witness.kept_elsewhere import KeptElsewhere
 from traindiff.observe.torch.witness.layers import Layers
 from traindiff.observe.torch.witness.operations import Operation, operation_at
-from traindiff.observe.torch.witness.use import Use, contribution
+from traindiff.observe.torch.witness.use import Use, contributed
 
 _CALLS, _OPERATIONS, _LEAF = "calls", "operations", "leaf"
 """Ways to follow a leaf: by calls of layers, by the operations that use it, by what is added to its gradient."""
@@ -180,4 +180,4 @@ class GraphUses:
         found = given_vector(self._layers.probes, self._layers.targets.layout, gradient, piece, edited=False)
         if found is None:
             raise NotWitnessedError(OTHER_PART)
-        return contribution(held, gradient, found[0][:PROBES], piece)
+        return contributed(held, gradient, found[0][:PROBES], piece)

@@ -21,7 +21,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from traindiff.core.kernels.row_errors import row_errors
 from traindiff.core.kernels.row_sums import row_sums, table_sums
 from traindiff.core.kernels.torch_arrays import is_freed
-from traindiff.observe.torch.products.rounding import Format, bound_of_rows
+from traindiff.observe.torch.products.rounding import Format, weights
 from traindiff.observe.torch.witness.graph import RESHAPES, kind_of
 
 _SEED = 0x50524F44
@@ -125,8 +125,8 @@ def _checked(
     terms, columns = left.shape[-1], signs.numel()
     sums = row_sums(left.reshape(-1, terms), right[0], right[1])
     made = row_sums(found.reshape(-1, columns), signs, _ones(columns, signs.device))
-    bound = bound_of_rows(form, columns, terms, factor.largest, added)
-    return row_errors(sums, made, bound, (terms, made.shape[1], prod(rows[1:])))
+    by = weights(form, columns, terms)
+    return row_errors(sums, made, by, factor.largest, added, (terms, made.shape[1], prod(rows[1:])))
 
 
 @cache

@@ -6,15 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from traindiff.core.kernels.contribution import Rounding, contribution
 from traindiff.core.shards import Piece
 from traindiff.core.summary import UNIT_ROUNDOFF
 from traindiff.core.torch_compat.execution import float32_matmul_precision
-from traindiff.core.witness import PROBES
 from traindiff.observe.torch.witness.normalized import Normalized
 from traindiff.observe.torch.witness.probes import Extent
 from traindiff.observe.torch.witness.products import Products
@@ -23,19 +22,6 @@ FLOAT32 = UNIT_ROUNDOFF["float32"]
 """Unit roundoff of float32."""
 
 _TF32 = 2.0**-11
-_SHORT = 0.25
-"""Part of the squared error of a sum over rows in a short dtype: rounding to nearest, of sums that grow."""
-
-_STUCK = 2.5
-"""The same for more than 1 / unit roundoff rows: small terms change the sum no more. CPU kernels of LayerNorm and
-Embedding lose so much of a gradient whose terms have one sign (measured: up to 0.93 of it, over 16,384 rows)."""
-
-_DRIFT = 0.25
-"""A sum of n equal terms rounds in the same direction again and again: the most that it loses, as a share of n u."""
-
-_SHIFT = 2.0
-"""Error of the mean of a normalization, in roundings of it. On the CPU it was measured to stay below 0.7."""
-
 _LEAST_FLOAT16 = 2.0**-25
 """Half the smallest number of float16: gradients below it become zero."""
 
@@ -100,53 +86,19 @@ class Use:
         )  # fmt: skip
 
     def vector(self, found: Products) -> Tensor:
-        """What `products` has given, laid out as `traindiff.core.witness` says; the errors are squared.
+        """What `products` has given, laid out as `traindiff.core.witness` says; the errors are squared."""
+        return contribution(found.totals, found.rows, found.shift, self._rounding)
 
-        Each element of the gradient is a sum of n terms, added up with the unit roundoff u. If roundings are
-        independent of each other, the error of a sum S has the root mean square `sqrt(n) u S`. They are not where terms
-        repeat: then each is rounded in the same direction, until S has doubled. n equal terms lose up to `n u S / 4`.
-        If terms come in runs of L equal ones, n / L such errors are independent of each other: `sqrt(n L) u S / 4`.
-        Terms of unlike rows have `sum((t[i] - t[i - 1])²) = 2 sum(t²)`, and runs of L have 1 / L of it, which tells L.
-
-        A normalization multiplies g by `(x - mean) * scale`. The rounding of the mean, and of `mean * scale` where a
-        kernel computes `x * scale - mean * scale`, shifts the product by up to `u |mean| scale` for each rounding. This
-        does not become smaller where x is near its mean, and all rows that share a mean share the error: those of a
-        channel of BatchNorm, or all rows if each of them is the same constant. So it is added up as a sum over n terms
-        of one sign: with `(sum of t)² <= n sum(t²)`, it is `sqrt(n) u` times the root of `shift`.
-        """
-        rows, shift = found.rows, found.shift
-        numbers: Any
-        combined: Callable[[Any], Tensor]
-        if found.totals.device.type == "cpu":  # where arithmetic in Python is faster
-            numbers, combined = found.totals.tolist(), _tensor
-            rows, shift = int(rows), float(shift)
-        else:
-            numbers, combined = found.totals.unbind(), torch.stack
-        *sums, squares, changes = numbers
-        mean = sum(one * one for one in sums) / PROBES
-        growth = self.sums**2 * rows * (self._share(rows) + _DRIFT**2 * _excess(rows, squares, changes))
+    @property
+    def _rounding(self) -> Rounding:
         exact = UNIT_ROUNDOFF["float64"] if self.sums < FLOAT32 else FLOAT32
-        terms = (growth + exact**2 * self.width) * (squares / PROBES) + (_SHIFT * self.sums) ** 2 * rows * shift
-        rounded = self.result**2 * mean + self.smallest**2 * self.size
-        return combined([*sums, growth * mean, self.operand**2 * squares / PROBES, rounded, terms])
-
-    def _share(self, rows: Any) -> Any:
-        """The part of the squared error of a sum over rows that counts."""
-        return 1.0 if self.sums <= FLOAT32 else _SHORT + (_STUCK - _SHORT) * (self.sums * rows > 1.0)
+        return Rounding(
+            sums=self.sums, exact=exact, width=self.width, result=self.result, operand=self.operand,
+            smallest=self.smallest, size=self.size,
+        )  # fmt: skip
 
 
-def _excess(rows: Any, squares: Any, changes: Any) -> Any:
-    """Length of the runs of equal terms among `rows` terms, less the one that each has; numbers, or scalars."""
-    if isinstance(squares, Tensor):
-        return (2.0 * squares / changes.clamp_min(torch.finfo(torch.float64).tiny)).clamp_min(1.0).clamp_max(rows) - 1.0
-    return min(max(1.0, 2.0 * squares / changes), float(rows)) - 1.0 if changes and rows else 0.0
-
-
-def _tensor(numbers: list[float]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
-
-
-def contribution(held: Held, gradient: Tensor, sums: Tensor, piece: Piece) -> Use:
+def contributed(held: Held, gradient: Tensor, sums: Tensor, piece: Piece) -> Use:
     """What a backward pass contributes to a parameter, as a use of it.
 
     Args:
