@@ -39,7 +39,7 @@ OF_TORCH = (
     "core.torch_compat", "core.kernels.extent", "core.kernels.store", "core.kernels.torch_arrays",
     "core.kernels.projection", "core.kernels.cpu.summarize", "core.kernels.cpu.extent", "core.kernels.cpu.projection",
     "core.kernels.row_sums", "core.kernels.cpu.row_sums", "core.kernels.row_errors", "core.kernels.cpu.row_errors",
-    "core.kernels.cpu.linear_checks", "core.kernels.contribution", "core.kernels.gpu",
+    "core.kernels.cpu.linear_checks", "core.kernels.contribution", "core.kernels.product_errors", "core.kernels.gpu",
 )  # fmt: skip
 
 

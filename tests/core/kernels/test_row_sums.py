@@ -39,7 +39,7 @@ def test_sums_are_those_of_float64(shape: tuple[int, int], dtype: torch.dtype, w
     exact = matrix.double().numpy()
 
     found = row_sums(matrix, factors, squares).numpy()
-    by_column, by_row = (one.numpy() for one in table_sums(matrix, signs, factors))
+    by_column, by_row, norm = (one.numpy() for one in table_sums(matrix, signs, factors))
 
     terms = exact * factors.numpy()
     so_far = [np.abs(terms[:, :end].sum(1)) for end in (*range(BLOCK, columns, BLOCK), columns)]
@@ -49,6 +49,7 @@ def test_sums_are_those_of_float64(shape: tuple[int, int], dtype: torch.dtype, w
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(by_column, [signs.numpy() @ exact, np.square(exact).sum(0)], rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(by_row, [terms.sum(1), np.square(exact).sum(1)], rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(norm, np.linalg.norm(exact), rtol=1e-12)
 
 
 def test_rows_that_lie_apart_in_memory_are_read_where_they_are(way: str) -> None:  # noqa: ARG001

@@ -57,15 +57,24 @@ PROJECTIONS: tuple[Kernel, ...] = (
 )
 """Kernels that multiply matrices by signs: `reads(matrix)`, `projected(...)`, `normalized(...)`, `summed(...)`."""
 
+TABLE_SUMS: tuple[Kernel, ...] = (
+    Kernel(module="traindiff.core.kernels.cpu.row_sums", device_types=frozenset({"cpu"}), needs="llvmlite"),
+    Kernel(module="traindiff.core.kernels.gpu.product_errors", device_types=frozenset({"cuda"}), needs="triton"),
+)
+"""Kernels that add up both the rows and the columns of matrices: `reads(matrix)`, `table_sums(...)`."""
+
+PRODUCT_ERRORS: tuple[Kernel, ...] = (
+    Kernel(module="traindiff.core.kernels.gpu.product_errors", device_types=frozenset({"cuda"}), needs="triton"),
+)
+"""Kernels that do the sums and their comparison at once: `reads(*matrices)`, `product_errors(...)`."""
+
 ROW_SUMS: tuple[Kernel, ...] = (
     Kernel(module="traindiff.core.kernels.cpu.row_sums", device_types=frozenset({"cpu"}), needs="llvmlite"),
-    Kernel(module="traindiff.core.kernels.gpu.row_sums", device_types=frozenset({"cuda"}), needs="triton"),
 )
-"""Kernels that add up rows and columns of matrices: `reads(matrix)`, `row_sums(...)`, `table_sums(...)`."""
+"""Kernels that add up the rows of matrices: `reads(matrix)`, `row_sums(...)`."""
 
 ROW_ERRORS: tuple[Kernel, ...] = (
     Kernel(module="traindiff.core.kernels.cpu.row_errors", device_types=frozenset({"cpu"}), needs="llvmlite"),
-    Kernel(module="traindiff.core.kernels.gpu.row_errors", device_types=frozenset({"cuda"}), needs="triton"),
 )
 """Kernels that compare such sums of two matrices, by `row_errors(...)`."""
 

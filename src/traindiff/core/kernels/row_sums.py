@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from traindiff.core.kernels.registry import ROW_SUMS, installed
+from traindiff.core.kernels.registry import ROW_SUMS, TABLE_SUMS, installed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +54,7 @@ def _sums(matrix: Tensor, factors: Tensor, squares: Tensor) -> Tensor:
     return torch.stack([lanes.sum(1), matrix.square() @ squares, largest])
 
 
-def table_sums(matrix: Tensor, row_factors: Tensor, column_factors: Tensor) -> tuple[Tensor, Tensor]:
+def table_sums(matrix: Tensor, row_factors: Tensor, column_factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Weighted sums of the elements of each column and of each row, and of their squares.
 
     Args:
@@ -64,11 +64,12 @@ def table_sums(matrix: Tensor, row_factors: Tensor, column_factors: Tensor) -> t
 
     Returns:
         float64, shape (2, columns): for each column the sum over rows of its elements times `row_factors`, and of their
-        squares. float64, shape (2, rows): for each row the same with `column_factors`.
+        squares. float64, shape (2, rows): for each row the same with `column_factors`. float64, a scalar: the norm of
+        the matrix.
     """
-    for device_types, kernel in installed(ROW_SUMS):
+    for device_types, kernel in installed(TABLE_SUMS):
         if matrix.device.type in device_types and kernel.reads(matrix):
-            found: tuple[Tensor, Tensor] = kernel.table_sums(matrix, row_factors, column_factors)
+            found: tuple[Tensor, Tensor, Tensor] = kernel.table_sums(matrix, row_factors, column_factors)
             return found
     by_column, by_row = column_factors.new_zeros(2, matrix.shape[1]), []
     at_once = max(1, _AT_ONCE // max(1, matrix.shape[1]))
@@ -77,4 +78,5 @@ def table_sums(matrix: Tensor, row_factors: Tensor, column_factors: Tensor) -> t
         squares = values.square()
         by_column += torch.stack([factors @ values, squares.sum(0)])
         by_row.append(torch.stack([values @ column_factors, squares.sum(1)]))
-    return by_column, torch.cat(by_row, 1) if by_row else row_factors.new_zeros(2, 0)
+    rows = torch.cat(by_row, 1) if by_row else row_factors.new_zeros(2, 0)
+    return by_column, rows, rows[1].sum().sqrt()

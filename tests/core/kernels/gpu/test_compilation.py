@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from traindiff.core.kernels.gpu import contribution, launch, projection, row_errors, row_sums
+from traindiff.core.kernels.gpu import contribution, launch, product_errors, projection
 from traindiff.core.kernels.gpu.layout import DTYPES
 
 pytestmark = pytest.mark.skipif(
@@ -66,10 +66,11 @@ def test_the_witness_is_compiled_without_atomics(kind: str) -> None:
             "height": 16, "width": 256, "centered": True, "kind": kind, "of_gradient": "float32",
         }),
         (projection.summed_kernel, {"height": 512}),
-        (row_sums.sums_kernel, {"height": 8, "width": 256, "kind": kind}),
-        (row_sums.table_kernel, {"height": 32, "width": 64, "kind": kind}),
-        (row_errors.errors_kernel, {"height": 1024}),
-        (row_errors.numbers_kernel, {"width": 128}),
+        (product_errors.table_kernel, {"height": 32, "width": 64, "kind": kind}),
+        (product_errors.added_kernel, {"width": 256}),
+        (product_errors.check_kernel, {"height": 8, "width": 256, "of_left": kind, "of_made": kind, "of_bias": ""}),
+        (product_errors.check_kernel, {"height": 8, "width": 256, "of_left": kind, "of_made": kind, "of_bias": kind}),
+        (product_errors.numbers_kernel, {"width": 128, "at_once": 2048}),
         (contribution.contribution_kernel, {}),
     )  # fmt: skip
     for kernel, constants in of_witness:

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from traindiff.core.kernels import contribution as contribution_by_torch
+from traindiff.core.kernels import product_errors as errors_by_torch
 from traindiff.core.kernels import projection as by_torch
-from traindiff.core.kernels import row_errors as errors_by_torch
+from traindiff.core.kernels import row_errors as rows_by_torch
 from traindiff.core.kernels import row_sums as sums_by_torch
 from traindiff.core.kernels.contribution import Rounding
-from traindiff.core.kernels.gpu import contribution, projection, row_errors, row_sums
+from traindiff.core.kernels.gpu import contribution, product_errors, projection
 from traindiff.core.kernels.row_errors import Weights
 from traindiff.core.summary import UNIT_ROUNDOFF
 from traindiff.core.witness import PROBES
@@ -22,7 +23,7 @@ BY = Weights(output=1e-3, added=1e-4, partial=1e-4, coherent=2e-3, most=3.0, los
 
 @pytest.fixture(autouse=True)
 def _without_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (by_torch, sums_by_torch, errors_by_torch, contribution_by_torch):
+    for module in (by_torch, sums_by_torch, errors_by_torch, rows_by_torch, contribution_by_torch):
         monkeypatch.setattr(module, "installed", lambda _: ())
 
 
@@ -84,46 +85,48 @@ def test_witnessed_tables_are_multiplied(rows: int, one_row: bool, device: torch
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_witnessed_rows_and_columns_are_added_up(
+def test_witnessed_weights_are_added_up(
     dtype: torch.dtype, shape: tuple[int, int], strided: bool, device: torch.device
 ) -> None:
     matrix = matrix_of(shape, dtype, device)
     if strided:
         matrix = matrix.t().contiguous().t()
     rows, columns = (signs_of(length, device=device) for length in shape)
-    weights = torch.rand(shape[1], generator=torch.Generator().manual_seed(0)).double().to(device)
 
-    found = row_sums.row_sums(matrix, columns, weights)
-    by_column, by_row = row_sums.table_sums(matrix, rows, columns)
+    found = product_errors.table_sums(matrix, rows, columns)
 
-    torch.testing.assert_close(found, sums_by_torch.row_sums(matrix, columns, weights), rtol=1e-12, atol=1e-12)
-    expected = sums_by_torch.table_sums(matrix, rows, columns)
-    torch.testing.assert_close((by_column, by_row), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found, sums_by_torch.table_sums(matrix, rows, columns), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 1023, 1025, 5000])
-@pytest.mark.parametrize("added", [(0.0, 0.0), (0.5, 0.25)])
-def test_witnessed_errors_are_those_of_torch(rows: int, added: tuple[float, float], device: torch.device) -> None:
-    generator = torch.Generator().manual_seed(rows)
-    sums = torch.randn(3, rows, generator=generator, dtype=torch.float64)
-    sums[1:] = sums[1:].square()
-    made = sums * (1.0 + 1e-3 * torch.randn(3, rows, generator=generator, dtype=torch.float64))
-    made[0] += added[0]
-    made[0, ::5] = sums[0, ::5] + added[0]  # exact rows
-    made[0, 3::7] = torch.nan
-    sums, made = sums.to(device), made.to(device)
-    of_tensors = tuple(torch.tensor(one, dtype=torch.float64, device=device) for one in added)
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (3, 7, 2), (40, 300, 257), (2100, 33, 16)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_witnessed_products_have_the_errors_that_torch_finds(
+    dtype: torch.dtype, sizes: tuple[int, int, int], added: bool, strided: bool, device: torch.device
+) -> None:
+    rows, terms, columns = sizes
+    left, weight = matrix_of((rows, terms), dtype, device), matrix_of((columns, terms), dtype, device, mean=0.0)
+    bias = matrix_of((1, columns), dtype, device)[0] if added else None
+    made = (left.double() @ weight.double().T + (0.0 if bias is None else bias.double())).to(dtype)
+    made[rows // 2, columns // 2] += 0.5
+    made[::3, 0] = torch.nan
+    if strided:
+        left, made = (one.t().contiguous().t() for one in (left, made))
+    signs = signs_of(columns, device=device)
+    right, _, norm = sums_by_torch.table_sums(weight, signs, signs_of(terms, device=device))
 
-    found = row_errors.row_errors(sums, made, BY, 2.0, of_tensors, (7, 8))  # type: ignore[arg-type]
+    found = product_errors.product_errors(left, right, made, signs, bias, BY, norm, (7, 8, 9))
 
-    expected = errors_by_torch.row_errors(sums, made, BY, 2.0, added, (7, 8))
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
+    expected = errors_by_torch.product_errors(left, right, made, signs, bias, BY, norm, (7, 8, 9))
+    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
 
 
-def test_witnessed_rows_of_zeros_have_no_error(device: torch.device) -> None:
-    zeros = torch.zeros(3, 20, dtype=torch.float64, device=device)
+def test_witnessed_products_of_zeros_have_no_error(device: torch.device) -> None:
+    left, right = torch.zeros(20, 3, device=device), torch.zeros(2, 3, dtype=torch.float64, device=device)
+    made, signs = torch.zeros(20, 5, device=device), signs_of(5, device=device)
 
-    assert row_errors.row_errors(zeros, zeros, BY, 2.0, (0.0, 0.0)).tolist() == [0.0] * 5
+    assert product_errors.product_errors(left, right, made, signs, None, BY, 0.0, ()).tolist() == [0.0] * 5
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

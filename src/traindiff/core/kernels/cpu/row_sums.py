@@ -38,7 +38,7 @@ def row_sums(matrix: torch.Tensor, factors: torch.Tensor, squares: torch.Tensor)
 
 def table_sums(
     matrix: torch.Tensor, row_factors: torch.Tensor, column_factors: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `traindiff.core.kernels.row_sums.table_sums`; without the interpreter lock."""
     rows, columns = matrix.shape
     by_column = torch.zeros((2, columns), dtype=torch.float64, device="cpu")
@@ -47,7 +47,7 @@ def table_sums(
         address(matrix), rows, matrix.stride(0), columns, address(row_factors), address(column_factors),
         by_column.data_ptr(), by_row.data_ptr(),
     )  # fmt: skip
-    return by_column, by_row
+    return by_column, by_row, by_row[1].sum().sqrt()
 
 
 @cache

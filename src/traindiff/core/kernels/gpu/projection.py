@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from traindiff.core.kernels.gpu.enqueue import FLOATS, doubles, enqueue, load
+from traindiff.core.kernels.gpu.enqueue import FLOATS, ceiling, doubles, enqueue, load
 from traindiff.core.kernels.projection import BLOCK, TOTALS
 from traindiff.core.witness import PROBES
 
@@ -41,7 +41,7 @@ def projected(matrix: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
         height = _ELEMENTS // width
         numbers = matrix.data_ptr(), signs.data_ptr(), found.data_ptr(), rows, columns, *matrix.stride()
         enqueue(
-            projected_kernel, matrix.device, (triton.cdiv(rows, height),), numbers, height, width, FLOATS[matrix.dtype]
+            projected_kernel, matrix.device, (ceiling(rows, height),), numbers, height, width, FLOATS[matrix.dtype]
         )
     return found
 
@@ -61,7 +61,7 @@ def normalized(
             columns, *matrix.stride(), *gradient.stride(), bits,
         )  # fmt: skip
         constants = height, BLOCK, centered, FLOATS[matrix.dtype], FLOATS[gradient.dtype]
-        enqueue(normalized_kernel, matrix.device, (triton.cdiv(rows, height),), numbers, *constants)
+        enqueue(normalized_kernel, matrix.device, (ceiling(rows, height),), numbers, *constants)
     return found, shifts.sum()
 
 
@@ -69,7 +69,7 @@ def summed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """See `traindiff.core.kernels.projection.summed`."""
     rows = left.shape[0]
     at_once = _ALL_ROWS if rows > _ALL_ROWS else max(rows, 1)
-    programs = max(1, triton.cdiv(rows, at_once))
+    programs = max(1, ceiling(rows, at_once))
     found = torch.empty(programs, TOTALS, dtype=torch.float64, device=left.device)
     step = 0 if right.shape[0] == 1 else PROBES
     numbers = left.data_ptr(), right.data_ptr(), found.data_ptr(), rows, at_once, step

@@ -35,7 +35,7 @@ from traindiff.observe.torch.witness.graph import graph_of
 from traindiff.observe.torch.witness.graph_uses import GraphUses
 from traindiff.observe.torch.witness.layers import Layers, is_known, own_term
 from traindiff.observe.torch.witness.normalized import Normalized
-from traindiff.observe.torch.witness.pending import Expected
+from traindiff.observe.torch.witness.pending import Expected, rooted
 from traindiff.observe.torch.witness.probes import Probes
 from traindiff.observe.torch.witness.use import Use
 
@@ -314,8 +314,7 @@ class _Witness:
         self._calls.clear()
         read = self._read_with(tap, {piece.path for _, pieces, _ in fresh for piece in pieces})
         with self._sink.together():
-            for path in read:
-                self._emit_expected(tap, path)
+            self._emit_expected(tap, read)
             for parameter, pieces, gradient in fresh:
                 self._emit_given(tap, parameter, gradient, pieces, scaled=scaled)
         for path in read:
@@ -336,12 +335,16 @@ class _Witness:
             if not expected.is_read and (path in own or path not in others)
         ]
 
-    def _emit_expected(self, tap: OptimizerTap, path: str) -> None:
-        expected, data = self._expected[path], self._context.targets.layout.data
-        if expected.reason:
-            self._say(tap, path, expected.reason)
-            return
-        for micro_step, is_own, vector in expected.vectors():
+    def _emit_expected(self, tap: OptimizerTap, paths: Iterable[str]) -> None:
+        found = []
+        for path in paths:
+            expected = self._expected[path]
+            if expected.reason:
+                self._say(tap, path, expected.reason)
+            else:
+                found += [(path, *one) for one in expected.vectors()]
+        data = self._context.targets.layout.data
+        for (path, micro_step, is_own, _), vector in zip(found, rooted([one[-1] for one in found]), strict=True):
             term = own_term(data.term, data.num_terms) if is_own else data.term
             self._sink.emit(
                 vector, phase="grad", stage=WITNESS, path=path, slot=EXPECTED, micro_step=micro_step,

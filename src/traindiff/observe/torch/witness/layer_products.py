@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.parametrize import is_parametrized
 
-from traindiff.core.kernels.row_errors import row_errors
-from traindiff.core.kernels.row_sums import row_sums, table_sums
+from traindiff.core.kernels.product_errors import product_errors
+from traindiff.core.kernels.row_sums import table_sums
 from traindiff.core.kernels.torch_arrays import is_freed
 from traindiff.observe.torch.products.rounding import Format, weights
 from traindiff.observe.torch.witness.graph import RESHAPES, kind_of
@@ -36,11 +36,6 @@ def signs(count: int, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(_SEED + count)
     drawn = torch.randint(0, 2, (count,), generator=generator)
     return (2.0 * drawn.to(torch.float64) - 1.0).to(device)
-
-
-@lru_cache(maxsize=4096)
-def _ones(count: int, device: torch.device) -> Tensor:
-    return torch.ones(count, dtype=torch.float64, device=device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,29 +62,22 @@ def factor_of(weight: Tensor, dtype: torch.dtype) -> Factor:
     """A weight, shape (outputs, inputs), as a product in a dtype uses it."""
     values = _in(weight, dtype)
     outputs, inputs = values.shape
-    by_input, by_output = table_sums(values, signs(outputs, values.device), signs(inputs, values.device))
-    (square,) = _numbers(by_output[1].sum().reshape(1))
-    return Factor(shape=(outputs, inputs), dtype=dtype, by_input=by_input, by_output=by_output, largest=square**0.5)
+    by_input, by_output, norm = table_sums(values, signs(outputs, values.device), signs(inputs, values.device))
+    return Factor(shape=(outputs, inputs), dtype=dtype, by_input=by_input, by_output=by_output, largest=norm)
 
 
 def check_output(factor: Factor, given: Tensor, bias: Tensor | None, output: Tensor) -> Tensor:
     """The check of what a linear layer returned; see `_checked`."""
     assert factor.by_input is not None
-    outputs = factor.shape[0]
-    drawn = signs(outputs, output.device)
-    added: tuple[Any, Any] = (0.0, 0.0)
-    if bias is not None:
-        product, square, _ = _numbers(
-            row_sums(_in(bias, factor.dtype).reshape(1, outputs), drawn, _ones(outputs, output.device)).reshape(3)
-        )
-        added = product, square**0.5
+    drawn = signs(factor.shape[0], output.device)
+    added = None if bias is None else _in(bias, factor.dtype)
     return _checked(_in(given, factor.dtype), factor, factor.by_input, output.detach(), drawn, added, output.shape[:-1])
 
 
 def check_gradient(factor: Factor, gradient: Tensor, of_input: Tensor, rows: Sequence[int]) -> Tensor:
     """The check of the gradient of its input, given that of its output, and the shape of its rows; see `_checked`."""
     drawn = signs(factor.shape[1], of_input.device)
-    return _checked(gradient.detach(), factor, factor.by_output, of_input.detach(), drawn, (0.0, 0.0), rows)
+    return _checked(gradient.detach(), factor, factor.by_output, of_input.detach(), drawn, None, rows)
 
 
 def _in(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -98,13 +86,8 @@ def _in(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
-def _numbers(vector: Tensor) -> Sequence[Any]:
-    """The elements of a tensor: numbers, or tensors of one where reading them would wait for a device."""
-    return vector.tolist() if vector.device.type == "cpu" else vector.unbind()
-
-
 def _checked(
-    left: Tensor, factor: Factor, right: Tensor, found: Tensor, signs: Tensor, added: tuple[Any, Any],
+    left: Tensor, factor: Factor, right: Tensor, found: Tensor, signs: Tensor, added: Tensor | None,
     rows: Sequence[int],
 ) -> Tensor:  # fmt: skip
     """How far a product is from the exact one.
@@ -115,7 +98,7 @@ def _checked(
         right: Its products with signs, and the squares of its rows or columns.
         found: The product.
         signs: Of its columns.
-        added: Sum of what is added to each row, times signs, and its norm.
+        added: What is added to each row, or None.
         rows: Shape of the rows as the layer was given them.
 
     Returns:
@@ -123,10 +106,10 @@ def _checked(
     """
     form = format_of(left.dtype, factor.dtype, found.dtype, found.device.type)
     terms, columns = left.shape[-1], signs.numel()
-    sums = row_sums(left.reshape(-1, terms), right[0], right[1])
-    made = row_sums(found.reshape(-1, columns), signs, _ones(columns, signs.device))
     by = weights(form, columns, terms)
-    return row_errors(sums, made, by, factor.largest, added, (terms, made.shape[1], prod(rows[1:])))
+    left, made = left.reshape(-1, terms), found.reshape(-1, columns)
+    counts = terms, made.shape[0], prod(rows[1:])
+    return product_errors(left, right, made, signs, added, by, factor.largest, counts)
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -59,7 +59,21 @@ class Expected:
         self._latest.clear()
 
     def vectors(self) -> Iterator[tuple[int, bool, Tensor]]:
-        """Micro-step, whether the term is this rank's own, and the vector with roots of the squared errors."""
+        """Micro-step, whether the term is this rank's own, and the vector with squared errors; see `rooted`."""
         self.settle()
-        for (micro_step, is_own), vector in sorted(self.terms.items()):
-            yield micro_step, is_own, torch.cat([vector[:PROBES], vector[PROBES:].sqrt()])
+        for (micro_step, is_own), vector in sorted(self.terms.items(), key=lambda one: one[0]):
+            yield micro_step, is_own, vector
+
+
+def rooted(vectors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Vectors with the roots of their squared errors, computed together for each device."""
+    by_device: dict[torch.device, list[int]] = {}
+    for place, vector in enumerate(vectors):
+        by_device.setdefault(vector.device, []).append(place)
+    found = list(vectors)
+    for places in by_device.values():
+        table = torch.stack([vectors[place] for place in places])
+        table[:, PROBES:].sqrt_()
+        for place, row in zip(places, table.unbind(), strict=True):
+            found[place] = row
+    return found
