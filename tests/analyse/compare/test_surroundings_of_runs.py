@@ -119,7 +119,12 @@ def test_what_cannot_be_read_is_left_out(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(surroundings, "_FLAGS", flags)
 
     held = open_recording(str(trained(tmp_path / "a"))).rank_content(0)["surroundings"]
-    assert held["torch"] == {"mkldnn": "True", "cuda_matmul_tf32": "False", "cudnn_tf32": "False"}
+    assert held["torch"] == {
+        "mkldnn": "True",
+        "cuda_matmul_tf32": "False",
+        "cudnn_tf32": "False",
+        "cudnn_recurrent": "False",
+    }
 
 
 def test_tf32_is_named_between_a_cpu_and_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,3 +160,42 @@ def test_schedulers_step_as_before_when_the_recording_has_ended(tmp_path: Path) 
     before = lr_scheduler.LRScheduler.step
     trained(tmp_path / "a", schedule=step_schedule)
     assert lr_scheduler.LRScheduler.step is before
+
+
+@pytest.mark.parametrize("factor", [1.0 + 5e-6, 1.0 + 5e-5], ids=["approximated", "wrong"])
+def test_recurrent_layers_of_cudnn_are_approximate(
+    factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tanh and sigmoid are off by 5e-6 (measured on a GPU), which a factor plays here."""
+    from traindiff.observe.torch.hooks import surroundings
+
+    class Model(nn.Module):
+        def __init__(self, factor: float) -> None:
+            super().__init__()
+            self.lstm, self.out = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 3)
+            self.lstm.register_forward_hook(lambda *call: (call[2][0] * factor, call[2][1]), prepend=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.out(self.lstm(x)[0])
+            return found
+
+    def run(name: str, factor: float) -> Path:
+        torch.manual_seed(0)
+        model = Model(factor)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with traindiff.record(tmp_path / name, model, optimizer):
+            for _ in range(2):
+                model(torch.randn(5, 6, 4)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return tmp_path / name
+
+    on_cpu, also_on_cpu = run("cpu", 1.0), run("cpu-other", factor)
+    monkeypatch.setattr(surroundings, "_is_on_gpu", lambda module: True)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    on_gpu = run("gpu", factor)
+
+    assert traindiff.compare(on_cpu, also_on_cpu).verdict == "diverged"
+    found = traindiff.compare(on_cpu, on_gpu)
+    assert found.verdict == ("equivalent" if factor < 1.00001 else "diverged"), str(found)
+    assert "cudnn_recurrent is False in the baseline and True in the candidate" in str(found)

@@ -9,6 +9,7 @@ from typing import Any
 from traindiff.analyse.align.side import Side
 from traindiff.analyse.findings import more_text, phase_text
 from traindiff.analyse.merge.site import SiteKey
+from traindiff.analyse.noise.run_floors import RECURRENT
 from traindiff.core.site import label
 from traindiff.core.summary import UNIT_ROUNDOFF
 from traindiff.storage.manifest import framework
@@ -118,3 +119,14 @@ def coefficient_error(contents: Iterable[Mapping[str, Any]]) -> float:
     optimizers = [optimizer for content in contents for optimizer in content.get("optimizers", ())]
     short = any(one.get("settings_in_float32") or one.get("type") in FLOAT32_COEFFICIENTS for one in optimizers)
     return UNIT_ROUNDOFF["float32"] / 1e-3 if short else 0.0
+
+
+def approximate_in_one_run(modules: Mapping[str, str], runs: Sequence[Sequence[Mapping[str, Any]]]) -> frozenset[str]:
+    """Paths of modules that approximate functions in one of two runs; see `run_floors.APPROXIMATED`.
+
+    Args:
+        modules: Class names by path.
+        runs: The `rank.json` files of both.
+    """
+    flags = [one.get("surroundings", {}).get("torch", {}).get("cudnn_recurrent") for run in runs for one in run]
+    return frozenset(path for path, name in modules.items() if name in RECURRENT and len(set(flags)) > 1)

@@ -16,6 +16,7 @@ from traindiff.analyse.align.two_runs import AlignedStep, RepeatedStep, TwoRuns
 from traindiff.analyse.compare.accepted import without_accepted
 from traindiff.analyse.compare.bits import ASKED, unknown_bits_note
 from traindiff.analyse.compare.circumstances import (
+    approximate_in_one_run,
     circumstances,
     coefficient_error,
     not_forced,
@@ -152,8 +153,9 @@ class RunningComparison:
         self._forced = bool(candidate.run.get("forced_by"))
         self._history = history
         self._judge = Judge(
-            tolerance, forced=self._forced, coefficients=coefficient_error(chain(*contents)), history=history
-        )
+            tolerance, forced=self._forced, coefficients=coefficient_error(chain(*contents)),
+            approximate=approximate_in_one_run(modules, contents), history=history,
+        )  # fmt: skip
         self._counts_in_float32 = counts_in_float32(chain(*contents))
         self._settings = SettingChanges()
         self._knows_buffers = False  # whether buffers that start with other values may explain the first finding

@@ -53,6 +53,7 @@ class Judge:
         tolerance: Tolerance of the user, which replaces the floors.
         forced: True if the candidate's tensors were replaced by the baseline's after each operation.
         coefficients: Relative error that the optimizers' own coefficients may have.
+        approximate: Paths of modules of which one run alone has a kernel that approximates.
         history: Records every difference, if a report will show them.
 
     Attributes:
@@ -84,11 +85,12 @@ class Judge:
         *,
         forced: bool = False,
         coefficients: float = 0.0,
+        approximate: Collection[str] = (),
         history: DifferenceHistory | None = None,
     ) -> None:
         self.tolerance = tolerance
         self.forced = forced
-        self.run = RunFloors(coefficients=coefficients)
+        self.run = RunFloors(coefficients=coefficients, approximate=approximate)
         self.sites = SiteRows()
         self.all_equal = True
         self.first_bit_difference: Finding | None = None

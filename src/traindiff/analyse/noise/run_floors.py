@@ -14,13 +14,22 @@ from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.noise.gradients import Terms
 from traindiff.analyse.noise.uncalibrated import GAIN, Floors
 from traindiff.core.site import is_of_no_module
-from traindiff.core.summary import distance, nonfinite_count, norm_of, rounding
+from traindiff.core.summary import UNIT_ROUNDOFF, distance, nonfinite_count, norm_of, rounding
 
 LINEAR_STATE = frozenset({"momentum_buffer", "step"})
 """State slots of optimizers whose update is linear in the gradient."""
 
 FIRST_MOMENTS = frozenset({"exp_avg", *LINEAR_STATE})
 """State slots that are linear in the gradient; others hold squares of it."""
+
+
+APPROXIMATED = 1.1e-5
+"""Relative error of recurrent layers whose kernel approximates tanh and sigmoid. Measured in float32 with cuDNN on an
+H100: 4.3e-6 to 5.5e-6 for LSTM, GRU and RNN, of 8 to 256 positions and 16 to 128 units, where torch's own kernels there
+and those of the CPU are at 1e-7 to 2e-7. This is twice as much."""
+
+RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
+"""Class names of these layers."""
 
 
 def is_quotient(key: SiteKey, adaptive: Collection[str]) -> bool:
@@ -54,6 +63,7 @@ class RunFloors:
         settings_differ: Whether the optimizers are set differently.
         coefficients: Relative error that the optimizers' own coefficients may have.
         corrections: Relative error that bias corrections may have in this step.
+        approximate: Paths of modules of which one run alone has a kernel that approximates; see `APPROXIMATED`.
         states: Norm of each running average of an optimizer after the latest step.
         carried: How far each of them was apart then, if that was within its floor.
         exceeded_noise: Whether any site has exceeded its measured floor. From then on inputs differ by more than noise,
@@ -79,6 +89,7 @@ class RunFloors:
     settings_differ: bool = False
     coefficients: float = 0.0
     corrections: float = 0.0
+    approximate: Collection[str] = ()
     states: dict[SiteKey, float] = field(default_factory=dict)
     carried: dict[SiteKey, float] = field(default_factory=dict)
     exceeded_noise: bool = False
@@ -95,6 +106,15 @@ class RunFloors:
     def correction(self, key: SiteKey) -> float:
         """Relative error that bias corrections may put into an adaptive update; 0 for anything else."""
         return self.corrections if key.phase == "update" and key.path in self.adaptive else 0.0
+
+    def approximated(self, pair: Pair) -> float:
+        """Relative error of what approximate kernels compute: their outputs, and all losses and gradients."""
+        key = pair.baseline.key
+        u = max(UNIT_ROUNDOFF.get(one.dtype, 0.0) for one in (pair.baseline, pair.candidate))
+        if not self.approximate or u > UNIT_ROUNDOFF["float32"] or not u:
+            return 0.0
+        reached = key.path in self.approximate if key.phase == "forward" else key.phase in ("loss", "backward", "grad")
+        return APPROXIMATED if reached else 0.0
 
     def cancellation(self, pair: Pair, terms: Mapping[str, Terms]) -> float:
         """How much more cancels in a gradient than did where it canceled least, in a run of LBFGS; at least 1.

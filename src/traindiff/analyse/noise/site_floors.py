@@ -357,7 +357,8 @@ class SiteFloors:
         return self._coherent.floor(pair, inputs, own)
 
     def _derived(self, pair: Pair, floors: Floors) -> float:
-        return max(self._independent(pair, floors), self._coherent_floor(pair, floors))
+        independent = self._independent(pair, floors) + self._run.approximated(pair)
+        return max(independent, self._coherent_floor(pair, floors))
 
     def _independent(self, pair: Pair, floors: Floors) -> float:
         key = pair.baseline.key

@@ -40,9 +40,7 @@ def projected(matrix: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
         width = _NARROW if columns <= _NARROW else BLOCK
         height = _ELEMENTS // width
         numbers = matrix.data_ptr(), signs.data_ptr(), found.data_ptr(), rows, columns, *matrix.stride()
-        enqueue(
-            projected_kernel, matrix.device, (ceiling(rows, height),), numbers, height, width, FLOATS[matrix.dtype]
-        )
+        enqueue(projected_kernel, matrix.device, (ceiling(rows, height),), numbers, height, width, FLOATS[matrix.dtype])
     return found
 
 

@@ -43,9 +43,12 @@ _CONVOLUTIONS = (
 _ROUNDING: Mapping[str, tuple[Callable[[], object], tuple[type[nn.Module], ...]]] = {
     "cuda_matmul_tf32": (cuda_matmul_tf32, (nn.Module,)),
     "cudnn_tf32": (lambda: torch.backends.cudnn.allow_tf32, (*_CONVOLUTIONS, nn.RNNBase)),
+    "cudnn_recurrent": (lambda: torch.backends.cudnn.enabled, (nn.RNNBase,)),
 }
-"""Flags that have float32 rounded to TF32 on a GPU, and the modules that round. False where a model has none of them on
-a GPU: `cudnn_tf32` is True by default, and a run on a CPU beside one on a GPU differs by it."""
+"""What makes numbers less exact on a GPU, and in which modules. False where a model has none of them on a GPU.
+
+`cudnn_tf32`, by which cuDNN rounds float32 to TF32, is True by default: a run on a CPU and one on a GPU differ by it.
+cuDNN's recurrent layers approximate their tanh and sigmoid; see `traindiff.analyse.noise.run_floors.APPROXIMATED`."""
 
 _DEVICES = ("cpu", "cuda")
 
