@@ -32,7 +32,7 @@ def enqueue(
         constants: Its other ones, `tl.constexpr`.
         options: How it is compiled: always the same.
     """
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
+    if device.index is not None and device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             enqueue(kernel, device, grid, numbers, *constants, **options)
         return
