@@ -52,6 +52,7 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
     lacking = (one for one in given.found if one.kind in ("missing", "extra") and not is_uncalled(one))
     judge.absent.update(finding.path for finding in lacking)
     judge.uncalled.update(finding.path for finding in given.found if is_uncalled(finding))
+    judge.run.at(given.optimizer, given.step)
     floors = SiteFloors(
         judge.run, parameters=given.parameters, pairs=given.pairs, samples=given.samples,
         micro_steps=given.most_micro_steps, noise=given.noise, calibration=given.calibration, forced=judge.forced,

@@ -73,6 +73,7 @@ class RunFloors:
             than its own rounding and than replicas do.
         learning_apart: Relative difference of all gradients of a step together, in the step in which it is largest.
         mixing: Whether an optimizer computes the update of a parameter from the gradients of all, as LBFGS does.
+        unseen_steps: Steps of the optimizer between the latest judged one and this one, which were not recorded.
         canceled: Norm of all gradients over the norm of their change since the evaluation before, where it was largest.
         latest: The baseline's gradients in the latest evaluation, by parameter.
         undisturbed: The same as `gradients`, without differences that exceed noise.
@@ -97,11 +98,18 @@ class RunFloors:
     learning_differs: bool = False
     learning_apart: float = 0.0
     mixing: bool = False
+    unseen_steps: int = 0
     canceled: float = 1.0
     latest: dict[str, Any] = field(default_factory=dict)
+    _judged: dict[str, int] = field(default_factory=dict)  # the latest step, by optimizer
     _least: dict[SiteKey, float] = field(default_factory=dict)  # cancellation of gradients, where it was least
     _outputs: dict[tuple[str, str], float] = field(default_factory=dict)  # the latest norm of each output
     _passes: tuple[Floors, ...] = ()
+
+    def at(self, optimizer: str, step: int) -> None:
+        """Note the step of an optimizer that is judged now."""
+        self.unseen_steps = max(0, step - self._judged.get(optimizer, step) - 1)
+        self._judged[optimizer] = step
 
     def correction(self, key: SiteKey) -> float:
         """Relative error that bias corrections may put into an adaptive update; 0 for anything else."""
