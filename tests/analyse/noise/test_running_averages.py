@@ -17,7 +17,7 @@ Make = Callable[..., Optimizer]
 
 
 def trained(
-    path: Path, make: Make, *, build: Callable[[], nn.Module], steps: int,
+    path: Path, make: Make, *, build: Callable[[], nn.Module], num_steps: int,
     after_step: Callable[[int, Optimizer], None] = lambda *_: None, **settings: Any,
 ) -> Path:  # fmt: skip
     torch.manual_seed(0)
@@ -26,7 +26,7 @@ def trained(
     data = torch.Generator().manual_seed(1)
     first = next(model.parameters())
     with traindiff.record(path, model, optimizer, **settings):
-        for step in range(steps):
+        for step in range(num_steps):
             batch = torch.randn(16, first.shape[1], generator=data).to(first.dtype)
             model(batch).float().square().mean().backward()
             optimizer.step()
@@ -51,7 +51,7 @@ KINDS: dict[str, tuple[Make, dict[str, bool]]] = {
 def test_steps_that_were_not_recorded_round_running_averages_too(kind: str, every: int, tmp_path: Path) -> None:
     """In bfloat16, a fused step rounds a state once, and one by foreach rounds it twice: in each step."""
     make, otherwise = KINDS[kind]
-    how: dict[str, Any] = {"build": small, "steps": 3 * every + 1, "every": every}
+    how: dict[str, Any] = {"build": small, "num_steps": 3 * every + 1, "every": every}
     baseline = trained(tmp_path / "foreach", lambda held: make(held, foreach=True), **how)
 
     other = trained(tmp_path / "other", lambda held: make(held, **otherwise), **how)
@@ -67,7 +67,7 @@ def test_a_state_that_was_lost_in_such_a_step_is_found(every: int, tmp_path: Pat
             for state in optimizer.state.values():
                 state["exp_avg_sq"].zero_()
 
-    how: dict[str, Any] = {"build": small, "steps": 3 * every + 1, "every": every}
+    how: dict[str, Any] = {"build": small, "num_steps": 3 * every + 1, "every": every}
     baseline = trained(tmp_path / "foreach", AdamW, **how)
 
     lost = trained(tmp_path / "lost", AdamW, after_step=lose, **how)
@@ -87,7 +87,7 @@ def deep(dtype: torch.dtype) -> nn.Module:
 def test_subnormal_second_moments_are_rounded_to_multiples_of_the_smallest_number(
     dtype: torch.dtype, variation: str, tmp_path: Path
 ) -> None:
-    how: dict[str, Any] = {"build": lambda: deep(dtype), "steps": 4}
+    how: dict[str, Any] = {"build": lambda: deep(dtype), "num_steps": 4}
     baseline = trained(tmp_path / "foreach", lambda held: AdamW(held, lr=1e-4, foreach=True), **how)
 
     if variation == "fused":
@@ -106,7 +106,7 @@ def test_a_subnormal_second_moment_that_is_twice_too_large_is_found(tmp_path: Pa
             assert states
             states[-1]["exp_avg_sq"].mul_(2.0)
 
-    how: dict[str, Any] = {"build": lambda: deep(torch.float32), "steps": 4}
+    how: dict[str, Any] = {"build": lambda: deep(torch.float32), "num_steps": 4}
     baseline = trained(tmp_path / "base", AdamW, **how)
 
     doubled = trained(tmp_path / "doubled", AdamW, after_step=double, **how)
