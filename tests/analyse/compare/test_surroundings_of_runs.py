@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 
 import traindiff
 from traindiff.analyse.compare import Comparison
+from traindiff.analyse.compare.circumstances import approximate_in_one_run
 from traindiff.storage import open_recording
 
 Schedule = Callable[[torch.optim.Optimizer], Any]
@@ -199,3 +200,14 @@ def test_recurrent_layers_of_cudnn_are_approximate(
     found = traindiff.compare(on_cpu, on_gpu)
     assert found.verdict == ("equivalent" if factor < 1.00001 else "diverged"), str(found)
     assert "cudnn_recurrent is False in the baseline and True in the candidate" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("flags", "approximate"),
+    [((None, "False"), False), ((None, "True"), True), (("True", "True"), False), (("False", "True"), True)],
+)
+def test_only_a_run_that_says_so_is_approximate(flags: tuple[str | None, str | None], approximate: bool) -> None:
+    """Recordings of other frameworks, and imported ones, say nothing of it."""
+    runs = [[{"surroundings": {"torch": {"cudnn_recurrent": one}}} if one else {}] for one in flags]
+
+    assert approximate_in_one_run({"rnn": "GRU", "out": "Linear"}, runs) == ({"rnn"} if approximate else set())

@@ -128,5 +128,7 @@ def approximate_in_one_run(modules: Mapping[str, str], runs: Sequence[Sequence[M
         modules: Class names by path.
         runs: The `rank.json` files of both.
     """
-    flags = [one.get("surroundings", {}).get("torch", {}).get("cudnn_recurrent") for run in runs for one in run]
-    return frozenset(path for path, name in modules.items() if name in RECURRENT and len(set(flags)) > 1)
+    flags = {one.get("surroundings", {}).get("torch", {}).get("cudnn_recurrent") for run in runs for one in run}
+    if "True" not in flags or len(flags) == 1:
+        return frozenset()
+    return frozenset(path for path, name in modules.items() if name in RECURRENT)

@@ -107,9 +107,11 @@ class RunFloors:
     _passes: tuple[Floors, ...] = ()
 
     def at(self, optimizer: str, step: int) -> None:
-        """Note the step of an optimizer that is judged now."""
-        self.unseen_steps = max(0, step - self._judged.get(optimizer, step) - 1)
-        self._judged[optimizer] = step
+        """Note the step of an optimizer that is judged now, or one of its evaluations."""
+        latest = self._judged.get(optimizer, step - 1)
+        if step != latest:
+            self.unseen_steps = max(0, step - latest - 1)
+            self._judged[optimizer] = step
 
     def correction(self, key: SiteKey) -> float:
         """Relative error that bias corrections may put into an adaptive update; 0 for anything else."""
