@@ -50,7 +50,15 @@ from traindiff.analyse.compare.explanations import (
     with_names,
 )
 from traindiff.analyse.compare.judge import OTHER_FORM, BothRuns, Judge, comes_last
-from traindiff.analyse.compare.limits import choices_notes, hints, limits, not_followed, returned_note, unjudged_note
+from traindiff.analyse.compare.limits import (
+    choices_notes,
+    hints,
+    limits,
+    not_followed,
+    parted_note,
+    returned_note,
+    unjudged_note,
+)
 from traindiff.analyse.compare.operator_search import OperatorSearch
 from traindiff.analyse.compare.same_so_far import SameSoFar
 from traindiff.analyse.compare.step_input import StepInput
@@ -447,7 +455,8 @@ class RunningComparison:
         judge = self._judge
         unjudged = unjudged_note(judge.unjudged, is_represented_otherwise=judge.only_representation_differs)
         unknown = [key for key in judge.unknown_bits if not self.runs.map.joins(key.path)]
-        notes += filter(None, (returned_note(judge.returned), unjudged, unknown_bits_note(unknown)))
+        parted = parted_note(judge.parted)
+        notes += filter(None, (returned_note(judge.returned), unjudged, parted, unknown_bits_note(unknown)))
         if self._judge.nan_in_both:
             notes.append(f"NaN at the same places in both runs, first at {self._judge.nan_in_both[0]}.")
         notes += [f"--rename {rule} changes no path of the candidate." for rule in self._rename.unused]

@@ -64,6 +64,8 @@ class Judge:
         unknown_bits: Sites whose bits the recordings do not tell, in the order in which they were first seen.
         every_bit: Whether any bit that differs is a finding in the current step.
         unjudged: By site that follows from the first divergence, and whose floor hides everything: the first step.
+        parted: Largest difference of all parameters before any finding, by the two recorded steps between which steps
+            that were not recorded led to it.
         previous: The baseline's summaries in the step before of each optimizer, or in the evaluation of the loss
             before, by its name and by site.
         of_step_before: Those that are of the step before although there was an evaluation since.
@@ -98,6 +100,7 @@ class Judge:
         self.every_bit = False
         self._first_bits: tuple[SiteKey, int] | None = None  # the first difference in bits, if it is a finding
         self.unjudged: dict[SiteKey, int] = {}
+        self.parted: dict[tuple[int, int], float] = {}
         self.previous: dict[str, dict[SiteKey, Any]] = {}
         self.of_step_before: dict[str, frozenset[SiteKey]] = {}
         self.nan_in_both: list[str] = []

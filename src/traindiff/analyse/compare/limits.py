@@ -139,6 +139,22 @@ def unjudged_note(sites: Mapping[SiteKey, int], *, is_represented_otherwise: boo
     )
 
 
+def parted_note(parted: Mapping[tuple[int, int], float]) -> str:
+    """A note on parameters that part in steps that were not recorded; empty if they do not.
+
+    Args:
+        parted: By two recorded steps, how far they are apart at the second.
+    """
+    if not parted:
+        return ""
+    (first, second), apart = max(parted.items(), key=lambda item: item[1])
+    return (
+        f"Not judged: the steps between {first} and {second}, which were not recorded. After them the parameters "
+        f"differ by {apart:.2g} of their size, and nothing tells whether rounding explains that. Record these steps, "
+        "or measure how far correct runs part (traindiff explain noise)."
+    )
+
+
 def _missing_ranks(runs: TwoRuns) -> Iterator[str]:
     """Sentences about missing ranks, and about ranks without the steps of other ranks."""
     for name, run, side in zip(RUNS, runs.runs, runs.sides, strict=True):

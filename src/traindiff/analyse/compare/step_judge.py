@@ -59,6 +59,8 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
         leaky=given.leaky, classes=given.classes, unplaced=given.unplaced, unpaired=given.unpaired,
         hidden=given.hidden, computed_in=given.computed_in, other_form=given.other_form, calls=given.calls,
     )  # fmt: skip
+    if given.noise is None and not judge.findings and (parted := floors.parted_unseen()):
+        judge.parted[judge.run.judged_before, given.step] = parted
     judged = with_causes((*given.found, *StepJudge(judge, given, floors).judge()))
     found = sorted(judged, key=lambda finding: finding.order)
     floors.finish()

@@ -73,7 +73,8 @@ class RunFloors:
             than its own rounding and than replicas do.
         learning_apart: Relative difference of all gradients of a step together, in the step in which it is largest.
         mixing: Whether an optimizer computes the update of a parameter from the gradients of all, as LBFGS does.
-        unseen_steps: Steps of the optimizer between the latest judged one and this one, which were not recorded.
+        judged_before: The step of the optimizer that was judged before this one.
+        unseen_steps: Steps of the optimizer between that one and this one, which were not recorded.
         canceled: Norm of all gradients over the norm of their change since the evaluation before, where it was largest.
         latest: The baseline's gradients in the latest evaluation, by parameter.
         undisturbed: The same as `gradients`, without differences that exceed noise.
@@ -98,6 +99,7 @@ class RunFloors:
     learning_differs: bool = False
     learning_apart: float = 0.0
     mixing: bool = False
+    judged_before: int = 0
     unseen_steps: int = 0
     canceled: float = 1.0
     latest: dict[str, Any] = field(default_factory=dict)
@@ -110,7 +112,7 @@ class RunFloors:
         """Note the step of an optimizer that is judged now, or one of its evaluations."""
         latest = self._judged.get(optimizer, step - 1)
         if step != latest:
-            self.unseen_steps = max(0, step - latest - 1)
+            self.judged_before, self.unseen_steps = latest, max(0, step - latest - 1)
             self._judged[optimizer] = step
 
     def correction(self, key: SiteKey) -> float:

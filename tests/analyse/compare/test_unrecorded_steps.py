@@ -1,0 +1,61 @@
+"""What happens in steps that were not recorded cannot be judged without replicas, and that is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import traindiff
+from tests.faults.recipe import Moment, recipe
+from tests.faults.rewritten import rewritten
+
+STEPS, EVERY = 23, 20
+SAID = "Not judged: the steps between 0 and 20, which were not recorded. After them the parameters differ by "
+
+
+def _double(now: Moment) -> None:
+    if now.step == 5:
+        for parameter in now.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(2.0)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_parameters_that_part_in_steps_that_were_not_recorded_are_told(
+    precision: str, optimizer: str, tmp_path: Path
+) -> None:
+    given = recipe("mlp", optimizer, precision).but(steps=STEPS)  # type: ignore[arg-type]
+    baseline = given.run(tmp_path / "baseline", every=EVERY)
+
+    doubled = traindiff.compare(baseline, given.but(after_backward=_double).run(tmp_path / "doubled", every=EVERY))
+
+    told = [note for note in doubled.notes if note.startswith("Not judged")]
+    assert len(told) == 1, str(doubled)
+    assert told[0].startswith(SAID)
+
+
+def test_nothing_is_said_if_rounding_explains_it(tmp_path: Path) -> None:
+    given = recipe("mlp", "sgd", "float32").but(steps=STEPS)
+    baseline = given.run(tmp_path / "baseline", every=EVERY)
+
+    legal = rewritten("mlp")["linear-in-four-parts"](given).run(tmp_path / "legal", every=EVERY)
+
+    comparison = traindiff.compare(baseline, legal)
+    assert comparison.verdict == "equivalent", str(comparison)
+    assert not [note for note in comparison.notes if note.startswith("Not judged")]
+
+
+def test_replicas_judge_such_steps(tmp_path: Path) -> None:
+    given = recipe("mlp", "sgd", "float32").but(steps=STEPS)
+    baseline = given.run(tmp_path / "baseline", every=EVERY)
+    replicas = [given.run(tmp_path / str(seed), replica=f"ulp:{seed}", every=EVERY) for seed in (1, 2, 3)]
+
+    doubled = given.but(after_backward=_double).run(tmp_path / "doubled", every=EVERY)
+
+    comparison = traindiff.compare(baseline, doubled, noise=replicas)
+    assert comparison.verdict == "diverged", str(comparison)
+    assert comparison.first_divergence is not None
+    assert comparison.first_divergence.step == EVERY
+    assert not [note for note in comparison.notes if note.startswith(SAID)]
