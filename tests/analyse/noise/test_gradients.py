@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -275,5 +275,7 @@ def test_other_sites_tell_nothing_of_terms(pair: Pair) -> None:
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
 @given(st.lists(st.floats(width=64), min_size=1, max_size=9))
+@example([-0.0])
+@example([-0.0, -0.0])
 def test_the_median_is_that_of_numpy_to_the_bit(numbers: list[float]) -> None:
     assert repr(median(numbers)) == repr(float(np.median(numbers)))

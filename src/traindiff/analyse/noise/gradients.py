@@ -50,7 +50,8 @@ def median(numbers: Iterable[float]) -> float:
     if any(map(math.isnan, ordered)):
         return math.nan
     middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2.0
+    found = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2.0
+    return found + 0.0  # never -0.0, as NumPy has it
 
 
 Kernel = Literal["accurate", "one by one", "lookup", "bag"]
