@@ -13,7 +13,10 @@ import pytest
 HERE = Path(__file__).parent
 
 
-PART = "bit_pattern or lengths_around or flat_ranges or what_is_added or read_late or spacing0 or in_a_graph or plan"
+PART = (
+    "bit_pattern or lengths_around or flat_ranges or what_is_added or read_late or spacing0 or in_a_graph or plan "
+    "or a_witnessed or witnessed_tables or (witnessed and (sizes1 or shape1))"
+)
 
 
 @pytest.mark.timeout(900)
