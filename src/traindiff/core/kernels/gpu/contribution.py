@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 
 from traindiff.core.kernels.contribution import DRIFT, SHIFT, SHORT, SHORTEST_EXACT, STUCK, Rounding
-from traindiff.core.kernels.gpu.enqueue import doubles, enqueue
+from traindiff.core.kernels.gpu.enqueue import doubles, enqueue, numbers_on
 from traindiff.core.witness import PROBES, SIZE
 
 _PROBES = tl.constexpr(PROBES)
@@ -25,7 +23,7 @@ def contribution(
     device = totals.device
     found = torch.empty(SIZE, dtype=torch.float64, device=device)
     about = [_on_device(one, device) for one in (rows, shift)]
-    addresses = [one.data_ptr() for one in (totals, *about, _numbers(by, device), found)]
+    addresses = [one.data_ptr() for one in (totals, *about, numbers_on(device, *by), found)]
     enqueue(contribution_kernel, device, (1,), addresses, num_warps=1)
     return found
 
@@ -33,12 +31,7 @@ def contribution(
 def _on_device(number: float | torch.Tensor, device: torch.device) -> torch.Tensor:
     if isinstance(number, torch.Tensor):
         return number.double()
-    return _numbers((float(number),), device)
-
-
-@lru_cache(maxsize=4096)
-def _numbers(numbers: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.float64, device=device)
+    return numbers_on(device, float(number))
 
 
 @triton.jit(do_not_specialize=["totals", "rows", "shift", "by", "found"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -48,6 +49,17 @@ def enqueue(
     found = kernel[grid](*numbers, *constants, **options)
     if key not in _compiled and hasattr(found, "__getitem__"):
         _compiled[key] = found
+
+
+def reads(*matrices: torch.Tensor) -> bool:
+    """True for matrices in dtypes that `load` knows."""
+    return all(one.dtype in FLOATS for one in matrices)
+
+
+@lru_cache(maxsize=4096)
+def numbers_on(device: torch.device, *numbers: float) -> torch.Tensor:
+    """Numbers on a device, float64; copied there once."""
+    return torch.tensor(numbers, dtype=torch.float64, device=device)
 
 
 def ceiling(number: int, by: int) -> int:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from traindiff.core.kernels.gpu.enqueue import FLOATS, ceiling, doubles, enqueue, load
+from traindiff.core.kernels.gpu.enqueue import FLOATS, ceiling, doubles, enqueue, load, numbers_on, reads
 from traindiff.core.kernels.row_errors import NUMBERS, TINY, Weights
 from traindiff.core.kernels.row_sums import BLOCK, LANES
+
+__all__ = ["product_errors", "reads", "table_sums"]
 
 _HEIGHT = 8
 """Rows that a program checks."""
@@ -32,11 +33,6 @@ _ADDED_AT_ONCE = 256
 _LANES, _TINY, _COLUMNS = tl.constexpr(LANES), tl.constexpr(TINY), tl.constexpr(_PARTIAL)
 _WEIGHTS, _NUMBERS = tl.constexpr(len(Weights._fields)), tl.constexpr(NUMBERS)
 _LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
-
-
-def reads(*matrices: torch.Tensor) -> bool:
-    """True for matrices in dtypes that the kernels know."""
-    return all(one.dtype in FLOATS for one in matrices)
 
 
 def table_sums(
@@ -74,9 +70,9 @@ def product_errors(
     partials = found + 8 * size
     ratios = partials + 8 * parts * _PARTIAL
     if not isinstance(largest, torch.Tensor):
-        largest = _numbers((float(largest),), device)
+        largest = numbers_on(device, float(largest))
     bias = None if added is None else added.contiguous()
-    numbers = _numbers((*by, *counts), device)
+    numbers = numbers_on(device, *by, *counts)
     addresses = [0 if one is None else one.data_ptr() for one in (left, right, made, signs, bias, numbers, largest)]
     sizes = rows, terms, signs.numel(), *left.stride(), *made.stride()
     kinds = FLOATS[left.dtype], FLOATS[made.dtype], "" if bias is None else FLOATS[bias.dtype]
@@ -86,11 +82,6 @@ def product_errors(
         _PARTS_AT_ONCE, _RATIOS_AT_ONCE, num_warps=8,
     )  # fmt: skip
     return room[:size]
-
-
-@lru_cache(maxsize=4096)
-def _numbers(numbers: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.float64, device=device)
 
 
 @triton.jit(do_not_specialize=[

@@ -8,9 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
-from traindiff.core.kernels.gpu.enqueue import FLOATS, ceiling, doubles, enqueue, load
+from traindiff.core.kernels.gpu.enqueue import FLOATS, ceiling, doubles, enqueue, load, reads
 from traindiff.core.kernels.projection import BLOCK, TOTALS
 from traindiff.core.witness import PROBES
+
+__all__ = ["normalized", "projected", "reads", "summed"]
 
 _PROBES = tl.constexpr(PROBES)
 _TOTALS = tl.constexpr(TOTALS)
@@ -25,11 +27,6 @@ _ALL_ROWS = 4096
 """Rows that one program adds up; of more, each program takes so many."""
 
 assert PROBES == 4  # the kernels name each of them
-
-
-def reads(matrix: torch.Tensor) -> bool:
-    """True for a matrix in a dtype that the kernels know."""
-    return matrix.dtype in FLOATS
 
 
 def projected(matrix: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
