@@ -128,6 +128,7 @@ def run_content(world_size: int, *, settings: Mapping[str, Any], command: Sequen
             "select": ["*"], "detail": ["summary"], "steps": None, "ranks": None, "every": 1, "batch_axis": {},
             "sample_order": "blocks", "shards": [], "evaluation": False, "replica": None, **settings,
         },
+        "first_step": None,
         "forced_by": None,
         "recipe": None,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),

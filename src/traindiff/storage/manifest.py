@@ -108,6 +108,7 @@ RUN: Demand = shaped(
             )
         ),
         "forced_by": nullable(TEXT),
+        "first_step": nullable(_COUNT),
         "compact": shaped({"endings": nullable(mapped(shaped({"ending": TEXT, "message": TEXT})))}),
         "recipe": nullable(TEXT),
         "created": TEXT,

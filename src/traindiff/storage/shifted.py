@@ -24,6 +24,8 @@ class ShiftedRecording(Recording):
     def __init__(self, path: str, offset: int) -> None:
         super().__init__(path)
         self.offset = offset
+        if self.run.get("first_step") is not None:
+            self.run = {**self.run, "first_step": self._later(self.run["first_step"])}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process opens the recording by itself."""

@@ -192,8 +192,17 @@ def _where(sample: Sample) -> str:
     return f"number {sample.place} of rank {sample.rank} in micro-step {sample.micro_step}"
 
 
-def check_initial_parameter(pair: Pair, *, step: int) -> Finding | None:
-    """Compare a parameter as the first recorded step found it. Another precision is not another value."""
+def check_initial_parameter(
+    pair: Pair, *, step: int, steps_before: int = 0, may_be_drift: bool = False
+) -> Finding | None:
+    """Compare a parameter as the first recorded step found it. Another precision is not another value.
+
+    Args:
+        pair: The parameter.
+        step: The step.
+        steps_before: Number of steps of both runs before it, which were not compared.
+        may_be_drift: Whether these may be why the parameters of the runs differ.
+    """
     if equal_bits(pair) or _same_in_another_dtype(pair):
         return None
     baseline, candidate = pair.baseline, pair.candidate
@@ -208,6 +217,13 @@ def check_initial_parameter(pair: Pair, *, step: int) -> Finding | None:
         )
     elif permuted := _is_permuted(pair):
         message = f"{path} starts with the same values in another order (a converted checkpoint, permuted?)."
+    elif may_be_drift:
+        return None
+    elif steps_before:
+        message = (
+            f"{path} has other values at step {step}, the first that is compared: another seed, initialization or "
+            f"checkpoint, or did the runs part in the steps before it?"
+        )
     else:
         message = f"{path} starts with other values: another seed, initialization or checkpoint?"
     if ranks := differing_ranks(pair, 0.0):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from traindiff.analyse.align.exact import EXACT_KINDS, SettingChanges, check_ran
 from traindiff.analyse.align.pairs import in_baseline_order
 from traindiff.analyse.align.side import RUNS, gradient_norms
 from traindiff.analyse.align.two_runs import AlignedStep, RepeatedStep, TwoRuns
+from traindiff.analyse.align.unseen_beginning import drift, steps_before
 from traindiff.analyse.compare.accepted import without_accepted
 from traindiff.analyse.compare.bits import ASKED, unknown_bits_note
 from traindiff.analyse.compare.circumstances import (
@@ -329,6 +331,7 @@ class RunningComparison:
             whole: It is the last one, with all that is of the whole step.
         """
         step, tables, pairs = given.step, given.tables, given.pairs
+        before = steps_before(self.runs.runs, step) if given.first else 0
         self._configurations.see(tables, step=step)
         for pair in pairs:
             if pair.baseline.dtype != pair.candidate.dtype:
@@ -356,6 +359,8 @@ class RunningComparison:
                 step=step,
                 optimizer=given.baseline.optimizer,
                 first=given.first,
+                steps_before=before,
+                drift=drift(given.parameters.values()) if before else math.inf,
                 pairs=tuple(sorted(pairs, key=lambda pair: pair.baseline.order)),
                 found=tuple(found),
                 contributions=contributions(tables[1]),

@@ -100,7 +100,7 @@ class Judge:
         self.every_bit = False
         self._first_bits: tuple[SiteKey, int] | None = None  # the first difference in bits, if it is a finding
         self.unjudged: dict[SiteKey, int] = {}
-        self.parted: dict[tuple[int, int], float] = {}
+        self.parted: dict[tuple[int | None, int], float] = {}
         self.previous: dict[str, dict[SiteKey, Any]] = {}
         self.of_step_before: dict[str, frozenset[SiteKey]] = {}
         self.nan_in_both: list[str] = []

@@ -139,18 +139,19 @@ def unjudged_note(sites: Mapping[SiteKey, int], *, is_represented_otherwise: boo
     )
 
 
-def parted_note(parted: Mapping[tuple[int, int], float]) -> str:
-    """A note on parameters that part in steps that were not recorded; empty if they do not.
+def parted_note(parted: Mapping[tuple[int | None, int], float]) -> str:
+    """A note on parameters that part in steps that were not compared; empty if they do not.
 
     Args:
-        parted: By two recorded steps, how far they are apart at the second.
+        parted: By two compared steps, how far they are apart at the second. The first is None for the steps before.
     """
     if not parted:
         return ""
     (first, second), apart = max(parted.items(), key=lambda item: item[1])
+    steps = f"the steps before {second}" if first is None else f"the steps between {first} and {second}"
     return (
-        f"Not judged: the steps between {first} and {second}, which were not recorded. After them the parameters "
-        f"differ by {apart:.2g} of their size, and nothing tells whether rounding explains that. Record these steps, "
+        f"Not judged: {steps}, which were not recorded or not chosen. After them the parameters "
+        f"differ by {apart:.2g} of their size, and nothing tells whether rounding explains that. Compare these steps, "
         "or measure how far correct runs part (traindiff explain noise)."
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,8 @@ class StepInput:
         step: Its number.
         optimizer: Name of the optimizer whose step it is.
         first: Whether it is the first step that is compared.
+        steps_before: Number of steps of both runs before the first one, which were not compared; 0 in all others.
+        drift: Relative difference of all parameters together that these may have left; infinite if it is too large.
         pairs: Aligned sites in the baseline's execution order.
         found: Findings of the step that need no measuring.
         contributions: By path: gradients of the candidate's micro-batches.
@@ -74,6 +77,8 @@ class StepInput:
     coefficients: tuple[float, float] = (1.0, 1.0)
     clips: bool = False
     clips_in_one: bool = False
+    steps_before: int = 0
+    drift: float = math.inf
     carried: float = 1.0
     leaky: bool = False
     evaluation: int | None = None

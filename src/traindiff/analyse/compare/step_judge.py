@@ -44,22 +44,24 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
     measure(given.pairs)
     judge.run.settings_differ |= any(finding.kind == "hyper-parameter" for finding in given.found)
     judge.every_bit = bool(given.every_bit)
+    judge.run.at(given.optimizer, given.step, begun=given.step - given.steps_before if given.first else None)
     if given.first:
         judge.run.permuted |= exact.permuted_paths(given.pairs)
+    if given.first and given.drift == math.inf:
         judge.run.disturbed |= exact.other_parameters(given.pairs)
     edited = (one for one in given.found if one.kind == "edited")
     judge.run.disturbed.update(path for one in edited for path in one.evidence["paths"])
     lacking = (one for one in given.found if one.kind in ("missing", "extra") and not is_uncalled(one))
     judge.absent.update(finding.path for finding in lacking)
     judge.uncalled.update(finding.path for finding in given.found if is_uncalled(finding))
-    judge.run.at(given.optimizer, given.step)
     floors = SiteFloors(
         judge.run, parameters=given.parameters, pairs=given.pairs, samples=given.samples,
         micro_steps=given.most_micro_steps, noise=given.noise, calibration=given.calibration, forced=judge.forced,
         leaky=given.leaky, classes=given.classes, unplaced=given.unplaced, unpaired=given.unpaired,
         hidden=given.hidden, computed_in=given.computed_in, other_form=given.other_form, calls=given.calls,
     )  # fmt: skip
-    if given.noise is None and not judge.findings and (parted := floors.parted_unseen()):
+    is_judged = given.noise is not None or judge.findings or (given.first and given.drift == math.inf)
+    if not is_judged and (parted := floors.parted_unseen(given.drift if given.first else 0.0)):
         judge.parted[judge.run.judged_before, given.step] = parted
     judged = with_causes((*given.found, *StepJudge(judge, given, floors).judge()))
     found = sorted(judged, key=lambda finding: finding.order)
@@ -194,7 +196,13 @@ class StepJudge:
     def _initial(self, pair: Pair) -> Finding | None:
         if not self._given.first or pair.baseline.key.slot != "value":
             return None
-        size, finding = difference(pair) or 0.0, exact.check_initial_parameter(pair, step=self._given.step)
+        given, size = self._given, difference(pair) or 0.0
+        may_be_drift = given.drift < math.inf
+        finding = exact.check_initial_parameter(
+            pair, step=given.step, steps_before=given.steps_before, may_be_drift=may_be_drift
+        )
+        if may_be_drift and finding is None:
+            return None  # it follows from the steps before
         floor = 0.0 if finding else exact.rounding_apart(pair)
         if self._judge.judges_parameters and size <= self._judge.floor(pair, 0.0):
             finding, floor = None, self._judge.floor(pair, 0.0)

@@ -15,6 +15,7 @@ from traindiff.analyse.align.exact import (
 )
 from traindiff.analyse.align.side import NO_NAMES, Side, SideStep, StepsOnDemand
 from traindiff.analyse.align.site_map import SideNames
+from traindiff.analyse.align.unseen_beginning import drift, steps_before
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import Pair, same_bits, size_of
 from traindiff.analyse.merge.run_steps import RunStep, run_steps
@@ -82,6 +83,7 @@ class Calibrating:
     """
 
     def __init__(self, baseline: Run, noise: Sequence[NoiseRun], names: SideNames = NO_NAMES) -> None:
+        self._baseline = baseline
         self._groups = Side(baseline, names=names).groups
         self._runs = [run for run, _ in noise]
         self._replicas = Replicas(noise, names)
@@ -165,6 +167,9 @@ class Calibrating:
     ) -> None:
         expected, actual, pairs = compared
         side = self._replicas.sides[index]
+        before = steps_before((self._baseline, side.recording), step) if first else 0
+        beginning = [pair for pair in pairs if pair.baseline.key[:2] == ("param", "before")] if before else []
+        may_be_drift = before > 0 and drift(beginning) < math.inf
         tables = expected.table, actual.table
         found: list[Finding] = [*check_random_state(*tables, step=step)]
         settings = settings_of(tables[0], self._groups), settings_of(tables[1], side.groups)
@@ -173,7 +178,8 @@ class Calibrating:
             if pair.baseline.key.phase == "batch":
                 found += filter(None, [check_batch(pair, step=step)])
             elif first and pair.baseline.key[:2] == ("param", "before") and pair.baseline.key.slot == "value":
-                found += filter(None, [check_initial_parameter(pair, step=step)])
+                one = check_initial_parameter(pair, step=step, steps_before=before, may_be_drift=may_be_drift)
+                found += filter(None, [one])
         if found:
             problem = Problem(
                 where=f"noise {side.recording.path}",

@@ -73,8 +73,8 @@ class RunFloors:
             than its own rounding and than replicas do.
         learning_apart: Relative difference of all gradients of a step together, in the step in which it is largest.
         mixing: Whether an optimizer computes the update of a parameter from the gradients of all, as LBFGS does.
-        judged_before: The step of the optimizer that was judged before this one.
-        unseen_steps: Steps of the optimizer between that one and this one, which were not recorded.
+        judged_before: The step of the optimizer that was judged before this one; None if there is none.
+        unseen_steps: Steps of the optimizer between that one, or the beginning, and this one, which were not compared.
         canceled: Norm of all gradients over the norm of their change since the evaluation before, where it was largest.
         latest: The baseline's gradients in the latest evaluation, by parameter.
         undisturbed: The same as `gradients`, without differences that exceed noise.
@@ -99,7 +99,7 @@ class RunFloors:
     learning_differs: bool = False
     learning_apart: float = 0.0
     mixing: bool = False
-    judged_before: int = 0
+    judged_before: int | None = None
     unseen_steps: int = 0
     canceled: float = 1.0
     latest: dict[str, Any] = field(default_factory=dict)
@@ -108,11 +108,19 @@ class RunFloors:
     _outputs: dict[tuple[str, str], float] = field(default_factory=dict)  # the latest norm of each output
     _passes: tuple[Floors, ...] = ()
 
-    def at(self, optimizer: str, step: int) -> None:
-        """Note the step of an optimizer that is judged now, or one of its evaluations."""
-        latest = self._judged.get(optimizer, step - 1)
+    def at(self, optimizer: str, step: int, *, begun: int | None = None) -> None:
+        """Note the step of an optimizer that is judged now, or one of its evaluations.
+
+        Args:
+            optimizer: Its name.
+            step: The step.
+            begun: The step with which both runs began, if this is the first that is judged.
+        """
+        latest = self._judged.get(optimizer)
         if step != latest:
-            self.judged_before, self.unseen_steps = latest, max(0, step - latest - 1)
+            begun = step if begun is None else begun
+            self.judged_before = latest
+            self.unseen_steps = max(0, step - (begun if latest is None else latest + 1))
             self._judged[optimizer] = step
 
     def correction(self, key: SiteKey) -> float:

@@ -141,10 +141,14 @@ class SiteFloors:
         """True if anything that this step has read so far differs by noise, not by what a divergence makes of it."""
         return bool(self._calm.flow or self._calm.parameters)
 
-    def parted_unseen(self) -> float:
-        """Relative difference of all parameters, if it is more than rounding and steps not recorded led to it; or 0."""
+    def parted_unseen(self, drift: float = 0.0) -> float:
+        """Relative difference of all parameters, if it is more than rounding and steps not compared led to it; or 0.
+
+        Args:
+            drift: What it is, if this is the first step.
+        """
         rounded = max((rounding(pair.baseline.dtype) for pair in self._parameters.values()), default=0.0)
-        apart = self._floors.parameters if self._run.unseen_steps and not self._forced else 0.0
+        apart = drift or (self._floors.parameters if self._run.unseen_steps and not self._forced else 0.0)
         return apart if apart > rounded else 0.0
 
     def turned_rows(self, rows: int, *, undisturbed: bool = False, computed: bool = False) -> float:

@@ -143,7 +143,7 @@ class Session(ABC, Generic[Buffer]):
         """
         self._run = {
             "world_size": world_size, "mesh": mesh, "engine": None, "settings": self._settings.to_json(),
-            "forced_by": None, "recipe": None, **circumstances, **about,
+            "first_step": self._progress.first_step, "forced_by": None, "recipe": None, **circumstances, **about,
         }  # fmt: skip
         self._writer = open_writer(self._run, rank, world_size)
         with ExitStack() as undo:

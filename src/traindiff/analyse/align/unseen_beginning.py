@@ -1,0 +1,41 @@
+"""Recordings that begin in mid-training: what the parameters differ by may be the drift of the steps before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from traindiff.analyse.merge.distance import Pair, equal_bits
+from traindiff.core.summary import distance, norm_of
+from traindiff.storage import Run
+
+MOST_DRIFT = 0.3
+"""Relative difference of all parameters together above which runs count as begun otherwise.
+
+Models of other seeds differ by 1 or more; a small MLP in bfloat16 parts by 0.012 in 20 legal steps. Steps that were not
+compared may part equal models by any amount: below this limit, a note says by how much.
+"""
+
+
+def steps_before(runs: Sequence[Run], step: int) -> int:
+    """Number of steps before a step in which all runs had been attached; 0 if it is not known.
+
+    Args:
+        runs: The runs.
+        step: The first that they have in common.
+    """
+    begun = [run.run.get("first_step") for run in runs]
+    known = [one for one in begun if isinstance(one, int)]
+    return max(0, step - max(known)) if len(known) == len(begun) else 0
+
+
+def drift(parameters: Iterable[Pair]) -> float:
+    """Relative difference of all parameters together; infinite if that is more than drift can be, see `MOST_DRIFT`."""
+    apart = size = 0.0
+    for pair in parameters:
+        if pair.baseline.shape != pair.candidate.shape:
+            return math.inf
+        apart += 0.0 if equal_bits(pair) else float(distance(pair.baseline.summary, pair.candidate.summary)) ** 2
+        size += norm_of(pair.baseline.summary) ** 2
+    whole = math.sqrt(apart) / math.sqrt(size) if size else math.inf if apart else 0.0
+    return whole if whole <= MOST_DRIFT else math.inf
