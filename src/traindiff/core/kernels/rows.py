@@ -7,6 +7,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from traindiff.core.summary import SUMMARY, Summaries, empty
 
@@ -49,7 +50,7 @@ class Rows(Sequence[Any]):
         expected: The number of rows that will probably come.
     """
 
-    __slots__ = ("_deferred", "_end", "_expected", "_length", "_next", "_table", "_tables")
+    __slots__ = ("_deferred", "_end", "_expected", "_late", "_length", "_next", "_table", "_tables")
 
     def __init__(self, expected: int = 0) -> None:
         self._expected = expected
@@ -58,6 +59,7 @@ class Rows(Sequence[Any]):
         self._next = self._end = 0  # addresses in the latest table
         self._length = 0
         self._deferred: dict[int, Deferred] = {}
+        self._late: list[tuple[NDArray[np.int64], Ticket, NDArray[np.int64]]] = []  # rows, and where they arrive
 
     def place(self, count: int = 1) -> int:
         """The address of so many further rows, which the caller fills."""
@@ -77,10 +79,24 @@ class Rows(Sequence[Any]):
         self.place()
         self._table[self._num_used - 1] = _NOTHING if is_late else summary
 
+    def arrive_with(self, ticket: Ticket, slots: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+        """Set where rows that were placed will arrive: rows of a ticket.
+
+        Args:
+            ticket: Gives them when its step has ended.
+            slots: Their numbers in it, int64.
+            rows: Their numbers here, as many.
+        """
+        self._late.append((rows, ticket, slots))
+
+    def arrives_as(self, row: int, summary: Deferred) -> None:
+        """Set that a row that was placed is a `Deferred`."""
+        self._deferred[row] = summary
+
     @property
     def is_late(self) -> bool:
         """True if a device is still computing some of them."""
-        return bool(self._deferred)
+        return bool(self._deferred or self._late)
 
     def result(self) -> Summaries:
         """All of them; waits for those that are `Deferred`."""
@@ -88,6 +104,8 @@ class Rows(Sequence[Any]):
         found: Summaries = parts[0] if len(parts) == 1 else np.concatenate(parts)
         for row, one in self._deferred.items():
             found[row] = one.result()
+        for rows, ticket, slots in self._late:
+            found[rows] = ticket.result()[slots]
         return found
 
     def __len__(self) -> int:
@@ -97,8 +115,13 @@ class Rows(Sequence[Any]):
         return [*self][row]
 
     def __iter__(self) -> Iterator[Any]:
+        deferred = {**self._deferred}
+        for rows, ticket, slots in self._late:
+            for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
+                deferred[row] = Deferred()
+                deferred[row].arrives_with(ticket, slot)
         for row, summary in enumerate(chain.from_iterable(self._parts())):
-            yield self._deferred.get(row, summary)
+            yield deferred.get(row, summary)
 
     @property
     def _num_used(self) -> int:

@@ -4,19 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from traindiff.core.kernels import summarize
 from traindiff.core.kernels.registry import AT_ONCE, PUT_OFF, Kernel
 from traindiff.core.kernels.rows import Deferred, Rows
+from traindiff.errors import UnsupportedTensorError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from traindiff.core.kernels.gpu.rows import DeviceRows
+    from traindiff.core.kernels.gpu.table import Table
     from traindiff.core.shards import Shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceTable:
+    """What is known of tensors on one device that are summarized there together.
+
+    Attributes:
+        device: The device.
+        places: Their numbers among all tensors, int64.
+        table: What the device knows of them.
+    """
+
+    device: Any
+    places: NDArray[np.int64]
+    table: Table
 
 
 class SummaryStore:
@@ -40,7 +59,16 @@ class SummaryStore:
 
     def add_to(self, rows: Rows, tensor: Tensor, shard: Shard) -> bool:
         """Add the summary of a tensor to rows the shortest way; False, and nothing is added, where there is none."""
-        return self._shortest is not None and bool(self._shortest.add_to(rows, tensor, shard))
+        if tensor.device.type not in self._device_types:
+            return self._shortest is not None and bool(self._shortest.add_to(rows, tensor, shard))
+        device_rows = self._rows_of(tensor)
+        if device_rows is None:
+            return False
+        try:
+            rows.append(self._put_off(device_rows, tensor, shard))
+        except UnsupportedTensorError:
+            return False
+        return True
 
     def add(self, tensor: Tensor, shard: Shard) -> np.void | Deferred:
         """The summary of a tensor; see `traindiff.core.kernels.summarize`.
@@ -51,6 +79,44 @@ class SummaryStore:
         rows = self._rows_of(tensor)
         if rows is None:
             return summarize(tensor, shard)
+        return self._put_off(rows, tensor, shard)
+
+    def tables(self, tensors: Sequence[Tensor | None], shards: Sequence[Shard]) -> list[DeviceTable]:
+        """What is known of the tensors that are summarized where they are, for `add_tables`; one table for each device.
+
+        Args:
+            tensors: Tensors, of which others will come that look the same; None where there is none.
+            shards: Which elements of the global tensor each holds.
+        """
+        by_device: dict[Any, dict[int, Tensor]] = {}
+        for place, tensor in enumerate(tensors):
+            if tensor is not None and tensor.is_contiguous() and self._rows_of(tensor) is not None:
+                by_device.setdefault(tensor.device, {})[place] = tensor
+        return [
+            DeviceTable(
+                device=device,
+                places=np.array([*held], dtype=np.int64),
+                table=self._rows[device].table([*held.values()], [shards[place] for place in held]),
+            )
+            for device, held in by_device.items()
+        ]
+
+    def add_tables(self, tables: Sequence[DeviceTable], addresses: NDArray[np.int64], rows: Rows, first: int) -> None:
+        """Have the summaries of tables arrive in rows that were placed.
+
+        Args:
+            tables: From `tables`.
+            addresses: Of the first element of each tensor, int64.
+            rows: The rows.
+            first: The number of the first tensor's row.
+        """
+        for one in tables:
+            device_rows = self._rows[one.device]
+            self._used.add(one.device)
+            slot = device_rows.add_table(one.table, addresses[one.places])
+            rows.arrive_with(device_rows.ticket, np.arange(slot, slot + len(one.places)), first + one.places)
+
+    def _put_off(self, rows: DeviceRows, tensor: Tensor, shard: Shard) -> Deferred:
         deferred = Deferred()
         if self._waiting is None:
             deferred.arrives_with(rows.ticket, rows.add(tensor, shard))

@@ -152,6 +152,15 @@ def is_capturing() -> bool:
     return _HAS_CUDA and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+def stream_number(device: torch.device) -> int | None:
+    """What tells the current stream of a GPU from its others; None if this torch does not say.
+
+    `torch.cuda.current_stream` makes an object, in 6 us; torch's own compiled code asks this function.
+    """
+    ask = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return None if ask is None else int(ask(device.index))
+
+
 def is_exporting() -> bool:
     """True while `torch.export` traces a model.
 

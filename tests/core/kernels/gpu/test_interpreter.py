@@ -14,8 +14,8 @@ HERE = Path(__file__).parent
 
 
 PART = (
-    "bit_pattern or lengths_around or flat_ranges or what_is_added or read_late or spacing0 or in_a_graph or plan "
-    "or a_witnessed or witnessed_tables or (witnessed and (sizes1 or shape1))"
+    "bit_pattern or lengths_around or flat_ranges or what_is_added or tables_are_read or read_late or spacing0 "
+    "or in_a_graph or plan or a_witnessed or witnessed_tables or (witnessed and (sizes1 or shape1))"
 )
 
 

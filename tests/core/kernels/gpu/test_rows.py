@@ -90,7 +90,7 @@ def test_many_tensors_are_one_launch_per_dtype(device: torch.device, monkeypatch
     assert_rows(rows.end_step().result(), tensors)
 
 
-def test_a_table_holds_while_tensors_stay_where_they_are(device: torch.device) -> None:
+def test_a_table_holds_while_tensors_look_the_same(device: torch.device) -> None:
     tensors = numbers((30, 30), (5,), device=device)
     rows = DeviceRows(device, elements_per_part=100)
     for step in range(3):
@@ -102,12 +102,22 @@ def test_a_table_holds_while_tensors_stay_where_they_are(device: torch.device) -
         tensors[0].add_(1.0)
 
 
-def test_a_table_is_made_anew_when_a_tensor_has_moved(device: torch.device) -> None:
-    rows = DeviceRows(device)
-    for seed in range(20):
+def test_a_table_holds_when_a_tensor_has_moved(device: torch.device) -> None:
+    rows, kept = DeviceRows(device), []
+    for seed in range(5):
         tensors = numbers((30,), (5,), device=device, seed=seed)
+        kept.append(tensors)
         rows.add_many(tensors, whole(tensors))
         assert_rows(rows.end_step().result(), tensors)
+    assert len(rows._tables) == 1
+
+
+def test_the_latest_tables_are_kept(device: torch.device) -> None:
+    rows = DeviceRows(device)
+    for length in range(1, 21):
+        tensors = numbers((length,), device=device)
+        rows.add_many(tensors, whole(tensors))
+    rows.end_step()
     assert len(rows._tables) <= 16
 
 

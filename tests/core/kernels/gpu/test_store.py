@@ -13,9 +13,10 @@ from torch import nn
 import traindiff
 from traindiff.core.kernels import summarize
 from traindiff.core.kernels.registry import PUT_OFF
-from traindiff.core.kernels.rows import Deferred, resolved
+from traindiff.core.kernels.rows import Deferred, Rows, is_late, resolved
 from traindiff.core.kernels.store import SummaryStore
 from traindiff.core.shards import Shard
+from traindiff.core.summary import empty
 from traindiff.observe.torch.session import observations
 
 
@@ -57,6 +58,50 @@ def test_steps_are_read_late_without_mixing(store: SummaryStore, device: torch.d
         store.end_step()
 
     assert [float(one["minimum"]) for one in resolved(kept)] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_what_is_added_to_rows_arrives_in_its_row(store: SummaryStore, device: torch.device) -> None:
+    rows = Rows()
+    plain = [torch.full((3, number), float(number), device=device) for number in range(1, 4)]
+    lost = torch.ones(2, device=device, dtype=torch.complex64)
+
+    added = [store.add_to(rows, tensor, Shard.whole(tuple(tensor.shape))) for tensor in (plain[0], lost, *plain[1:])]
+    store.end_step()
+
+    assert added == [True, False, True, True]
+    assert is_late(rows)
+    assert resolved(rows)["maximum"].tolist() == [1.0, 2.0, 3.0]
+
+
+def test_tables_are_read_wherever_their_tensors_are_in_each_step(store: SummaryStore, device: torch.device) -> None:
+    shapes = [(40, 300), (5,), (7, 3), (0, 2)]
+
+    def made(step: int) -> list[torch.Tensor | None]:
+        return [*(torch.full(shape, step + len(shape), device=device) for shape in shapes), None]
+
+    shards = [*map(Shard.whole, shapes), Shard.whole(())]
+    tables = store.tables(made(0), shards)
+    steps, kept = [], []
+    for step in range(3):
+        rows, tensors = Rows(), made(step)
+        before = empty()
+        before["count"] = 77
+        rows.append(before[()])
+        rows.place(len(tensors))
+        addresses = [0 if one is None else one.data_ptr() for one in tensors]
+        store.add_tables(tables, np.array(addresses, dtype=np.int64), rows, 1)
+        store.end_step()
+        steps.append(rows)
+        kept.append(tensors)
+
+    for step, (rows, tensors) in enumerate(zip(steps, kept, strict=True)):
+        assert is_late(rows)
+        for found in (resolved(rows), resolved([*rows])):
+            assert found["count"][:5].tolist() == [77, 12_000, 5, 21, 0]
+            assert found["maximum"][1:4].tolist() == [step + 2, step + 1, step + 2]
+        for row, tensor, shard in zip(resolved(rows)[1:4], tensors, shards, strict=False):
+            assert tensor is not None
+            assert row["fingerprint"] == summarize(tensor.cpu(), shard)["fingerprint"]
 
 
 def train(path: Path, device: torch.device) -> None:

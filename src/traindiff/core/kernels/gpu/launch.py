@@ -6,6 +6,7 @@ specialized on: a kernel is compiled once per dtype, whatever the shapes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -24,7 +25,7 @@ _ADD_INTEGERS, _ADD_FLOATS = tl.constexpr(ADD_INTEGERS), tl.constexpr(ADD_FLOATS
 _MINIMUM, _MAXIMUM = tl.constexpr(MINIMUM), tl.constexpr(MAXIMUM)
 _MERGED_AT_ONCE = tl.constexpr(8)
 
-TABLE_HEAD = ("address", "parts", "slot", "first_partial")
+TABLE_HEAD = ("parts", "slot", "first_partial")
 """Columns of a table before those of `KernelPiece`."""
 
 _HEAD = tl.constexpr(len(TABLE_HEAD))
@@ -60,28 +61,31 @@ def one_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["table", "programs", "rows", "partials", "lane_weights"])
+@triton.jit(do_not_specialize=["table", "addresses", "programs", "rows", "partials", "lane_weights"])
 def many_kernel(
-    table: tl.int64, programs: tl.int64, rows: tl.int64, partials: tl.int64, lane_weights: tl.int64,
+    table: tl.int64, addresses: tl.int64, programs: tl.int64, rows: tl.int64, partials: tl.int64,
+    lane_weights: tl.int64,
     box: tl.constexpr, form: tl.constexpr, bits: tl.constexpr,
     infinity: tl.constexpr, first_nan: tl.constexpr, smallest_normal: tl.constexpr,
 ):  # fmt: skip
     """Summarize the pieces of a table: program p does what the entry p of `programs` says.
 
-    All arguments are addresses. `table` is int64 (pieces, TABLE_HEAD and the fields of `KernelPiece`), `programs`
-    int64 (programs, 2): piece and part. A tensor of one part, which `first_partial` -1 marks, is written to
-    its slot, counted from `rows`; parts of others to the summaries from `first_partial`, counted from
-    `partials`.
+    All arguments are addresses. `table` is int64 (pieces, TABLE_HEAD and the fields of `KernelPiece`), `addresses`
+    int64 (pieces,): of their first elements, and `programs` int64 (programs, 2): piece and part. A tensor of one part,
+    which `first_partial` -1 marks, is written to its slot, counted from `rows`; parts of others to the summaries from
+    `first_partial`, counted from `partials`.
     """
     program = tl.cast(programs, tl.int64).to(tl.pointer_type(tl.int64)) + tl.program_id(0).to(tl.int64) * 2
-    entry = tl.cast(table, tl.int64).to(tl.pointer_type(tl.int64)) + tl.load(program) * _COLUMNS
-    part, parts, slot, first = tl.load(program + 1), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    number, part = tl.load(program), tl.load(program + 1)
+    address = tl.load(tl.cast(addresses, tl.int64).to(tl.pointer_type(tl.int64)) + number)
+    entry = tl.cast(table, tl.int64).to(tl.pointer_type(tl.int64)) + number * _COLUMNS
+    parts, slot, first = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     of_rows = tl.cast(rows, tl.int64) + slot * _ROW_BYTES
     of_partials = tl.cast(partials, tl.int64) + (first + part) * _ROW_BYTES
     row = tl.where(first < 0, of_rows, of_partials)
     piece = entry + _HEAD
     _summarize(
-        tl.load(entry), row, tl.cast(lane_weights, tl.int64), part, parts,
+        address, row, tl.cast(lane_weights, tl.int64), part, parts,
         tl.load(piece), tl.load(piece + 1), tl.load(piece + 2), tl.load(piece + 3), tl.load(piece + 4),
         tl.load(piece + 5), tl.load(piece + 6), tl.load(piece + 7), tl.load(piece + 8), tl.load(piece + 9),
         tl.load(piece + 10), tl.load(piece + 11), tl.load(piece + 12), tl.load(piece + 13), tl.load(piece + 14),
@@ -175,10 +179,20 @@ def launch_one(device: torch.device, dtype: Dtype, address: int, row: int, lane_
 
 
 def launch_many(
-    dtype: Dtype, table: torch.Tensor, programs: torch.Tensor, rows: int, partials: int, lane_weights: int, *, box: bool
+    dtype: Dtype, tables: Sequence[torch.Tensor], rows: int, partials: int, lane_weights: int, *, box: bool
 ) -> None:
-    """Enqueue the summaries of a table of pieces on the current stream of its device; see `many_kernel`."""
-    numbers = table.data_ptr(), programs.data_ptr(), rows, partials, lane_weights
+    """Enqueue the summaries of a table of pieces on the current stream of its device; see `many_kernel`.
+
+    Args:
+        dtype: Of their elements.
+        tables: The table, the addresses and the programs.
+        rows: Address of the rows.
+        partials: Address of the partial summaries.
+        lane_weights: Address of the 64 lane weights.
+        box: Whether any piece has several runs.
+    """
+    table, addresses, programs = tables
+    numbers = table.data_ptr(), addresses.data_ptr(), programs.data_ptr(), rows, partials, lane_weights
     enqueue(many_kernel, table.device, (len(programs),), numbers, box, *_constants(dtype), **OPTIONS)
 
 

@@ -13,10 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn, strided
 
 from traindiff.core.kernels.registry import TABLES
-from traindiff.core.kernels.rows import Rows
+from traindiff.core.kernels.rows import Deferred, Rows
+from traindiff.core.kernels.store import DeviceTable, SummaryStore
 from traindiff.core.kernels.torch_arrays import dtype_name
 from traindiff.core.observation import Observation, is_of_evaluation
 from traindiff.core.summary import empty
@@ -51,7 +53,8 @@ class _Part:
     Attributes:
         first: Number of the first of them in the plan, and `count` of them.
         table: The kernel's table of them.
-        others: Rows of tensors that the kernel does not read in one stretch, by their place in the part.
+        on_devices: What devices know of those that are summarized there.
+        others: Rows of tensors that neither reads in one stretch, by their place in the part.
         columns: Their observations by column, without those that differ from step to step.
         of_evaluation: Whether each belongs to one evaluation of the loss.
     """
@@ -59,6 +62,7 @@ class _Part:
     first: int
     count: int
     table: Any
+    on_devices: Sequence[DeviceTable]
     others: tuple[tuple[int, Observation], ...]
     columns: tuple[Any, ...]
     of_evaluation: tuple[bool, ...]
@@ -110,25 +114,37 @@ class Plan:
             return array("Q", [0 if one is None else one.data_ptr() for one in tensors])
         return array("Q", map(Tensor.data_ptr, tensors))  # type: ignore[arg-type]
 
-    def write(
-        self, part: _Part, tensors: Sequence[Tensor | None], rows: Rows, summarize: Callable[[Tensor, Any], Any]
-    ) -> None:
-        """Add the summaries of a part to `rows`; `summarize` makes those that the table does not."""
+    def write(self, part: _Part, tensors: Sequence[Tensor | None], rows: Rows, store: SummaryStore) -> None:
+        """Add the summaries of a part to `rows`; the store makes those that the table does not."""
         addresses = self.addresses(part, tensors)
-        others = [(place, self._other(seen, tensors[part.first + place], summarize)) for place, seen in part.others]
+        others = [(place, self._other(seen, tensors[part.first + place], store)) for place, seen in part.others]
+        number = len(rows)
         first = rows.place(part.count)
         part.table.summarize(addresses, first)
         for place, summary in others:
-            ctypes.memmove(first + place * len(summary), summary, len(summary))
+            if isinstance(summary, Deferred):
+                rows.arrives_as(number + place, summary)
+            else:
+                ctypes.memmove(first + place * len(summary), summary, len(summary))
+        if part.on_devices:
+            store.add_tables(part.on_devices, np.frombuffer(addresses, dtype=np.int64), rows, number)
 
     @staticmethod
-    def _other(seen: Observation, tensor: Tensor | None, summarize: Callable[[Tensor, Any], Any]) -> bytes:
-        found: bytes = _NOTHING if tensor is None else summarize(tensor, seen.shard).tobytes()
-        return found
+    def _other(seen: Observation, tensor: Tensor | None, store: SummaryStore) -> bytes | Deferred:
+        if tensor is None:
+            return _NOTHING
+        found = store.add(tensor, seen.shard)
+        return found if isinstance(found, Deferred) else found.tobytes()
 
 
 def learned(
-    tensors: Sequence[Tensor | None], rows: Sequence[Observation], about: Any, *, progress: Progress, layout: Layout
+    tensors: Sequence[Tensor | None],
+    rows: Sequence[Observation],
+    about: Any,
+    *,
+    progress: Progress,
+    layout: Layout,
+    store: SummaryStore,
 ) -> Plan | None:
     """The plan of some tensors and the rows that they have just given; None if they may give others next time."""
     present = [one for one in tensors if one is not None]
@@ -147,7 +163,7 @@ def learned(
         if seen.order != first + place:
             return None
     parts = [
-        _part(start, tensors[start : start + _MOST_ROWS], rows[start : start + _MOST_ROWS], kernel)
+        _part(start, tensors[start : start + _MOST_ROWS], rows[start : start + _MOST_ROWS], kernel, store)
         for start in range(0, len(rows), _MOST_ROWS)
     ]
     absent = tuple(place for place, one in enumerate(tensors) if one is None)
@@ -156,29 +172,35 @@ def learned(
     )  # fmt: skip
 
 
-def _part(first: int, tensors: Sequence[Tensor | None], rows: Sequence[Observation], kernel: Any) -> _Part:
+def _part(
+    first: int, tensors: Sequence[Tensor | None], rows: Sequence[Observation], kernel: Any, store: SummaryStore
+) -> _Part:
     from traindiff.core.kernels.cpu.summarize import reads
 
+    on_devices = store.tables(tensors, [seen.shard for seen in rows])
+    on_device = {place for one in on_devices for place in one.places.tolist()}
     in_table = [
-        one is not None and reads(one) and one.is_contiguous() and kernel.is_one_stretch(seen.shard)
-        for one, seen in zip(tensors, rows, strict=True)
-    ]
+        place not in on_device
+        and one is not None and reads(one) and one.is_contiguous() and kernel.is_one_stretch(seen.shard)
+        for place, (one, seen) in enumerate(zip(tensors, rows, strict=True))
+    ]  # fmt: skip
     entries = [(seen.dtype, seen.shard) if fast else None for seen, fast in zip(rows, in_table, strict=True)]
     return _Part(
         first=first,
         count=len(rows),
         table=kernel.Table(entries),
-        others=tuple((place, rows[place]) for place, fast in enumerate(in_table) if not fast),
+        on_devices=on_devices,
+        others=tuple((n, rows[n]) for n, fast in enumerate(in_table) if not fast and n not in on_device),
         columns=tuple(zip(*rows, strict=True)),
         of_evaluation=tuple(is_of_evaluation(seen.phase, seen.stage) for seen in rows),
     )
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """True for a dense tensor on the CPU that is on this rank as it is, and whose class has no further state."""
+    """True for a dense tensor that is on this rank as it is, and whose class has no further state."""
     if type(tensor) not in PLAIN or tensor.is_nested or tensor.layout is not strided:
         return False
-    return tensor.is_cpu and kept_here(tensor)[0] is tensor
+    return tensor.device.type in ("cpu", "cuda") and kept_here(tensor)[0] is tensor
 
 
 def _is_of(seen: Observation, tensor: Tensor | None) -> bool:

@@ -295,7 +295,8 @@ class Observations(ObservationBuffer):
         if len(grown) != 1 or self._in_flight:
             return None
         (((observations, _, _), start),) = grown
-        return learned(tensors, observations[start:], about, progress=self.progress, layout=self.layout)
+        seen = observations[start:]
+        return learned(tensors, seen, about, progress=self.progress, layout=self.layout, store=self._summaries)
 
     def _repeat(self, plan: Plan, tensors: Sequence[Tensor | None]) -> None:
         """Observe tensors of which everything but their numbers is known."""
@@ -303,7 +304,7 @@ class Observations(ObservationBuffer):
         step = progress.number_of(plan.optimizer)
         for part in plan.parts:
             observations, summaries, _ = self._of_step(plan.optimizer, step)
-            plan.write(part, tensors, summaries, self._summaries.add)
+            plan.write(part, tensors, summaries, self._summaries)
             order = progress.next_orders(part.count)
             observations.extend(
                 part.columns_in(step=step, micro_step=progress.micro_step, evaluation=progress.evaluation, order=order)
