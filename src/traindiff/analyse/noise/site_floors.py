@@ -109,6 +109,8 @@ class SiteFloors:
         self._calibration = calibration
         self.choices = TurnedChoices(pairs, most=lambda rows, computed: self.turned_rows(rows, computed=computed))
         self._lost = {**lost_in_rounding(pairs), **lost_rows(pairs)}
+        # The largest difference of such gradients so far, from which only others of them follow; and as each was seen.
+        self._lost_flow, self._lost_inputs = 0.0, dict[SiteKey, float]()
         self._terms: Mapping[str, Terms] = terms_by_module(pairs, classes, (*unplaced, *unpaired))
         self._calls = calls
         self._canceled_means = canceled_means(pairs)
@@ -276,6 +278,7 @@ class SiteFloors:
             self._together.saw(pair, norms_apart(pair) if key.path in self._run.permuted else size)
         on_path = key.phase in ("forward", "backward", "loss") or (key.phase == "grad" and not key.stage)
         flows = on_path and key not in self._lost
+        self._note_lost(key, size, on_path=on_path)
         if flows and expected is not None and math.isfinite(max(expected)):
             self._noise_flow = max(self._noise_flow, *expected)
         if found or size > self._undisturbed.get(key, math.inf):
@@ -284,6 +287,11 @@ class SiteFloors:
         else:
             self._calm.enter(pair, size, flows=flows and not self.parted)
             floors.enter(pair, size, flows=flows)
+
+    def _note_lost(self, key: SiteKey, size: float, *, on_path: bool) -> None:
+        if on_path and key in self._lost:
+            self._lost_inputs[key] = self._lost_flow
+            self._lost_flow = max(self._lost_flow, size)
 
     def disturb(self, pair: Pair) -> None:
         """Note that a pair differs by more than noise. What follows from it differs, too."""
@@ -303,8 +311,9 @@ class SiteFloors:
 
     def factor(self, pair: Pair, *, left_over: float) -> float:
         """Floor of a difference that is only a constant factor; see `Floors.factor`."""
-        dtypes = (pair.baseline.dtype, pair.candidate.dtype)
-        derived = self._floors.factor(pair.baseline.key.path, dtypes, left_over=left_over, storage=self.storage(pair))
+        dtypes, key = (pair.baseline.dtype, pair.candidate.dtype), pair.baseline.key
+        incoming = max(left_over, self._lost_inputs.get(key, self._lost_flow if key in self._lost else 0.0))
+        derived = self._floors.factor(key.path, dtypes, left_over=incoming, storage=self.storage(pair))
         derived += self._run.correction(pair.baseline.key) + self._run.approximated(pair)
         return self._joined(pair, self.measured(pair), derived) + subnormal_error(pair)
 

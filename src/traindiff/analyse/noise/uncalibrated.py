@@ -167,7 +167,7 @@ class Floors:
         Args:
             path: The module or parameter.
             dtypes: Dtypes of both sides.
-            left_over: Norm of that residual over the candidate's norm.
+            left_over: Norm of that residual over the candidate's norm, or what else differs at its inputs.
             storage: For an update: norm of the parameter over norm of its update.
         """
         units = [UNIT_ROUNDOFF.get(dtype, 0.0) for dtype in dtypes]
