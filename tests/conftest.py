@@ -110,8 +110,9 @@ def rules_that_find_something_apply() -> Iterator[None]:
 
     answer = RunJudge._answer
 
-    def checked(judge: Any, rule: Any, kinds: Any, left_out: Any) -> Any:
-        found = answer(judge, rule, kinds, left_out)
+    def checked(judge: Any, rule: Any, counting: Any, left_out: Any) -> Any:
+        found = answer(judge, rule, counting, left_out)
+        kinds = {finding.kind for finding in counting}
         own = [one.kinds for one in judge._rules if one is not rule]
         if found.result in ("broken", "warned") and kinds & set(rule.kinds) - {kind for other in own for kind in other}:
             assert not judge._nothing_to_judge(rule), f"{rule.name} finds something, and applies nowhere"

@@ -72,6 +72,11 @@ def steps_text(numbers: Sequence[int]) -> str:
     return f"{len(numbers)} steps ({numbers[0]} to {numbers[-1]}{', with gaps' if gaps else ''})"
 
 
+def between_steps(step: int) -> str:
+    """When something happened that was seen as a step began, or within the first one."""
+    return f"between step {step - 1} and step {step}" if step else "in step 0 or before it"
+
+
 def ranks_text(numbers: Sequence[int], *, capital: bool = True) -> str:
     """`Rank 1`, `Ranks 0, 2 and 3`."""
     word = ("Rank" if capital else "rank") + ("s" if len(numbers) > 1 else "")

@@ -65,6 +65,9 @@ BEFORE = "before"
 EDITED = "edited"
 """Stage of a parameter as a step found it, if something else than the optimizer changed it since the step before."""
 
+BY_HAND = "by hand"
+"""Engine, in `mesh` of `run.json`, of a model that does not show why there are several ranks."""
+
 FLIPPED = "flipped"
 """Stage of the number of the one bit that changed in a gradient since a backward pass, though nothing wrote to it."""
 

@@ -208,6 +208,90 @@ def test_noise_on_all_gradients_is_a_note(tmp_path: Path) -> None:
     assert "The training changes gradients after the backward pass" in str(verdict)
 
 
+def _masked(trained: Any, _: int) -> None:
+    trained[2].weight.grad[:, :4] = 0.0
+
+
+def _clipped_one_by_one(trained: Any, step: int) -> None:
+    for one in trained.parameters() if step > 1 else ():
+        if (norm := float(one.grad.norm())) > 0.05:
+            one.grad.mul_(0.05 / norm)
+
+
+@pytest.mark.parametrize("change", [_masked, _clipped_one_by_one])
+def test_some_gradients_that_the_training_always_writes_to_or_makes_smaller_are_warnings(
+    tmp_path: Path, change: Change
+) -> None:
+    verdict = traindiff.check(str(train(tmp_path / "run", change=change)), rules="wrong-gradient")
+
+    assert verdict.verdict == "healthy", str(verdict)
+    assert verdict.warnings
+    assert all(
+        one.message.endswith("The training itself wrote to it after the backward pass: a mask, or clipping?")
+        for one in verdict.warnings
+    )
+    assert [rule.result for rule in verdict.rules if rule.name == "wrong-gradient"] == ["warned"]
+
+
+class Scaling(nn.Module):
+    """Changes the gradient of what a layer returned, by a hook on the tensor or on its node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(20, 16), nn.Linear(16, 4)
+        self.table = nn.Embedding(8, 16)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        hidden.register_hook(lambda gradient: 5.0 * gradient)
+        looked_up = self.table(torch.arange(len(inputs)) % 8)
+        looked_up.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        out: Tensor = self.last(torch.tanh(hidden) + looked_up)
+        return out
+
+
+def test_hooks_on_activations_change_what_their_layers_are_given(tmp_path: Path) -> None:
+    trained = Scaling()
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.05)
+    with traindiff.record(tmp_path / "run", trained, optimizer, observe=("loss", "witness"), strict=True):
+        for step in range(3):
+            inputs, labels = points(step)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(trained(inputs), labels).backward()
+            optimizer.step()
+
+    verdict = traindiff.check(str(tmp_path / "run"), rules="wrong-gradient")
+    assert verdict.verdict == "healthy", str(verdict)
+    assert any(note.startswith("Witnessed are the gradients of 100.0%") for note in verdict.notes)
+
+
+def by_hand(path: str, divides: bool) -> None:
+    trained = model()
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.01)
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    with traindiff.record(path, trained, optimizer, observe=("loss", "witness"), strict=True):
+        for step in range(3):
+            inputs, labels = points(100 * rank + step)
+            optimizer.zero_grad()
+            (nn.functional.cross_entropy(trained(inputs), labels) / (1 if divides else size)).backward()
+            for one in trained.parameters():
+                torch.distributed.all_reduce(one.grad)
+                if divides:
+                    one.grad.div_(size)  # type: ignore[union-attr]
+            optimizer.step()
+
+
+@pytest.mark.parametrize("divides", [True, False])
+def test_ranks_may_add_up_gradients_by_hand(tmp_path: Path, *, divides: bool) -> None:
+    run_on_ranks(by_hand, 2, str(tmp_path / "run"), divides)
+
+    verdict = traindiff.check(tmp_path / "run", rules="wrong-gradient")
+    assert verdict.verdict == "healthy", str(verdict)
+    said = "All gradients are the sum over ranks of what each contributed, not the mean (3 steps, first 0)."
+    assert (said in verdict.notes) == (not divides)
+
+
 def test_how_much_was_witnessed_is_told_with_the_reasons(tmp_path: Path) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -227,10 +311,10 @@ def test_how_much_was_witnessed_is_told_with_the_reasons(tmp_path: Path) -> None
 
     verdict = traindiff.check(str(tmp_path / "run"))
     assert verdict.verdict == "healthy"
-    assert "Witnessed are the gradients of 99.4% of 688 parameters." in verdict.notes
+    assert "Witnessed are the gradients of 98.8% of 688 parameters." in verdict.notes
     assert (
-        "Of 0.6% of the parameters, the witness knows what backward passes contributed, but not what these should "
-        "contribute: slope." in verdict.notes
+        "Of 0.6%, the witness knows what backward passes contributed, but not what these should contribute, because no "
+        "call of a layer that it knows uses them (compiled code, functions, parametrizations): slope." in verdict.notes
     )
     assert (
         "Not witnessed: hooked, because it has a hook, which may change its gradient after it is added."

@@ -10,7 +10,7 @@ import numpy as np
 
 from traindiff.analyse.align.side import RUNS
 from traindiff.analyse.align.two_runs import AlignedStep
-from traindiff.analyse.findings import Finding
+from traindiff.analyse.findings import Finding, between_steps
 from traindiff.analyse.merge.distance import difference
 from traindiff.analyse.merge.site import MergedSite, SiteKey, finding_at
 from traindiff.analyse.rules.rule import RunFacts
@@ -120,7 +120,7 @@ class EditsApart:
     def _message(self, path: str, moved: Sequence[float], apart: tuple[float, float], *, step: int) -> str:
         how = ", which no optimizer holds," if path in self._unheld else ""
         means = "" if path in self._unheld else ", not by the optimizer's step"
-        when = f"{path}{how} changed between step {step - 1} and step {step}{means}"
+        when = f"{path}{how} changed {between_steps(step)}{means}"
         if not all(moved):
             alone = f"In the {RUNS[not moved[0]]}, {when}"
             return f"{alone}. In the {RUNS[bool(moved[0])]}, it did not." if how else f"{alone}."

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from traindiff.analyse.findings import Finding, more_text, ranks_text
+from traindiff.analyse.findings import Finding, between_steps, more_text, ranks_text
 from traindiff.analyse.merge.placed_parts import ranks_of
 from traindiff.analyse.merge.site import MergedSite, StepTable, finding_at, only_rank, ranks_in
 from traindiff.analyse.rules.rule import Rule
@@ -76,5 +76,5 @@ def _finding(table: StepTable, fresh: Sequence[MergedSite], *, step: int) -> Fin
     return finding_at(
         fresh[0], step=step, kind="edited", rank=only_rank(fresh[0]),
         evidence={"paths": [one.key.path for one in fresh]},
-        message=f"{said} changed{where} between step {step - 1} and step {step}, not by the optimizer's step.",
+        message=f"{said} changed{where} {between_steps(step)}, not by the optimizer's step.",
     )  # fmt: skip

@@ -225,12 +225,13 @@ def _how(table: StepTable, entry: MergedSite, before: Mapping[Shard, int]) -> st
             held = "hold is their own contribution" if len(own) > 1 else "holds is its own contribution"
             return f" What {ranks_text(sorted(one.rank for one in own), capital=False)} {held} alone: not reduced?"
     factor, left_over = best_fit(pair.baseline, pair.candidate)
-    if left_over <= _FITS and abs(factor - 1.0) > _FITS:
+    if left_over <= min(_FITS, _OF_A_FACTOR * abs(factor - 1.0)):
         why = " Were gradients clipped or scaled on some ranks only?" if entry.key.phase == "grad" else ""
         return f" What rank {odd.rank} holds is {factor:.4g} x what rank {usual.rank} holds.{why}"
-    if entry.key.phase == "grad" and len(entry.apart) == len({part.rank for part in entry.parts}):
-        return " No two ranks hold the same: was it never reduced?"
     size = difference(pair)
+    unreduced = size is not None and size >= _UNREDUCED and entry.key.phase == "grad"
+    if unreduced and len(entry.apart) == len({part.rank for part in entry.parts}):
+        return " No two ranks hold the same: was it never reduced?"
     return "" if size is None else f" They differ by {size:.2g} of their size (relative L2)."
 
 
@@ -242,6 +243,12 @@ def _was_to_move(table: StepTable, entry: MergedSite) -> bool:
     has_one = gradient is not None and not gradient.unobserved and norm_of(gradient.summary) > 0.0
     return has_one and moves_parameters(table)
 
+
+_UNREDUCED = 0.1
+"""Gradients of other samples differ by more than this part of their size."""
+
+_OF_A_FACTOR = 0.1
+"""Part of a difference that a factor may leave unexplained."""
 
 _FITS = 0.01
 """Part of a copy that a multiple of another one, or of a rank's own contribution, may leave."""

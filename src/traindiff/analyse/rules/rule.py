@@ -34,6 +34,7 @@ class RunFacts:
         sees_changes: Whether each change of a parameter between two steps was recorded, on all ranks.
         errors: The errors that ended ranks, by rank; not interrupts by users.
         num_ranks: Number of ranks that were recorded.
+        engine: What divides the batch over ranks and reduces gradients, as in `run.json`; empty without ranks.
     """
 
     complete: bool = False
@@ -48,6 +49,7 @@ class RunFacts:
     sees_changes: bool = False
     errors: Mapping[int, str] = field(default_factory=dict)
     num_ranks: int = 1
+    engine: str = ""
 
 
 def run_facts(recording: Run, rename: Rename = str) -> RunFacts:
@@ -71,6 +73,7 @@ def run_facts(recording: Run, rename: Rename = str) -> RunFacts:
             rename(path): settings for one in contents for path, settings in one.get("module_settings", {}).items()
         },
         autocast=_autocast(contents),
+        engine=str((recording.run.get("mesh") or {}).get("engine") or ""),
         sees_changes=bool(contents) and all(one.get("sees_changes_between_steps") for one in contents),
         optimizers={one["name"]: one["type"] for content in contents for one in content.get("optimizers", ())},
         errors={
@@ -209,6 +212,10 @@ class Rule:
     def finding(self, entry: MergedSite, message: str, *, step: int, kind: str = "", **evidence: Any) -> Finding:
         """A finding of the rule at a site; its kind is the first of `kinds` if none is given."""
         return finding_at(entry, step=step, kind=kind or self.kinds[0], message=message, evidence=evidence)
+
+    def is_warning(self, finding: Finding) -> bool:  # noqa: ARG002
+        """True if one of its findings is a warning, which leaves a run healthy."""
+        return self.warns
 
     def applies(self, contents: Contents) -> bool:  # noqa: ARG002
         """True if a step has something that it judges, which `needs` names."""

@@ -82,8 +82,8 @@ class RunJudge:
         return sorted(found, key=lambda finding: finding.order)
 
     def is_warning(self, finding: Finding) -> bool:
-        """True if a finding is of a rule that warns."""
-        return any(finding.kind in rule.kinds for rule in self._rules if rule.warns)
+        """True if a finding is a warning of its rule."""
+        return any(rule.is_warning(finding) for rule in self._rules if finding.kind in rule.kinds)
 
     def note_unknown(self, table: StepTable) -> None:
         """Remember what the rules cannot judge in a step."""
@@ -121,14 +121,14 @@ class RunJudge:
             found: All findings that count.
             ignored: All others.
         """
-        kinds, left_out = {finding.kind for finding in found}, {finding.kind for finding in ignored}
-        return tuple(self._answer(rule, kinds, left_out) for rule in self._rules)
+        counting, left_out = [*found], {finding.kind for finding in ignored}
+        return tuple(self._answer(rule, counting, left_out) for rule in self._rules)
 
-    def _answer(self, rule: Rule, kinds: Set[str], left_out: Set[str]) -> AskedRule:
+    def _answer(self, rule: Rule, found: Sequence[Finding], left_out: Set[str]) -> AskedRule:
         result: Answer = "nothing found"
         unknown = tuple(self._unknown_to.get(rule.name, ()))
-        if not kinds.isdisjoint(rule.kinds):
-            result = "warned" if rule.warns else "broken"
+        if own := [finding for finding in found if finding.kind in rule.kinds]:
+            result = "warned" if all(map(rule.is_warning, own)) else "broken"
         elif not left_out.isdisjoint(rule.kinds):
             result = "ignored"
         elif why := self._nothing_to_judge(rule):

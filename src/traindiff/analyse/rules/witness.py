@@ -11,10 +11,11 @@ from traindiff.analyse.merge.site import SiteKey, StepTable, finding_at
 from traindiff.analyse.merge.witnessed import Vector, Witnessed, rms, witnessed
 from traindiff.analyse.rules.rule import Contents, Limit, Rule
 from traindiff.analyse.rules.witness_causes import Before, Cause, cause_of, on_ranks
-from traindiff.core.observation import CARRIED, FLIPPED, WITNESS
+from traindiff.core.observation import BY_HAND, CARRIED, FLIPPED, WITNESS
 from traindiff.core.witness import EXPECTED
 
 _SAME_FACTOR = 1e-2
+_WRITTEN = " The training itself wrote to it after the backward pass: a mask, or clipping?"
 _MOST_NAMED = 3
 
 
@@ -35,7 +36,9 @@ class GradientsFollow(Rule):
     compared with the sum of what backward passes contributed to it. See `traindiff explain witness`.
 
     Not findings: a factor that is common to all gradients, or any change of all gradients, if the training itself wrote
-    to them after the backward pass (clipping by hand, noise). A note says so.
+    to them after the backward pass (clipping by hand, noise); and a sum over ranks by hand in place of their mean. A
+    note says so. Where the training wrote to some gradients only, from the first step on or to make
+    them smaller (a mask, clipping one by one), it is a warning.
     """
 
     name = "wrong-gradient"
@@ -59,6 +62,7 @@ class GradientsFollow(Rule):
         """Nothing was seen so far."""
         self._before: dict[str, tuple[int, Before]] = {}
         self._changed: dict[str, list[int]] = {}  # steps, by a sentence about all gradients
+        self._right: set[str] = set()  # gradients that were right in a step before
         self._sizes: dict[str, int] = {}
         self._checked: set[str] = set()
         self._contributed: set[str] = set()
@@ -81,14 +85,20 @@ class GradientsFollow(Rule):
         ]
         for one in found:
             self._before[one.entry.key.path] = step, Before.of(one)
-        if wrong and (sentence := _of_all(wrong, found)):
+        right = {one.entry.key.path for one in found} - {one.one.entry.key.path for one in wrong} - told
+        if wrong and (sentence := _of_all(wrong, found, by_hand=self.facts.engine == BY_HAND)):
             self._changed.setdefault(sentence, []).append(step)
             return
+        self._right |= right
         for fault in wrong:
             if (path := fault.one.entry.key.path) not in told:
                 told.add(path)
                 same = [one for one in wrong if one.one.entry.key.path == path]
                 yield self._finding(_not_reduced(same) or fault, step)
+
+    def is_warning(self, finding: Finding) -> bool:
+        """True if the training wrote to the gradient, and nothing tells that this was not meant."""
+        return bool(finding.evidence.get("may_be_meant"))
 
     def notes(self) -> Iterator[str]:
         """How much was checked, and why not everything."""
@@ -97,11 +107,13 @@ class GradientsFollow(Rule):
         if not self._checked and not self._reasons:
             return
         whole = sum(self._sizes.values())
-        yield f"Witnessed are the gradients of {self._share(self._checked):.1%} of {whole:,} parameters."
+        known = self._checked - self._contributed
+        yield f"Witnessed are the gradients of {self._share(known):.1%} of {whole:,} parameters."
         if self._contributed:
             yield (
-                f"Of {self._share(self._contributed):.1%} of the parameters, the witness knows what backward passes "
-                f"contributed, but not what these should contribute: {_listed(sorted(self._contributed))}."
+                f"Of {self._share(self._contributed):.1%}, the witness knows what backward passes contributed, but not "
+                "what these should contribute, because no call of a layer that it knows uses them (compiled code, "
+                f"functions, parametrizations): {_listed(sorted(self._contributed))}."
             )
         by_reason: dict[str, list[str]] = {}
         for path, reason in self._reasons.items():
@@ -129,17 +141,27 @@ class GradientsFollow(Rule):
         seen, before = self._before.get(one.entry.key.path, (-1, None))
         return before if seen == step - 1 else None
 
+    def _may_be_meant(self, one: Witnessed, cause: Cause | None) -> bool:
+        """True if the training wrote to a gradient, and seems to do so always, or made it smaller.
+
+        What came out is no contribution that is lost, late or there twice.
+        """
+        if not one.edited or (cause is not None and cause.name != "factor"):
+            return False
+        return one.entry.key.path not in self._right or (cause is not None and 0.0 < cause.factor < 1.0)
+
     def _finding(self, wrong: _Wrong, step: int) -> Finding:
         one, cause = wrong.one, wrong.cause
         num_ranks = sum(len(ranks) for ranks, _ in one.given)
         where = on_ranks(wrong.ranks, num_ranks)
+        written = _WRITTEN if self._may_be_meant(one, cause) else ""
         size = one.size or 1.0
         error, allowed = rms(wrong.given - one.expected) / size, one.allowed / size
         message = (
             f"The gradient is not {one.right}: relative error {error:.2g}; rounding explains {allowed:.1g}."
             if cause is None
             else cause.message
-        )
+        ) + written
         if where:
             message = message.replace("The gradient", f"The gradient{where}", 1)
         rank = cause.rank if cause is not None else None
@@ -150,7 +172,7 @@ class GradientsFollow(Rule):
             difference=error, floor=allowed * self.limit("roundings"),
             evidence={
                 "cause": "unknown" if cause is None else cause.name, "factor": 1.0 if cause is None else cause.factor,
-                "edited": one.edited,
+                "edited": one.edited, "may_be_meant": bool(written),
             },
         )  # fmt: skip
 
@@ -169,15 +191,27 @@ def _not_reduced(wrong: Sequence[_Wrong]) -> _Wrong | None:
     return wrong[0]._replace(ranks=ranks, cause=Cause("alone", message, causes[0].factor))
 
 
-def _of_all(wrong: Sequence[_Wrong], found: Sequence[Witnessed]) -> str:
-    """A sentence about a change of all gradients by the training; empty if it is no such change."""
+def _of_all(wrong: Sequence[_Wrong], found: Sequence[Witnessed], *, by_hand: bool) -> str:
+    """A sentence about a change of all gradients by the training; empty if it is no such change.
+
+    Args:
+        wrong: The gradients that are not what was expected of them.
+        found: All that are known.
+        by_hand: Whether several ranks share the batch and nothing that is known reduces their gradients.
+    """
     touched = [one for one in found if one.expected.any()]
     changed = {one.one.entry.key.path for one in wrong if len(one.one.given) == 1}
-    if len(touched) < 2 or not all(one.edited and one.entry.key.path in changed for one in touched):
+    if len(touched) < 2 or not all(one.entry.key.path in changed for one in touched):
         return ""
     if any(one.cause is not None and one.cause.name != "factor" for one in wrong):
         return ""
     factors = [one.cause.factor for one in wrong if one.cause is not None]
+    ranks = max(len({term.rank for term in one.terms}) for one in touched)
+    if by_hand and ranks > 1 and len(factors) == len(wrong):  # noqa: SIM102
+        if all(abs(factor - ranks) <= _SAME_FACTOR * ranks for factor in factors):
+            return "All gradients are the sum over ranks of what each contributed, not the mean ({steps})."
+    if not all(one.edited for one in touched):
+        return ""
     if len(factors) < len(wrong):
         return "The training changes gradients after the backward pass ({steps}), so they were not witnessed there."
     if max(factors) - min(factors) <= _SAME_FACTOR * abs(max(factors)):

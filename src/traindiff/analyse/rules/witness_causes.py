@@ -16,6 +16,9 @@ _AS_GOOD = 1.5
 _REST = 0.25
 """A cause leaves at most this part of the error: a factor that is fitted to four numbers always explains some of it."""
 
+_SAME = 0.02
+"""A gradient that is one contribution alone is it once, or as many times as there are of them, or one by that."""
+
 _MOST_KEPT = 4.0
 """Clipping makes a gradient smaller before the next one is added, and a loss scale that falls makes it larger."""
 
@@ -100,9 +103,11 @@ def _candidates(one: Witnessed, given: Vector, before: Before | None) -> Iterato
         yield from _kept(expected, given, before)
     for part in parts:
         factor = _share(given, part.sums)
-        alone = "were the others lost?" if part.rank is None else "was it not reduced?"
-        message = f"The gradient is {factor:.4g} x what {part.name} alone contributed: {alone}"
-        yield Cause("alone", message, factor, part.micro_step, part.rank), factor * part.sums
+        if any(abs(factor - other) <= _SAME * other for other in (1.0, float(len(parts)), 1.0 / len(parts))):
+            times = "" if abs(factor - 1.0) <= _SAME else f"{factor:.4g} x "
+            alone = "were the others lost?" if part.rank is None else "was it not reduced?"
+            message = f"The gradient is {times}what {part.name} alone contributed: {alone}"
+            yield Cause("alone", message, factor, part.micro_step, part.rank), factor * part.sums
         more = _share(given - expected, part.sums)
         message = f"The gradient holds {1.0 + more:.4g} x what {part.name} contributed."
         yield Cause("weighted", message, 1.0 + more, part.micro_step, part.rank), expected + more * part.sums

@@ -159,10 +159,13 @@ class _Witness:
             self._calls.setdefault(node_number(node), []).append(use.leaf)
             if use.normalized is not None and use.normalized.waits:
                 self._inside.setdefault(path, []).append(use.normalized)
-        output.register_hook(self._guarded(partial(self._returned, found, self._sink.progress.micro_step)))
+        # Hooks of the training on the tensor may change the gradient, and run before those on the node.
+        returned = partial(self._returned, found, self._sink.progress.micro_step, output.output_nr)
+        node.register_prehook(self._guarded(returned))
 
-    def _returned(self, found: Sequence[Use], micro_step: int, gradient: Tensor | None) -> None:
-        """The gradient of the output of a call is there."""
+    def _returned(self, found: Sequence[Use], micro_step: int, number: int, gradients: Sequence[Tensor | None]) -> None:
+        """The gradients of the outputs of a call are there."""
+        gradient = gradients[number]
         if gradient is None:
             return
         if not self._running:

@@ -8,13 +8,11 @@ from typing import Any
 
 from torch import distributed, nn
 
+from traindiff.core.observation import BY_HAND
 from traindiff.core.torch_compat.training import localized_layout, num_chunks_of
 from traindiff.observe.torch.sharding.declarations import Declarations
 from traindiff.observe.torch.sharding.distributed_tensor import MeshAxis, is_distributed, mesh_of
 from traindiff.observe.torch.sharding.registry import ENGINES
-
-BY_HAND = "by hand"
-"""Engine of a model that does not show why there are several ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
