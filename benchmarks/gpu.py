@@ -235,8 +235,8 @@ def main() -> None:
     print(head)
     sizes = SIZES if device.type == "cuda" else TINY
     lines = rows(sizes, device, rounds=options.rounds, until=began + options.seconds - 30.0)
-    kernels = gpu_kernel.table(device) if device.type == "cuda" else []
     if device.type == "cuda":
+        kernels = gpu_kernel.table(device)
         text = [
             "# What recording costs on a GPU",
             "",

@@ -219,3 +219,13 @@ def test_nothing_waits_for_the_device(device: torch.device) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert_rows(ticket.result(), [tensors[0], *tensors])
+
+
+@pytest.mark.gpu
+def test_a_device_without_a_number_is_the_current_one(device: torch.device) -> None:
+    if device.type == "cpu":
+        pytest.skip("the CPU has no number")
+    tensors = numbers((30,), device=device)
+    rows = DeviceRows(torch.device("cuda"))
+    rows.add_many(tensors, whole(tensors))
+    assert_rows(rows.end_step().result(), tensors)

@@ -22,6 +22,11 @@ from traindiff.core.summary import SUMMARY, Summaries
 from traindiff.core.torch_compat.execution import stream_number
 
 
+def with_index(device: torch.device) -> torch.device:
+    """A GPU with its number: `cuda` alone is the current one."""
+    return torch.device(device.type, torch.cuda.current_device()) if device.index is None else device
+
+
 class StreamOrder:
     """Makes a device current, and makes its current stream wait for the stream that was used before.
 
@@ -30,7 +35,7 @@ class StreamOrder:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device if device.type == "cuda" else None
+        self._device = with_index(device) if device.type == "cuda" else None
         self._last: Any = None
         self._number: int | None = None  # of that stream; to ask for it takes 0.2 us, for the object 6 us
         self._outer: Any = None
