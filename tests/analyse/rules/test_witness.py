@@ -233,6 +233,32 @@ def test_some_gradients_that_the_training_always_writes_to_or_makes_smaller_are_
     assert [rule.result for rule in verdict.rules if rule.name == "wrong-gradient"] == ["warned"]
 
 
+def _clamped_uncounted(trained: Any, _: int) -> None:
+    for one in trained.parameters():
+        one.grad.data.clamp_(-1e-3, 1e-3)
+
+
+def _clamped(trained: Any, _: int) -> None:
+    for one in trained.parameters():
+        one.grad.clamp_(-1e-3, 1e-3)
+
+
+@pytest.mark.parametrize("change", [_clamped, _clamped_uncounted])
+def test_clamped_gradients_are_a_note(tmp_path: Path, change: Change) -> None:
+    verdict = traindiff.check(str(train(tmp_path / "run", change=change)), rules="wrong-gradient")
+
+    assert (verdict.verdict, verdict.warnings) == ("healthy", ()), str(verdict)
+    assert any(
+        note.startswith("The training changes gradients after the backward pass (5 steps") for note in verdict.notes
+    )
+
+
+def test_one_gradient_that_is_written_uncounted_is_found(tmp_path: Path) -> None:
+    (finding,) = found(train(tmp_path / "run", change=at_two(lambda grad: grad.data.mul_(2.0))))
+
+    assert (finding.step, finding.path) == (2, TARGET)
+
+
 class Scaling(nn.Module):
     """Changes the gradient of what a layer returned, by a hook on the tensor or on its node."""
 

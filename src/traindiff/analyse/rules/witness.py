@@ -15,6 +15,9 @@ from traindiff.core.observation import BY_HAND, CARRIED, FLIPPED, WITNESS
 from traindiff.core.witness import EXPECTED
 
 _SAME_FACTOR = 1e-2
+_OF_WRITES = ("factor", "stale")
+"""Causes that writes may have, too: a gradient that is clamped at all of its elements may be the same in two steps."""
+
 _WRITTEN = " The training itself wrote to it after the backward pass: a mask, or clipping?"
 _MOST_NAMED = 3
 
@@ -200,19 +203,19 @@ def _of_all(wrong: Sequence[_Wrong], found: Sequence[Witnessed], *, by_hand: boo
         by_hand: Whether several ranks share the batch and nothing that is known reduces their gradients.
     """
     touched = [one for one in found if one.expected.any()]
-    changed = {one.one.entry.key.path for one in wrong if len(one.one.given) == 1}
-    if len(touched) < 2 or not all(one.entry.key.path in changed for one in touched):
+    if len(touched) < 2 or any(len(one.one.given) != 1 for one in wrong):
         return ""
-    if any(one.cause is not None and one.cause.name != "factor" for one in wrong):
+    if any(one.cause is not None and one.cause.name not in _OF_WRITES for one in wrong):
         return ""
-    factors = [one.cause.factor for one in wrong if one.cause is not None]
+    factors = [one.cause.factor for one in wrong if one.cause is not None and one.cause.name == "factor"]
+    all_by_factors = len(factors) == len(wrong) == len(touched)
     ranks = max(len({term.rank for term in one.terms}) for one in touched)
-    if by_hand and ranks > 1 and len(factors) == len(wrong):  # noqa: SIM102
+    if by_hand and ranks > 1 and all_by_factors:  # noqa: SIM102
         if all(abs(factor - ranks) <= _SAME_FACTOR * ranks for factor in factors):
             return "All gradients are the sum over ranks of what each contributed, not the mean ({steps})."
     if not all(one.edited for one in touched):
         return ""
-    if len(factors) < len(wrong):
+    if not all_by_factors:
         return "The training changes gradients after the backward pass ({steps}), so they were not witnessed there."
     if max(factors) - min(factors) <= _SAME_FACTOR * abs(max(factors)):
         return "The training multiplies all gradients by one factor after the backward pass ({steps})."

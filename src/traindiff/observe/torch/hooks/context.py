@@ -94,6 +94,23 @@ class Events:
     on_schedule: Event = field(default_factory=Event)
 
 
+@dataclass(slots=True)
+class UncountedWrites:
+    """Writes to gradients after a backward pass that torch does not count, such as those through `.data`.
+
+    Attributes:
+        parameters: Ids of the parameters whose gradients were written so since the latest backward pass.
+        to_any: The training writes so to several gradients at once; then no more is noticed of single ones.
+    """
+
+    parameters: set[int] = field(default_factory=set)
+    to_any: bool = False
+
+    def to(self, parameter: Tensor) -> bool:
+        """True if the gradient of a parameter may have been written so."""
+        return self.to_any or id(parameter) in self.parameters
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TapContext:
     """The training that is observed, and the sink for what is seen.
@@ -110,6 +127,7 @@ class TapContext:
         events: Where taps ask to be called.
         followed: The modules that have hooks of taps.
         optimizers: The optimizers that are followed, by name; may grow.
+        uncounted_writes: What is known of writes to gradients that torch does not count.
         describe: Put a value into `rank.json` under a name, and write that.
         undo: Closed when the session ends: what removes the taps.
     """
@@ -126,4 +144,5 @@ class TapContext:
     events: Events = field(default_factory=Events)
     followed: FollowedModules = field(default_factory=FollowedModules)
     optimizers: dict[str, OptimizerTap] = field(default_factory=dict)
+    uncounted_writes: UncountedWrites = field(default_factory=UncountedWrites)
     undo: ExitStack = field(default_factory=ExitStack)

@@ -57,6 +57,7 @@ class _GradientMarks:
     def take(self) -> None:
         """Mark the gradients that a backward pass has left."""
         self._marked.clear()
+        self._context.uncounted_writes.parameters.clear()
         if self._edits_unseen or self._context.set_back or not self._context.sink.progress.observing:
             return
         for tap in self._context.optimizers.values():
@@ -79,28 +80,31 @@ class _GradientMarks:
     def look(self, tap: OptimizerTap, held: Iterable[tuple[Tensor, Sequence[Piece]]], *_: Any) -> None:
         """Record a bit of one gradient that has flipped."""
         count = len(self._marked)
-        unwritten: list[tuple[_Marked, Sequence[Piece]]] = []
+        unwritten: list[tuple[_Marked, Sequence[Piece], Tensor]] = []
         for parameter, pieces in held:
             found = self._marked.pop(id(parameter), None)
             gradient = None if found is None else tap.gradient_of(parameter)
             if found is not None and gradient is found.gradient and version_of(gradient) == found.version:
-                unwritten.append((found, pieces))
-        if not unwritten or (len(unwritten) == count and self._are_the_same([one.gradient for one, _ in unwritten])):
+                unwritten.append((found, pieces, parameter))
+        if not unwritten or (len(unwritten) == count and self._are_the_same([one.gradient for one, *_ in unwritten])):
             return
         marks = self._marks
         if not isinstance(marks, list):
             assert self._together is not None
             marks = self._marks = [*self._together.parts(marks)]
         changed: list[tuple[Tensor, Sequence[Piece], int | None]] = []
-        for marked, pieces in unwritten:
+        writes = self._context.uncounted_writes
+        for marked, pieces, parameter in unwritten:
             gradient, before = marked.gradient, marks[marked.number]
             now = mark_of(gradient)
             if before is not None and now is not None and now != before:
                 changed.append((
                     gradient, pieces, flipped_bit(before, now, gradient.nbytes, 8 * gradient.element_size())
                 ))  # fmt: skip
+                writes.parameters.add(id(parameter))
         if not changed:
             return
+        writes.to_any |= len(changed) > 1
         gradient, pieces, bit = changed[0]
         if len(changed) > 1 or bit is None or len(pieces) > 1 or int(torch.count_nonzero(gradient)) < _LEAST:
             self._edits_unseen = True

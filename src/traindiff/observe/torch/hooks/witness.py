@@ -367,6 +367,7 @@ class _Witness:
                 continue
             left = expected.left.get(id(parameter))
             edited = left is not None and (left[0] is not gradient or version_of(gradient) != left[1])
+            edited |= self._context.uncounted_writes.to(parameter)
             found = given_vector(
                 self._probes, self._context.targets.layout, gradient, piece, edited=edited,
                 contributed=expected.contributed,
