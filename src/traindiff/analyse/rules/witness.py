@@ -149,8 +149,8 @@ class GradientsFollow(Rule):
 
         What came out is no contribution that is lost, late or there twice.
         """
-        if not one.edited or (cause is not None and cause.name != "factor"):
-            return False
+        if not one.edited or len(one.given) != 1 or (cause is not None and cause.name != "factor"):
+            return False  # ranks that should hold the same do not, or it is no such change
         return one.entry.key.path not in self._right or (cause is not None and 0.0 < cause.factor < 1.0)
 
     def _finding(self, wrong: _Wrong, step: int) -> Finding:
