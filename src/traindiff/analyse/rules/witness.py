@@ -210,9 +210,9 @@ def _of_all(wrong: Sequence[_Wrong], found: Sequence[Witnessed], *, by_hand: boo
     factors = [one.cause.factor for one in wrong if one.cause is not None and one.cause.name == "factor"]
     all_by_factors = len(factors) == len(wrong) == len(touched)
     ranks = max(len({term.rank for term in one.terms}) for one in touched)
-    if by_hand and ranks > 1 and all_by_factors:  # noqa: SIM102
-        if all(abs(factor - ranks) <= _SAME_FACTOR * ranks for factor in factors):
-            return "All gradients are the sum over ranks of what each contributed, not the mean ({steps})."
+    summed = all_by_factors and all(abs(factor - ranks) <= _SAME_FACTOR * ranks for factor in factors)
+    if by_hand and ranks > 1 and summed:
+        return "All gradients are the sum over ranks of what each contributed, not the mean ({steps})."
     if not all(one.edited for one in touched):
         return ""
     if not all_by_factors:

@@ -98,7 +98,7 @@ class Table:
                 merges.append((slot, first, programs))
                 self.num_partials += programs
             for piece in planned:
-                entry = [slot, piece.offset * dtype.itemsize, piece.parts, slot, first, *piece.piece]
+                entry = [piece.offset * dtype.itemsize, piece.parts, slot, first, *piece.piece]
                 entries.setdefault((DTYPES[dtype], piece.box), []).append(entry)
                 first += piece.parts if programs > 1 else 0
         self.merges = np.array(merges, dtype=np.int64).reshape(-1, 3)
@@ -123,10 +123,10 @@ class Table:
 
 
 def _group(dtype: Dtype, box: bool, rows: NDArray[np.int64], device: torch.device) -> Group:  # noqa: FBT001
-    table = np.ascontiguousarray(rows[:, 2:])
+    table = np.ascontiguousarray(rows[:, 1:])
     return Group(
         dtype=dtype, box=box, table=to_device(table, device), programs=to_device(_programs(table), device),
-        tensors=rows[:, 0].copy(), offsets=rows[:, 1].copy(),
+        tensors=table[:, TABLE_HEAD.index("slot")], offsets=rows[:, 0],
     )  # fmt: skip
 
 
