@@ -29,8 +29,18 @@ def steps_before(runs: Sequence[Run], step: int) -> int:
     return max(0, step - max(known)) if len(known) == len(begun) else 0
 
 
-def drift(parameters: Iterable[Pair]) -> float:
-    """Relative difference of all parameters together; infinite if that is more than drift can be, see `MOST_DRIFT`."""
+def drift(parameters: Iterable[Pair], num_steps: int) -> float:
+    """Relative difference of all parameters together that steps which were not compared may have left.
+
+    Args:
+        parameters: The parameters after these steps.
+        num_steps: Number of these steps.
+
+    Returns:
+        Infinity without such steps, or if it is more than drift can be, see `MOST_DRIFT`.
+    """
+    if not num_steps:
+        return math.inf
     apart = size = 0.0
     for pair in parameters:
         if pair.baseline.shape != pair.candidate.shape:

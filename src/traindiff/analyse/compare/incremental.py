@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -360,7 +359,7 @@ class RunningComparison:
                 optimizer=given.baseline.optimizer,
                 first=given.first,
                 steps_before=before,
-                drift=drift(given.parameters.values()) if before else math.inf,
+                drift=drift(given.parameters.values(), before),
                 pairs=tuple(sorted(pairs, key=lambda pair: pair.baseline.order)),
                 found=tuple(found),
                 contributions=contributions(tables[1]),

@@ -168,8 +168,8 @@ class Calibrating:
         expected, actual, pairs = compared
         side = self._replicas.sides[index]
         before = steps_before((self._baseline, side.recording), step) if first else 0
-        beginning = [pair for pair in pairs if pair.baseline.key[:2] == ("param", "before")] if before else []
-        may_be_drift = before > 0 and drift(beginning) < math.inf
+        beginning = (pair for pair in pairs if pair.baseline.key[:2] == ("param", "before"))
+        may_be_drift = drift(beginning, before) < math.inf
         tables = expected.table, actual.table
         found: list[Finding] = [*check_random_state(*tables, step=step)]
         settings = settings_of(tables[0], self._groups), settings_of(tables[1], side.groups)
