@@ -1,8 +1,9 @@
 """Silent data corruption: flip bits at random places of a training, and see what `traindiff check` finds.
 
 `python -m benchmarks.corruption` writes benchmarks/CORRUPTION.md. As in arXiv 2604.00726, one bit of one element flips,
-once in a training, at a random step: in a parameter between two steps, in the state of the optimizer, in an activation,
-in what a matrix product returns, or in a gradient. There is no baseline: each training is recorded by itself, and
+once in a training, at a random step: in a parameter (between two steps, between the forward and the backward pass, or
+before the optimizer), in the state of the optimizer, in an activation, in what a matrix product returns, or in a
+gradient. There is no baseline: each training is recorded by itself, and
 checked.
 
 Flips count by how much they change: in roundings of the element (`|change| / (u |element|)`), and as a part of the norm
@@ -101,11 +102,18 @@ class Injection:
                 undo.enter_context(_InProduct(self._product, partial(self._do, site="", step=step)))
             yield
 
+    def after_forward(self, step: int, model: nn.Module) -> None:
+        """Between the forward and the backward pass."""
+        if step == self._step and self.kind == "parameter, before backward":
+            self._do(model.get_parameter(self._parameter).data, self._parameter, step)
+
     def before_step(self, step: int, model: nn.Module) -> None:
         """Between the backward pass and the optimizer."""
-        gradient = model.get_parameter(self._parameter).grad
-        if step == self._step and self.kind == "gradient" and gradient is not None:
-            self._do(gradient, self._parameter, step)
+        parameter = model.get_parameter(self._parameter)
+        if step == self._step and self.kind == "gradient" and parameter.grad is not None:
+            self._do(parameter.grad, self._parameter, step)
+        elif step == self._step and self.kind == "parameter, before its update":
+            self._do(parameter.data, self._parameter, step)
 
     def after_step(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """After the optimizer."""
@@ -118,7 +126,10 @@ class Injection:
             self._do(optimizer.state[parameter][self.kind], self._parameter, step + 1)
 
 
-KINDS = ("parameter", "exp_avg", "exp_avg_sq", "activation", "product", "gradient")
+KINDS = (
+    "parameter", "parameter, before backward", "parameter, before its update",
+    "exp_avg", "exp_avg_sq", "activation", "product", "gradient",
+)  # fmt: skip
 
 
 def train(path: Path, kind: str, seed: int, *, dtype: torch.dtype = torch.float32) -> Flip | None:
@@ -133,7 +144,9 @@ def train(path: Path, kind: str, seed: int, *, dtype: torch.dtype = torch.float3
             tokens = batch(data)
             with injection.during(step, model):
                 logits = model(tokens[:, :-1])
-                functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
+                loss = functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+                injection.after_forward(step, model)
+                loss.backward()
             injection.before_step(step, model)
             optimizer.step()
             injection.after_step(step, model, optimizer)

@@ -69,7 +69,7 @@ BY_HAND = "by hand"
 """Engine, in `mesh` of `run.json`, of a model that does not show why there are several ranks."""
 
 FLIPPED = "flipped"
-"""Stage of the number of the one bit that changed in a gradient since a backward pass, though nothing wrote to it."""
+"""Stage of the number of the one bit of a tensor that changed in memory, though nothing wrote to it."""
 
 REPEATED = "repeated"
 """Slot, in this stage, of the flag that an operator returned one other number than when it ran again, twice."""

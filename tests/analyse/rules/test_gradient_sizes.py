@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 import traindiff
 from tests.analyse.rules.small_trainings import classifier, found, kinds, points, train
+from traindiff.analyse.findings import Finding
 
 
 def test_gradients_that_vanish_behind_many_sigmoids_are_found_in_the_first_layers(tmp_path: Path) -> None:
@@ -107,6 +110,69 @@ def test_parameters_that_get_no_gradient_are_a_warning(tmp_path: Path) -> None:
     assert (zero.kind, zero.evidence["none"], zero.evidence["zero"]) == ("no-gradient", 0, 6)
     assert "it is None in all of 6 steps" in none.message
     assert "it is 0 in every element in 6 of 6 steps. Look for" in zero.message
+
+
+class DetachedLater(nn.Module):
+    """Two layers, of which the second is used in some steps only; the pass tells by its call."""
+
+    def __init__(self, used: Callable[[int], float | None]) -> None:
+        super().__init__()
+        self.first, self.second, self.used, self.step = nn.Linear(20, 4), nn.Linear(20, 4), used, -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        factor, second = self.used(self.step), self.second(x)
+        result: Tensor = self.first(x) + (second.detach() if factor is None else factor * second)
+        return result
+
+
+def warned(path: Path, used: Callable[[int], float | None], steps: int) -> list[Finding]:
+    torch.manual_seed(0)
+    model = DetachedLater(used)
+    verdict = traindiff.check(train(path, model, SGD(model.parameters(), lr=0.1), steps=steps), rules="no-gradient")
+    return [*verdict.findings, *verdict.warnings]
+
+
+@pytest.mark.parametrize(("after", "what"), [(None, "None in all of 7 steps"), (0.0, "0 in every element in 7 of 7")])
+def test_a_gradient_that_ends_in_the_middle_of_a_run_is_a_warning(
+    tmp_path: Path, after: float | None, what: str
+) -> None:
+    weight, bias = warned(tmp_path / "run", lambda step: 1.0 if step < 6 else after, steps=13)
+
+    assert [(one.kind, one.step, one.path) for one in (weight, bias)] == [
+        ("no-gradient", 6, "second.weight"), ("no-gradient", 6, "second.bias"),
+    ]  # fmt: skip
+    assert weight.message.startswith(f"second.weight gets no gradient from step 6 on: it is {what}")
+    assert "Its latest gradient is that of step 5." in weight.message
+
+
+PAUSES: dict[str, tuple[Callable[[int], float | None], int]] = {
+    "every sixth step": (lambda step: 1.0 if step % 6 == 0 else None, 36),
+    "half of the time": (lambda step: 1.0 if step // 6 % 2 == 0 else None, 24),
+    "a pause as long before": (lambda step: None if 8 <= step < 12 or step >= 20 else 1.0, 28),
+    "used once": (lambda step: 1.0 if step == 0 else None, 12),
+    "the last steps": (lambda step: 1.0 if step < 12 else None, 16),
+}
+
+
+@pytest.mark.parametrize("name", PAUSES)
+def test_a_parameter_that_is_used_now_and_then_rests_without_a_warning(tmp_path: Path, name: str) -> None:
+    used, steps = PAUSES[name]
+    assert warned(tmp_path / "run", used, steps) == []
+
+
+def test_a_layer_that_is_frozen_in_the_middle_of_a_run_and_a_loss_that_is_minimal(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = classifier(nn.ReLU, depth=2)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer):
+        for step in range(20):
+            model[0].requires_grad_(step < 8)
+            optimizer.zero_grad()
+            (model(torch.randn(8, 20)).square().mean() * (0.0 if step >= 14 else 1.0)).backward()
+            optimizer.step()
+
+    assert traindiff.check(tmp_path / "run", rules="no-gradient").warnings == ()
 
 
 def test_a_gradient_of_one_number_whose_terms_cancel_has_arrived(tmp_path: Path) -> None:

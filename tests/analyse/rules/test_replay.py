@@ -66,6 +66,7 @@ def adam(parameter: Tensor, state: dict[str, Tensor], group: Mapping[str, Any], 
     lr, decay, eps = group["lr"], group["weight_decay"], group["eps"]
     beta2 = 0.95 if wrong == "beta2" else beta2
     lr = lr * 2 if wrong == "lr" else lr
+    beta1, beta2 = (beta2, beta1) if wrong == "swapped" else (beta1, beta2)
     gradient = parameter.grad
     assert gradient is not None
     state["step"] += 1
@@ -80,7 +81,12 @@ def adam(parameter: Tensor, state: dict[str, Tensor], group: Mapping[str, Any], 
     first, second = late if wrong == "late" else (state["exp_avg"], state["exp_avg_sq"])
     t = t - 1 if wrong == "late" else t
     c1, c2 = (1 - beta1**t, 1 - beta2**t) if wrong != "uncorrected" and t else (1.0, 1.0)
+    c2 = 1.0 if wrong == "second" else c2
     divisor = (second / c2 + eps).sqrt() if wrong == "eps" else second.sqrt() / sqrt(c2) + eps
+    if wrong == "no root":
+        divisor = second / c2 + eps
+    elif wrong == "cubic root":
+        divisor = second.pow(1 / 3) + eps
     parameter.addcdiv_(first, divisor, value=-lr / c1)
 
 
@@ -174,29 +180,69 @@ def test_gradients_that_are_mathematically_zero_are_no_lost_updates(tmp_path: Pa
     assert findings(path) == []
 
 
-def test_a_subclass_of_its_own_is_found_only_where_a_known_mistake_fits(tmp_path: Path) -> None:
-    class Mine(AdamW):
-        wrong = "uncorrected"
-        gain = 1.0
+class Mine(AdamW):
+    """A subclass with a step of its own."""
 
-        @torch.no_grad()
-        def step(self, _closure: None = None) -> None:  # type: ignore[override]
-            for group in self.param_groups:
-                for p in group["params"]:
-                    state = self.state[p]
-                    if not state:
-                        moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
-                        state.update(step=torch.tensor(0.0), **moments)
-                    p.grad = p.grad.sign() * self.gain if self.gain != 1.0 else p.grad
-                    adam(p, state, group, self.wrong)
+    wrong = "uncorrected"
+    gain = 1.0
 
-    class Cautious(Mine):
-        wrong = ""
-        gain = 3.0
+    @torch.no_grad()
+    def step(self, _closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+                    state.update(step=torch.tensor(0.0), **moments)
+                p.grad = p.grad.sign() * self.gain if self.gain != 1.0 else p.grad
+                adam(p, state, group, self.wrong)
 
-    found = train(tmp_path / "mine", lambda model: Mine(model.parameters()))
-    start = "Mine (a subclass of AdamW with a step of its own) moves 0.weight without bias correction."
+
+class Cautious(Mine):
+    """It is meant to do something else."""
+
+    wrong = ""
+    gain = 3.0
+
+
+OF_A_SUBCLASS = {
+    "uncorrected": "without bias correction",
+    "second": "without the bias correction of the second moment",
+    "swapped": "with beta1 and beta2 exchanged",
+}
+
+
+@pytest.mark.parametrize("wrong", OF_A_SUBCLASS)
+def test_a_subclass_of_its_own_that_makes_a_known_mistake_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    monkeypatch.setattr(Mine, "wrong", wrong)
+
+    found = train(tmp_path / "mine", lambda model: Mine(model.parameters(), betas=(0.7, 0.85)))
+
+    start = f"Mine (a subclass of AdamW with a step of its own) moves 0.weight {OF_A_SUBCLASS[wrong]}."
     assert found[0].message.startswith(start)
+
+
+OTHER_METHODS = {
+    "no root": "moves parameters without the square root in the divisor (3 replayed steps, first 0)",
+    "cubic root": "does not move parameters by the formula of that optimizer (3 replayed steps, first 0)",
+}
+
+
+@pytest.mark.parametrize("wrong", OTHER_METHODS)
+def test_a_subclass_that_is_another_method_is_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    monkeypatch.setattr(Mine, "wrong", wrong)
+
+    assert train(tmp_path / "mine", lambda model: Mine(model.parameters(), betas=(0.7, 0.85))) == []
+
+    start = f"Mine (a subclass of AdamW with a step of its own) {OTHER_METHODS[wrong]}. This may be what it is for"
+    assert any(note.startswith(start) for note in traindiff.check(tmp_path / "mine", rules="update-rule").notes)
+
+
+def test_a_subclass_that_changes_its_gradients_is_found_where_a_known_mistake_fits_alone(tmp_path: Path) -> None:
     assert [
         one for one in train(tmp_path / "own", lambda model: Cautious(model.parameters(), lr=0.01)) if one.step
     ] == []

@@ -11,7 +11,7 @@ from traindiff.analyse.findings import Finding, between_steps, more_text, ranks_
 from traindiff.analyse.merge.placed_parts import ranks_of
 from traindiff.analyse.merge.site import MergedSite, StepTable, finding_at, only_rank, ranks_in
 from traindiff.analyse.rules.rule import Rule
-from traindiff.core.observation import EDITED
+from traindiff.core.observation import EDITED, FLIPPED
 from traindiff.core.summary import UNIT_ROUNDOFF, distance, norm
 
 _MOST_NAMED = 3
@@ -41,7 +41,7 @@ class OptimizersAloneChangeParameters(Rule):
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """One finding for all parameters of a step; each parameter is named once."""
-        found = [entry for key, entry in table.items() if key.stage == EDITED and not self._is_rounding(entry)]
+        found = [entry for key, entry in table.items() if key.stage == EDITED and not self._is_known(table, entry)]
         for key, entry in table.items():
             if key.phase == "param" and not key.stage and not entry.unobserved:
                 self._left[key.path, key.slot] = np.array(entry.summary)[()]  # a copy: see GradientsTogether
@@ -51,6 +51,10 @@ class OptimizersAloneChangeParameters(Rule):
             if fresh:
                 self._told.update((entry.key.path, entry.key.slot) for entry in fresh)
                 yield _finding(table, fresh, step=step)
+
+    def _is_known(self, table: StepTable, entry: MergedSite) -> bool:
+        """True if there is another reason for a change: a bit that flipped (rule `bit-flip`), or rounding."""
+        return entry.key._replace(stage=FLIPPED) in table or self._is_rounding(entry)
 
     def _is_rounding(self, entry: MergedSite) -> bool:
         """True if a parameter is as the latest step left it but for rounding; False if that is not known."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from traindiff.analyse.findings import Finding
@@ -98,6 +98,11 @@ class Replayed:
         return self.key.slot.endswith(f"({COMPILED})")
 
     @property
+    def has_own_step(self) -> bool:
+        """True for a subclass of a known optimizer, with a step of its own."""
+        return self.may_mean_it and not self.is_read_late
+
+    @property
     def lost_share(self) -> float:
         """Share of the elements that the formula moves and that did not move."""
         still, resting = int(self.taken.summary["zero"]), int(self.value.summary["zero"])
@@ -111,12 +116,44 @@ class Replayed:
 
     def fitting(self, limit: float) -> list[str]:
         """Known mistakes that leave nothing to explain; of a subclass, those that nobody makes on purpose."""
-        is_of_its_own = self.may_mean_it and not self.is_read_late
-        return [
-            name
-            for name, entry in self.variants.items()
-            if float(largest(entry.summary)) <= limit and not (is_of_its_own and is_a_method(name))
-        ]
+        known = self._explaining(limit)
+        return [name for name in known if not is_a_method(name)] if self.has_own_step else known
+
+    def methods(self, limit: float) -> list[str]:
+        """Other methods that leave nothing to explain."""
+        return [name for name in self._explaining(limit) if is_a_method(name)]
+
+    def _explaining(self, limit: float) -> list[str]:
+        return [name for name, entry in self.variants.items() if float(largest(entry.summary)) <= limit]
+
+
+@dataclass(slots=True, kw_only=True)
+class _OwnMethod:
+    """A subclass with a step of its own that does not do what the optimizer does that it is made from.
+
+    Attributes:
+        first: The first step in which that was seen.
+        steps: All of them.
+        methods: How many of its updates each known method explains.
+    """
+
+    first: int
+    steps: set[int] = field(default_factory=set)
+    methods: Counter[str] = field(default_factory=Counter)
+
+    def note(self, methods: Iterable[str], step: int) -> None:
+        """Note an update."""
+        self.steps.add(step)
+        self.methods.update(methods)
+
+    @property
+    def what(self) -> str:
+        """What it does, in words that follow its name."""
+        count = f"{len(self.steps)} replayed step{'s' if len(self.steps) > 1 else ''}, first {self.first}"
+        if not self.methods:
+            return f"does not move parameters by the formula of that optimizer ({count})"
+        ((method, _),) = self.methods.most_common(1)
+        return f"moves parameters {meaning(method)} ({count})"
 
 
 class UpdatesFollowSettings(Rule):
@@ -139,6 +176,7 @@ class UpdatesFollowSettings(Rule):
         self._rates: dict[
             str, dict[float, int]
         ] = {}  # by group: the step in which each was used last, latest ones last
+        self._own: dict[str, _OwnMethod] = {}  # by optimizer
 
     def step(self, table: StepTable, *, step: int) -> list[Finding]:
         """Findings of a step."""
@@ -148,6 +186,9 @@ class UpdatesFollowSettings(Rule):
         votes = Counter(name for one in wrong for name in one.fitting(limit))
         now = learning_rates(table)
         found = [_wrong(one, votes, self._earlier(one, now), step=step, limit=limit) for one in wrong]
+        for one, finding in zip(wrong, found, strict=True):
+            if finding is None and one.has_own_step:
+                self._own.setdefault(one.optimizer, _OwnMethod(first=step)).note(one.methods(limit), step)
         for path, rate in now.items():
             rates = self._rates.setdefault(path, {})
             rates.pop(rate, None)
@@ -158,6 +199,14 @@ class UpdatesFollowSettings(Rule):
         found += [one for one in _wrong_states(table, step=step, limit=limit) if one.path not in told]
         found += divided_updates(table, self.facts.held_in, step=step)
         return sorted((one for one in found if one is not None), key=lambda finding: finding.order)
+
+    def notes(self) -> Iterator[str]:
+        """What subclasses with steps of their own do instead of what the optimizers do that they are made from."""
+        for optimizer, one in self._own.items():
+            yield (
+                f"{optimizer} {one.what}. This may be what it is for, so it was not judged. "
+                "To have it judged, declare its formula (`traindiff.testing.formula`)."
+            )
 
     def _earlier(self, one: Replayed, now: Mapping[str, float]) -> dict[float, int]:
         """By factor to the learning rate of the parameter: the step before in which it had this factor."""

@@ -139,9 +139,10 @@ MEANINGS = {
 
 SLIPS = frozenset(
     {
-        "no-bias-correction", "eps-inside-root", "eps-before-correction", "coupled-decay", "decoupled-decay",
-        "no-decay", "decay-without-lr", "state-one-step-late", "state-late", "step-one-behind", "step-one-ahead",
-        "other-sign", "no-amsgrad", "other-nesterov",
+        "no-bias-correction", "second-correction-missing", "swapped-corrections", "second-correction-outside-root",
+        "eps-inside-root", "eps-before-correction", "coupled-decay", "decoupled-decay", "no-decay", "decay-without-lr",
+        "decay-twice", "decay-negative", "swapped-betas", "state-one-step-late", "state-late", "step-one-behind",
+        "step-one-ahead", "other-sign", "no-amsgrad", "other-nesterov",
     }
 )  # fmt: skip
 """Mistakes that a subclass with a step of its own may have made; others may be what it is for, as in AdaBelief."""

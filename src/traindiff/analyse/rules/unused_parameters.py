@@ -77,7 +77,14 @@ def _is_group_of(group: str, optimizer: str) -> bool:
 
 @dataclass(slots=True, kw_only=True)
 class _Without:
-    """A parameter without a gradient so far."""
+    """Steps in a row in which a parameter has no gradient, until now.
+
+    Attributes:
+        entry: Its gradient in the first of them, of which nothing may be known.
+        first: This step.
+        num_none: How many of them have no gradient.
+        num_zero: How many have a gradient that is 0 in every element.
+    """
 
     entry: MergedSite
     first: int
@@ -85,13 +92,32 @@ class _Without:
     num_zero: int = 0
 
     @property
+    def num_steps(self) -> int:
+        """The number of these steps."""
+        return self.num_none + self.num_zero
+
+    @property
     def what(self) -> str:
         """What its gradient is, in words that follow its path."""
-        steps = self.num_none + self.num_zero
         if not self.num_zero:
-            return f"is None in all of {steps} steps"
-        others = "" if self.num_zero == steps else ", and None in the others"
-        return f"is 0 in every element in {self.num_zero} of {steps} steps{others}"
+            return f"is None in all of {self.num_steps} steps"
+        others = "" if self.num_zero == self.num_steps else ", and None in the others"
+        return f"is 0 in every element in {self.num_zero} of {self.num_steps} steps{others}"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Given:
+    """A parameter that had a gradient.
+
+    Attributes:
+        last: The latest step in which it had one.
+        num_steps: How many such steps there were.
+        longest: The most steps in a row without one since the first of them, and before the latest.
+    """
+
+    last: int
+    num_steps: int = 0
+    longest: int = 0
 
 
 class GradientsArrive(Rule):
@@ -100,10 +126,14 @@ class GradientsArrive(Rule):
     Often this is intended (a pooler that a task does not use, an expert that is never chosen), so the rule only warns.
     A gradient of one number whose terms are there and cancel is a gradient.
     Otherwise something was detached, computed under `no_grad`, or multiplied by 0.
+
+    It also warns if a parameter had gradients in several steps, and then has none until the end of the run, although
+    other parameters have. Some trainings use a parameter now and then, so this rest must be more than twice as long as
+    any earlier one. A training that freezes a parameter sets requires_grad to False, and is not meant.
     """
 
     name = "no-gradient"
-    finds = "A parameter that an optimizer holds gets no gradient in any step, or nothing but zeros."
+    finds = "A parameter that an optimizer holds gets no gradient in any step, or from some step on."
     warns = True
     limits: ClassVar[Mapping[str, Limit]] = {
         "least_steps": Limit(default=5, message="steps that must have passed; heads of zeros give gradients after one"),
@@ -112,30 +142,48 @@ class GradientsArrive(Rule):
     def begin(self) -> None:
         """Start with an empty state."""
         self._without: dict[str, _Without] = {}
-        self._seen: set[str] = set()
+        self._given: dict[str, _Given] = {}
 
     def step(self, table: StepTable, *, step: int) -> None:
         """Note a step; the findings come at the end."""
-        moves = moves_parameters(table)
+        moves, some_is_given = moves_parameters(table), False
+        without: list[tuple[MergedSite, bool]] = []
         for key, entry in table.items():
-            if key[:2] != ("grad", "") or key.path in self._seen:
+            if key[:2] != ("grad", ""):
                 continue
             none = entry.unobserved.startswith(NO_GRADIENT) and entry.unobserved != TAKEN_OUT
             count = 0 if entry.unobserved else int(entry.summary["count"])
-            zero = bool(count) and int(entry.summary["zero"]) == count and not _cancels(table, entry)
-            if not none and not zero:  # unknown gradients and empty ones count as seen
-                self._seen.add(key.path)
-                self._without.pop(key.path, None)
-            elif moves:
-                one = self._without.setdefault(key.path, _Without(entry=entry.without_parts(), first=step))
-                one.num_none += none
-                one.num_zero += zero
+            if none or (count and int(entry.summary["zero"]) == count and not _cancels(table, entry)):
+                without.append((entry, none))
+            else:  # unknown gradients and empty ones count as seen
+                some_is_given |= bool(count)
+                self._note_given(key.path, step)
+        for entry, none in without if moves else ():
+            path = entry.key.path
+            if path in self._given and not some_is_given:
+                continue  # a loss that is minimal gives no gradient to any
+            one = self._without.setdefault(path, _Without(entry=entry.without_parts(), first=step))
+            one.num_none += none
+            one.num_zero += not none
+
+    def _note_given(self, path: str, step: int) -> None:
+        before = self._without.pop(path, None)
+        one = self._given.get(path)
+        if one is None:
+            one = self._given[path] = _Given(last=step)
+        elif before is not None:
+            one.longest = max(one.longest, before.num_steps)
+        one.last = step
+        one.num_steps += 1
 
     def end(self) -> Iterator[Finding]:
         """Findings of the whole run."""
+        least = self.limit("least_steps")
         for path, one in self._without.items():
-            steps = one.num_none + one.num_zero
-            if steps < self.limit("least_steps"):
+            given = self._given.get(path)
+            if given is not None and (given.num_steps < least or one.num_steps <= 2 * given.longest):
+                continue
+            if one.num_steps < least:
                 continue
             hint = (
                 "The optimizer holds it, and the recorded model does not: was a module replaced, or the model copied, "
@@ -144,10 +192,16 @@ class GradientsArrive(Rule):
                 else "Look for detach(), no_grad(), zero_grad() before the step, and results that the loss does not "
                 "use; if it is meant, requires_grad=False says so."
             )
-            message = f"{path} gets no gradient: it {one.what}. {hint}"
-            yield self.finding(
-                one.entry, message, step=one.first, none=one.num_none, zero=one.num_zero, num_steps=steps
+            message = (
+                f"{path} gets no gradient: it {one.what}."
+                if given is None
+                else f"{path} gets no gradient from step {one.first} on: it {one.what}, to the end of the run. Its "
+                f"latest gradient is that of step {given.last}."
             )
+            yield self.finding(
+                one.entry, f"{message} {hint}", step=one.first, none=one.num_none, zero=one.num_zero,
+                num_steps=one.num_steps,
+            )  # fmt: skip
 
 
 def _cancels(table: StepTable, gradient: MergedSite) -> bool:

@@ -58,6 +58,7 @@ class Events:
         after_forward: After it; also if only its end was seen.
         before_step: Before the first forward pass of each step that keeps gradients.
         before_update: When the optimizer that counts steps is called, unless a closure computes the gradients.
+        before_any_step: When an optimizer is called, with its tap, unless a closure computes the gradients.
         after_step: After a step of the optimizer that counts them, before the next one begins.
         after_call: After every step of an optimizer, with its name, when it is known whether the next step is recorded.
         at_end: Before the last observations are written.
@@ -80,6 +81,7 @@ class Events:
     after_forward: Event = field(default_factory=Event)
     before_step: Event = field(default_factory=Event)
     before_update: Event = field(default_factory=Event)
+    before_any_step: Event = field(default_factory=Event)
     after_step: Event = field(default_factory=Event)
     after_call: Event = field(default_factory=Event)
     at_end: Event = field(default_factory=Event)

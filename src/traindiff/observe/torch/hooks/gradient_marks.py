@@ -6,20 +6,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from traindiff.core.kernels.torch_arrays import is_freed
-from traindiff.core.observation import FLIPPED
 from traindiff.core.shards import Piece
 from traindiff.core.torch_compat.execution import version_of
 from traindiff.observe.torch.hooks.context import TapContext
-from traindiff.observe.torch.hooks.marks import Together, flipped_bit, mark_of
+from traindiff.observe.torch.hooks.marks import Edit, Together, changed_bit, emit_bit, mark_of
 from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
-
-_LEAST = 16
-"""Elements other than zero below which a change of one bit may be a legal edit, such as halving the only element."""
 
 
 def attach(context: TapContext) -> None:
@@ -92,27 +87,22 @@ class _GradientMarks:
         if not isinstance(marks, list):
             assert self._together is not None
             marks = self._marks = [*self._together.parts(marks)]
-        changed: list[tuple[Tensor, Sequence[Piece], int | None]] = []
+        changed: list[Edit] = []
         writes = self._context.uncounted_writes
         for marked, pieces, parameter in unwritten:
             gradient, before = marked.gradient, marks[marked.number]
             now = mark_of(gradient)
             if before is not None and now is not None and now != before:
-                changed.append((
-                    gradient, pieces, flipped_bit(before, now, gradient.nbytes, 8 * gradient.element_size())
-                ))  # fmt: skip
+                bit = changed_bit(gradient, before, now) if len(pieces) == 1 else None
+                changed.append(Edit(gradient, pieces, bit))
                 writes.parameters.add(id(parameter))
         if not changed:
             return
         writes.to_any |= len(changed) > 1
-        gradient, pieces, bit = changed[0]
-        if len(changed) > 1 or bit is None or len(pieces) > 1 or int(torch.count_nonzero(gradient)) < _LEAST:
+        if len(changed) > 1 or changed[0].bit is None:
             self._edits_unseen = True
             return
-        self._context.sink.emit(
-            torch.tensor(float(bit), dtype=torch.float64, device="cpu"), phase="grad", path=pieces[0].path, slot="grad",
-            stage=FLIPPED, optimizer=tap.name, scaled=False,
-        )  # fmt: skip
+        emit_bit(self._context.sink, changed[0], phase="grad", slot="grad", optimizer=tap.name)
 
     def _are_the_same(self, gradients: Sequence[Tensor]) -> bool:
         """True if all marked gradients, read at once, have the marks that they had."""

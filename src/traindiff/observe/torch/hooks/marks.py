@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
 import numpy as np
@@ -16,11 +16,17 @@ from torch import Tensor
 
 from traindiff.core.kernels.registry import WORDS
 from traindiff.core.kernels.torch_arrays import is_freed
+from traindiff.core.observation import FLIPPED
 from traindiff.core.shards import Piece
 from traindiff.core.torch_compat.alike import looks_like
+from traindiff.core.torch_compat.execution import version_of
+from traindiff.observe.common.sink import Sink
 
 _LANES = 64
 _SHORT_BYTES = 4096
+LEAST_ELEMENTS = 16
+"""Elements other than zero below which a change of one bit may be a legal edit, such as halving the only element."""
+
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -33,8 +39,7 @@ def mark_of(tensor: Tensor) -> bytes | None:
         tensor: Any shape and dtype. Only its part on this rank counts. Tensors on other devices than the CPU, which
             reading would have to wait for, tensors of other classes, such as fake ones, and freed ones have no mark.
     """
-    local: Tensor = tensor.detach()
-    local = local.to_local() if hasattr(local, "to_local") else local
+    local = _local(tensor)
     if type(local) is not Tensor or local.device.type != "cpu" or local.layout != torch.strided or local.is_nested:
         return None
     if is_freed(local):
@@ -45,6 +50,13 @@ def mark_of(tensor: Tensor) -> bytes | None:
         return ctypes.string_at(address, size) if size else b""
     rows, rest = divmod(size, 8 * _LANES)
     return _column_sums(address, rows) + ctypes.string_at(address + size - rest, rest)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part of a tensor on this rank."""
+    local: Any = tensor.detach()
+    found: Tensor = local.to_local() if hasattr(local, "to_local") else local
+    return found
 
 
 def _is_readable(tensor: Tensor) -> bool:
@@ -114,20 +126,46 @@ def flipped_bit(before: bytes, now: bytes, size: int, bits: int) -> int | None:
     return (change.bit_length() - 1) % bits if change.bit_count() == 1 else None
 
 
+class Edit(NamedTuple):
+    """A tensor that got other bits since it was marked.
+
+    Attributes:
+        tensor: The tensor.
+        pieces: What it holds.
+        bit: The bit that is another one in one element, the lowest being 0, if that alone has changed and nothing wrote
+            to the tensor; else None.
+    """
+
+    tensor: Tensor
+    pieces: Sequence[Piece]
+    bit: int | None
+
+
+class _Held(NamedTuple):
+    """A tensor that is marked by itself, with the pieces in it, its mark, and the counter of writes to it."""
+
+    tensor: ReferenceType[Tensor]
+    pieces: Sequence[Piece]
+    mark: bytes
+    version: int
+
+
 class Marks:
-    """Marks of parameters as the latest step of an optimizer left them."""
+    """Marks of tensors as the latest step of an optimizer left them: parameters, or a state of theirs."""
 
     def __init__(self) -> None:
-        self._held: list[tuple[ReferenceType[Tensor], Sequence[Piece], bytes]] = []
+        self._held: list[_Held] = []
         self._together: Together | None = None
         self._of_together: list[tuple[ReferenceType[Tensor], Sequence[Piece]]] = []
         self._marked: list[tuple[ReferenceType[Tensor], Sequence[Piece]]] = []
         self._marks = np.empty(0, np.uint8)  # of those in `_marked`
+        self._versions: list[int] = []
+        self._writes_uncounted = False  # the training writes to them in ways that torch does not count
 
     def take(self, parameter: Tensor, pieces: Sequence[Piece]) -> None:
         """Mark a parameter, given with the pieces that it holds."""
         if (mark := mark_of(parameter)) is not None:
-            self._held.append((ref(parameter), pieces, mark))
+            self._held.append(_Held(ref(parameter), pieces, mark, version_of(parameter)))
 
     def take_all(self, parameters: Sequence[tuple[Tensor, Sequence[Piece]]]) -> None:
         """Mark some parameters, and forget all others."""
@@ -138,7 +176,7 @@ class Marks:
             self._of_together = [(ref(one), pieces) for one, pieces in parameters]
         marks = None if self._together is None else self._together.read(tensors)
         if marks is not None:
-            self._marked, self._marks = self._of_together, marks
+            self._marked, self._marks, self._versions = self._of_together, marks, [*map(version_of, tensors)]
             return
         self._of_together = []
         for parameter, pieces in parameters:
@@ -150,31 +188,67 @@ class Marks:
             return
         self._part()
         ids = {id(one) for one in parameters}
-        self._held = [one for one in self._held if id(one[0]()) not in ids]
+        self._held = [one for one in self._held if id(one.tensor()) not in ids]
 
     def forget(self) -> None:
         """Forget all marks: a step is about to change the parameters."""
         self._held, self._marked = [], []
 
-    def edited(self) -> Iterator[tuple[Tensor, Sequence[Piece]]]:
-        """The parameters that got other bits since they were marked, with their pieces. They are marked again."""
+    def edited(self) -> Sequence[Edit]:
+        """The tensors that got other bits since they were marked. They are marked again.
+
+        A bit is told of one tensor, and only as long as the training was not seen to write to such tensors in a way
+        that torch does not count (through `.data`): such a write may happen to change one bit.
+        """
         if self._marked and self._together is not None:
             marks = self._together.read([held() for held, _ in self._marked])
             if marks is not None and np.array_equal(marks, self._marks):
-                return
+                return ()
             self._part()
-        for number, (held, pieces, before) in enumerate(self._held):
-            parameter = held()
-            if parameter is not None and (now := mark_of(parameter)) != before and now is not None:
-                self._held[number] = held, pieces, now
-                yield parameter, pieces
+        edits: list[Edit] = []
+        uncounted = 0
+        for number, one in enumerate(self._held):
+            tensor = one.tensor()
+            if tensor is None or (now := mark_of(tensor)) == one.mark or now is None:
+                continue
+            version = version_of(tensor)
+            bit = changed_bit(tensor, one.mark, now) if version == one.version and len(one.pieces) == 1 else None
+            self._held[number] = _Held(one.tensor, one.pieces, now, version)
+            edits.append(Edit(tensor, one.pieces, bit))
+            uncounted += version == one.version
+            self._writes_uncounted |= version == one.version and bit is None
+        self._writes_uncounted |= uncounted > 1
+        return [edit._replace(bit=None) for edit in edits] if self._writes_uncounted else edits
 
     def _part(self) -> None:
         """Keep a mark for each parameter."""
         if self._marked and self._together is not None:
-            parts = self._together.parts(self._marks)
-            self._held += [(*held, mark) for held, mark in zip(self._marked, parts, strict=True)]
+            parts = zip(self._together.parts(self._marks), self._versions, strict=True)
+            self._held += [
+                _Held(*held, mark, version) for held, (mark, version) in zip(self._marked, parts, strict=True)
+            ]
             self._marked = []
+
+
+def changed_bit(tensor: Tensor, before: bytes, now: bytes) -> int | None:
+    """The bit that explains two marks of a tensor, if it has enough elements to tell a flip from an edit."""
+    local = _local(tensor)
+    if len(before) != len(now) or int(torch.count_nonzero(local)) < LEAST_ELEMENTS:
+        return None
+    return flipped_bit(before, now, local.nbytes, 8 * local.element_size())
+
+
+def emit_bit(sink: Sink, edit: Edit, **about: Any) -> None:
+    """Hand the number of a bit that has flipped to the sink, if one has.
+
+    Args:
+        sink: Receives the observation.
+        edit: The tensor.
+        about: Arguments of `Sink.emit` but for path and stage.
+    """
+    if edit.bit is not None:
+        bit = torch.tensor(float(edit.bit), dtype=torch.float64, device="cpu")
+        sink.emit(bit, path=edit.pieces[0].path, stage=FLIPPED, scaled=False, **about)
 
 
 def _are(held: Sequence[tuple[ReferenceType[Tensor], Sequence[Piece]]], those: Sequence[tuple[Tensor, Any]]) -> bool:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from traindiff.core.observation import BEFORE, EDITED, MASTER, MODE
 from traindiff.core.torch_compat.execution import inside_transform, storage_key, version_of
 from traindiff.observe.torch.hooks.context import TapContext, emit_pieces
-from traindiff.observe.torch.hooks.marks import mark_of
+from traindiff.observe.torch.hooks.marks import Edit, emit_bit, mark_of
 from traindiff.observe.torch.hooks.nested import as_tensor
+from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
 
 
 def attach(context: TapContext) -> None:
@@ -25,6 +26,8 @@ def attach(context: TapContext) -> None:
     context.events.before_step.append(guarded(tap.before_step))
     context.events.before_update.append(guarded(tap.before_step))
     context.events.after_step.append(guarded(tap.after_step))
+    if "witness" in context.observe:
+        context.events.before_any_step.append(guarded(tap.look_for_flips))
 
 
 def master_weights(parameter: Tensor) -> Tensor | None:
@@ -46,7 +49,9 @@ class ModelStateTap:
     that finds them changed: the training updates them itself, or averages others into them. Those of them that require
     a gradient are recorded before steps 1, 2, 4, 8 and so on in any case, to show whether they ever change. Parameters
     that are copies of master weights (see `master_weights`) are recorded with these before every step. Parameters that
-    something else than their optimizer changed since the step before are recorded as the step finds them.
+    something else than their optimizer changed since the step before are recorded as the step finds them. If one bit
+    of one of them is another, and nothing wrote to it, the number of this bit is recorded (stage `flipped`); with
+    the witness, also if it flips later, until the optimizer's step.
 
     Buffers are recorded with the parameters. After a step, those are recorded that may have been written: floating-
     point buffers (batch normalization writes its statistics without moving their version counter), and others whose
@@ -147,14 +152,23 @@ class ModelStateTap:
         replaced = self._replaced
         with self._sink.together():
             for tap in self._context.optimizers.values():
-                for parameter, pieces in tap.marks.edited():
-                    emit_pieces(self._sink, parameter, pieces, phase="param", slot="value", stage=EDITED)
+                for edit in tap.marks.edited():
+                    emit_pieces(self._sink, edit.tensor, edit.pieces, phase="param", slot="value", stage=EDITED)
+                    self._flipped(edit, tap)
             for path, parameter in replaced.items():
                 pieces = self._context.targets.pieces_of(parameter) or ()
                 emit_pieces(self._sink, parameter, pieces, phase="param", slot="value", stage=EDITED)
                 self._unheld[path] = _mark(parameter)
         if replaced or not self._tensors:
             self._tensors = {path: ref(one) for path, one in self._context.targets.parameters.items()}
+
+    def look_for_flips(self, tap: OptimizerTap) -> None:
+        """Record a bit that has flipped in a parameter since the first forward pass of the step."""
+        for edit in tap.marks.edited() if self._may_look else ():
+            self._flipped(edit, tap)
+
+    def _flipped(self, edit: Edit, tap: OptimizerTap) -> None:
+        emit_bit(self._sink, edit, phase="param", slot="value", optimizer=tap.name)
 
     @property
     def _replaced(self) -> dict[str, nn.Parameter]:

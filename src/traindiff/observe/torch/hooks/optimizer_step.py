@@ -74,6 +74,7 @@ class OptimizerTap:
         self._on_end = on_end
         self._on_gradients = context.events.on_gradients
         self._before_update = context.events.before_update
+        self._before_any_step = context.events.before_any_step
         self._unsettled = False
         self._has_closure = False
         self._counts_skipped = context.settings.counts_skipped
@@ -246,10 +247,13 @@ class OptimizerTap:
         """
         self._num_evaluations = 0
         self._has_closure = has_closure(*call)
-        self.marks.forget()
         self._left_out = not self._counts_skipped and leaves_out(self.optimizer)
         if self._left_out or not self._sink.progress.observing:
+            self.marks.forget()
             return
+        if not self._has_closure:
+            self._before_any_step(self)
+        self.marks.forget()
         if self.name == self._sink.progress.optimizer and not self._has_closure:
             self._before_update()
         if "optimizer" in self._observe:

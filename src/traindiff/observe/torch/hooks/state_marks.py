@@ -10,7 +10,7 @@ from torch import Tensor
 from traindiff.core.observation import EDITED
 from traindiff.core.shards import Piece
 from traindiff.observe.torch.hooks.context import TapContext, emit_pieces
-from traindiff.observe.torch.hooks.marks import Marks
+from traindiff.observe.torch.hooks.marks import Marks, emit_bit
 from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
 
 
@@ -18,7 +18,8 @@ def attach(context: TapContext) -> None:
     """Record the state of an optimizer as its step finds it, if something else changed it since the step before.
 
     Phase `optimizer`, stage `edited`. Each tensor of the state is marked after a step (see `marks`), and looked at
-    before the next one: one read of the state at the speed of memory each time.
+    before the next one: one read of the state at the speed of memory each time. If one bit of one element is another,
+    and nothing wrote to the tensor, the number of the bit is recorded, too (stage `flipped`).
     """
     tap = _StateMarks(context)
     guarded = context.sink.guarded
@@ -56,11 +57,13 @@ class _StateMarks:
         if tap.name not in self._count:
             return
         self._count.remove(tap.name)
+        sink = self._context.sink
         for slot, marks in self._marks[tap.name].items():
-            for tensor, pieces in marks.edited():
+            for edit in marks.edited():
                 emit_pieces(
-                    self._context.sink, tensor, pieces, phase="optimizer", slot=slot, stage=EDITED, optimizer=tap.name
+                    sink, edit.tensor, edit.pieces, phase="optimizer", slot=slot, stage=EDITED, optimizer=tap.name
                 )
+                emit_bit(sink, edit, phase="optimizer", slot=slot, optimizer=tap.name)
             marks.forget()
 
 
