@@ -8,15 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from traindiff.analyse.findings import Finding, micro_steps_text, ranks_text
+from traindiff.analyse.findings import Finding, micro_steps_text, more_text, ranks_text
 from traindiff.analyse.merge.distance import Pair, best_fit, difference, rounded_to
 from traindiff.analyse.merge.placed_parts import PlacedParts
 from traindiff.analyse.merge.recorded_calls import contributions
 from traindiff.analyse.merge.site import MergedSite, RankPart, SiteKey, StepTable, finding_at, num_micro_steps
 from traindiff.analyse.rules.optimizers import moves_parameters
 from traindiff.analyse.rules.rank_multiples import common_multiples, differing_copies, of_part
+from traindiff.analyse.rules.ranks_apart import RanksApart
 from traindiff.analyse.rules.rule import Contents, Rule
-from traindiff.core.observation import BOUNDARY, PLACE
+from traindiff.core.observation import BEFORE, BOUNDARY, PLACE
 from traindiff.core.shards import Shard
 from traindiff.core.site import label
 from traindiff.core.summary import norm_of, number
@@ -123,6 +124,8 @@ def _message(
 
 KIND = "ranks-disagree"
 
+_MOST_NAMED = 3
+
 
 class CopiesAgree(Rule):
     """Copies of parameters, optimizer state and reduced gradients differ between ranks, by fingerprint.
@@ -131,6 +134,11 @@ class CopiesAgree(Rule):
     the ranks that are not in the largest group that agrees. If there are only two ranks, it is unknown which one is
     wrong. It also says how the copies differ: one is zero, that of the step before, a multiple of the other, or a
     gradient that was not reduced.
+
+    Parameters that DistributedDataParallel was told to ignore are each rank's own. If nothing is known that reduces
+    gradients in every step (several ranks by hand, or a communication hook), a training may let ranks train apart, and
+    average their parameters now and then (local SGD). So these findings wait for the next time that the parameters are
+    equal on all ranks; if that happens again and again, they are a note.
     """
 
     name = "ranks-disagree"
@@ -145,16 +153,36 @@ class CopiesAgree(Rule):
     def begin(self) -> None:
         """Nothing was seen so far."""
         self._before: dict[SiteKey, dict[Shard, int]] = {}
+        self._apart = RanksApart(self.facts)
+        self._own: set[str] = set()
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """Findings of a step."""
+        self._apart.look(table, step=step)
         for key, entry in table.items():
-            if (key.phase, key.stage, key.slot) == ("param", "before", "value"):
+            if (key.phase, key.stage, key.slot) == ("param", BEFORE, "value"):
                 self._before[key._replace(stage="")] = _bits(entry)
-        yield from self._disagreements(table, step=step)
+        for finding in self._disagreements(table, step=step):
+            if finding.path in self.facts.not_reduced:
+                self._own.add(finding.path)
+            else:
+                yield from self._apart.hold(finding)
         for key, entry in table.items():
             if (key.phase, key.stage, key.slot) in (("param", "", "value"), ("grad", "", "grad")):
                 self._before[key] = _bits(entry)
+
+    def end(self) -> Iterator[Finding]:
+        """Findings about ranks that did not become equal again."""
+        return self._apart.left()
+
+    def notes(self) -> Iterator[str]:
+        """What ranks hold apart on purpose."""
+        if self._own:
+            yield (
+                f"Not compared between ranks, because DistributedDataParallel ignores them: "
+                f"{', '.join(sorted(self._own)[:_MOST_NAMED])}{more_text(len(self._own) - _MOST_NAMED, 'parameter')}."
+            )
+        yield from self._apart.notes()
 
     def _disagreements(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         common = common_multiples(table)

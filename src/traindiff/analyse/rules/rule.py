@@ -35,6 +35,8 @@ class RunFacts:
         errors: The errors that ended ranks, by rank; not interrupts by users.
         num_ranks: Number of ranks that were recorded.
         engine: What divides the batch over ranks and reduces gradients, as in `run.json`; empty without ranks.
+        has_hook: Whether a communication hook replaces the engine's reduction.
+        not_reduced: Paths of the parameters that the engine was told to ignore: each rank has its own.
     """
 
     complete: bool = False
@@ -50,6 +52,8 @@ class RunFacts:
     errors: Mapping[int, str] = field(default_factory=dict)
     num_ranks: int = 1
     engine: str = ""
+    has_hook: bool = False
+    not_reduced: frozenset[str] = frozenset()
 
 
 def run_facts(recording: Run, rename: Rename = str) -> RunFacts:
@@ -62,18 +66,15 @@ def run_facts(recording: Run, rename: Rename = str) -> RunFacts:
         modules={rename(path): name for one in contents for path, name in one.get("modules", {}).items()},
         tied={rename(other): rename(path) for one in contents for other, path in one.get("tied", {}).items()},
         parameters=frozenset(rename(path) for one in contents for path in one.get("parameters", {})),
-        trainable=frozenset(
-            rename(path)
-            for one in contents
-            for path, about in one.get("parameters", {}).items()
-            if about.get("requires_grad")
-        ),
+        trainable=_parameters_with("requires_grad", contents, rename),
         held_in=_held_in(parameter_groups(recording, rename)),
         settings={
             rename(path): settings for one in contents for path, settings in one.get("module_settings", {}).items()
         },
         autocast=_autocast(contents),
         engine=str((recording.run.get("mesh") or {}).get("engine") or ""),
+        has_hook=bool((recording.run.get("mesh") or {}).get("communication_hook")),
+        not_reduced=_parameters_with("not_reduced", contents, rename),
         sees_changes=bool(contents) and all(one.get("sees_changes_between_steps") for one in contents),
         optimizers={one["name"]: one["type"] for content in contents for one in content.get("optimizers", ())},
         errors={
@@ -94,6 +95,13 @@ def _autocast(contents: Sequence[Mapping[str, Any]]) -> str:
         if dtype != "off"
     }
     return found.pop() if len(found) == 1 else ""
+
+
+def _parameters_with(flag: str, contents: Sequence[Mapping[str, Any]], rename: Rename) -> frozenset[str]:
+    """Paths of the parameters that have a flag on some rank."""
+    return frozenset(
+        rename(path) for one in contents for path, about in one.get("parameters", {}).items() if about.get(flag)
+    )
 
 
 def _held_in(groups: Groups) -> dict[str, frozenset[str]]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from traindiff.analyse.findings import Finding, more_text
 from traindiff.analyse.merge.site import SiteKey, StepTable, finding_at
 from traindiff.analyse.merge.witnessed import Vector, Witnessed, rms, witnessed
+from traindiff.analyse.rules.ranks_apart import RanksApart
 from traindiff.analyse.rules.rule import Contents, Limit, Rule
 from traindiff.analyse.rules.witness_causes import Before, Cause, cause_of, on_ranks
 from traindiff.core.observation import BY_HAND, CARRIED, FLIPPED, WITNESS
@@ -67,6 +68,7 @@ class GradientsFollow(Rule):
         self._changed: dict[str, list[int]] = {}  # steps, by a sentence about all gradients
         self._right: set[str] = set()  # gradients that were right in a step before
         self._sizes: dict[str, int] = {}
+        self._apart = RanksApart(self.facts)
         self._checked: set[str] = set()
         self._contributed: set[str] = set()
         self._reasons: dict[str, str] = {}
@@ -74,6 +76,7 @@ class GradientsFollow(Rule):
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """Findings of a step."""
         self._note_coverage(table)
+        self._apart.look(table, step=step)
         found = witnessed(table)
         self._checked.update(one.entry.key.path for one in found)
         self._contributed.update(one.entry.key.path for one in found if one.contributed)
@@ -97,7 +100,15 @@ class GradientsFollow(Rule):
             if (path := fault.one.entry.key.path) not in told:
                 told.add(path)
                 same = [one for one in wrong if one.one.entry.key.path == path]
-                yield self._finding(_not_reduced(same) or fault, step)
+                alone = _not_reduced(same)
+                if alone is None:
+                    yield self._finding(fault, step)
+                elif path not in self.facts.not_reduced:
+                    yield from self._apart.hold(self._finding(alone, step))
+
+    def end(self) -> Iterator[Finding]:
+        """Findings about gradients that were not reduced, and whose parameters ranks never made equal again."""
+        return self._apart.left()
 
     def is_warning(self, finding: Finding) -> bool:
         """True if the training wrote to the gradient, and nothing tells that this was not meant."""

@@ -80,6 +80,16 @@ def has_communication_hook(model: nn.Module) -> bool:
     return any(getattr(one, "_comm_hooks", None) for one in (model, *model.children()))
 
 
+def left_to_each_rank(model: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters that DistributedDataParallel was told to ignore, such as the experts of each rank.
+
+    The names are set by a private function of torch, or by the attribute itself, which its documentation names.
+    """
+    for module in model.modules():
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        yield from (one for name, one in module.named_parameters() if ignored and name in ignored)
+
+
 # Optimizers
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from traindiff.core.kernels.torch_arrays import shape_of
 from traindiff.core.shards import DeclaredShard, Piece
 from traindiff.core.site import canonical_path, canonical_paths, path_in_whole
-from traindiff.core.torch_compat.training import is_fully_sharded
+from traindiff.core.torch_compat.training import is_fully_sharded, left_to_each_rank
 from traindiff.errors import ConfigError, Problem, TraindiffWarning, level_of_caller, type_of
 from traindiff.observe.common.containers import is_of
 from traindiff.observe.common.user_input import (
@@ -205,10 +205,14 @@ class Targets:
 
     def describe(self) -> dict[str, Any]:
         """Names, shapes and dtypes for `rank.json`."""
+        own = {id(parameter) for root in self.roots for parameter in left_to_each_rank(root)}
         return {
             "model": ", ".join(type(one).__qualname__ for one in self._models),
             "modules": {path_in_whole(path): type(module).__qualname__ for path, module in self.modules.items()},
-            "parameters": {path: _describe_tensor(p, self.shapes.get(path)) for path, p in self.parameters.items()},
+            "parameters": {
+                path: _describe_tensor(one, self.shapes.get(path)) | ({"not_reduced": True} if id(one) in own else {})
+                for path, one in self.parameters.items()
+            },
             "buffers": {path: _describe_tensor(buffer) for path, buffer in present_buffers(self.root, self.buffers)},
             "tied": dict(self.tied),
         }

@@ -9,7 +9,7 @@ from typing import Any
 from torch import distributed, nn
 
 from traindiff.core.observation import BY_HAND
-from traindiff.core.torch_compat.training import localized_layout, num_chunks_of
+from traindiff.core.torch_compat.training import has_communication_hook, localized_layout, num_chunks_of
 from traindiff.observe.torch.sharding.declarations import Declarations
 from traindiff.observe.torch.sharding.distributed_tensor import MeshAxis, is_distributed, mesh_of
 from traindiff.observe.torch.sharding.registry import ENGINES
@@ -77,6 +77,7 @@ class DataParallel:
         part: Number of this rank's part of each sample, e.g. of its sequence, among `parts`.
         parts: Number of parts of each sample.
         pipeline: The pipeline of this rank, if it has stages of one.
+        has_hook: Whether a communication hook replaces the reduction of gradients.
     """
 
     rank: int = 0
@@ -86,6 +87,7 @@ class DataParallel:
     part: int = 0
     parts: int = 1
     pipeline: Pipeline | None = None
+    has_hook: bool = False
 
     @property
     def term(self) -> int:
@@ -107,6 +109,8 @@ class DataParallel:
         if not self.engine:
             return None
         found: dict[str, Any] = {"data_parallel": self.size, "engine": self.engine}
+        if self.has_hook:
+            found["communication_hook"] = True
         if self.parts > 1:
             found["context_parallel"] = self.parts
         if self.alike > self.parts:
@@ -153,7 +157,10 @@ def find_data_parallel(model: nn.Module, declared: Declarations, pipeline: Pipel
     if stages:
         alike = max(1, alike // len(stages))  # ranks with other stages have other tensors
         engine = "pipeline" if engine == BY_HAND and size == 1 else engine
-    return DataParallel(rank=rank, size=size, engine=engine, alike=alike, part=part, parts=parts, pipeline=pipeline)
+    return DataParallel(
+        rank=rank, size=size, engine=engine, alike=alike, part=part, parts=parts, pipeline=pipeline,
+        has_hook=has_communication_hook(model),
+    )  # fmt: skip
 
 
 def _ranks_and_engine(model: nn.Module) -> tuple[Sequence[int], str]:
