@@ -171,3 +171,21 @@ def test_an_rms_norm_adds_what_torch_adds(dtype: torch.dtype) -> None:
     assert found is not None
     expected = functional.rms_norm(given, (64,)).double().sum(1)
     assert torch.allclose(found[0][:, 0], expected, rtol=0.0, atol=0.05 * 64**0.5)
+
+
+@pytest.mark.parametrize("size", [1e-38, 1e-40, 1e-42, 1e-44])
+@pytest.mark.parametrize("kind", ["linear", "layer norm", "batch norm", "embedding"])
+def test_gradients_below_the_smallest_normal_number_are_within_rounding(tmp_path: Path, kind: str, size: float) -> None:
+    make, given = EQUAL[kind]
+
+    def tiny(model: nn.Module, batch: Tensor) -> Tensor:
+        torch.manual_seed(1)
+        output = model(batch)
+        found: Tensor = (output * (size * torch.randn_like(output))).sum()
+        return found
+
+    torch.manual_seed(0)
+    path = record(tmp_path / "run", make(), [given()] * 2, tiny)
+
+    assert max(ratios(path).values()) < RIGHT
+    assert traindiff.check(path, rules="wrong-gradient").verdict == "healthy"

@@ -133,8 +133,19 @@ def _roundoff(dtype: torch.dtype) -> float:
 
 
 def smallest(*tensors: Tensor) -> float:
-    """Half the smallest number of float16, if a tensor is in float16; other dtypes reach far below gradients."""
-    return _LEAST_FLOAT16 if any(one.dtype == torch.float16 for one in tensors) else 0.0
+    """The size of what is lost of an element near zero, in the dtypes of the tensors.
+
+    That is half the smallest number of float16. In other dtypes it is the smallest normal number: terms of an element
+    lose digits below it, and some hardware takes them for zero.
+    """
+    return max((_smallest(one.dtype) for one in tensors), default=0.0)
+
+
+@cache
+def _smallest(dtype: torch.dtype) -> float:
+    if dtype == torch.float16:
+        return _LEAST_FLOAT16
+    return float(torch.finfo(dtype).smallest_normal) if dtype.is_floating_point else 0.0
 
 
 def of_matrices(given: Tensor, *, is_convolution: bool) -> float:
