@@ -15,7 +15,9 @@ from traindiff.cli.options import SHOWN, OverwriteOption
 from traindiff.core.settings import SETTINGS, record_settings, with_parameters
 from traindiff.errors import ConfigError, Problem
 
-_TYPES: dict[str, Any] = {"select": list[str] | None, "operators": list[str] | None, "batch_axis": list[str] | None}
+_TYPES: dict[str, Any] = {
+    "select": list[str] | None, "operators": list[str] | None, "batch_axis": list[str] | None, "compact": int | None,
+}  # fmt: skip
 """Types of the options that are neither numbers nor flags by their defaults, nor texts."""
 
 

@@ -199,6 +199,22 @@ def checked_every(value: Any, problems: list[Problem]) -> int:
     return 1
 
 
+def checked_compact(value: Any, problems: list[Problem]) -> int | None:
+    """Distance of the steps that stay whole beside merged ones: 0 if none do; None if no ranks are merged."""
+    if value is None or value is False:
+        return None
+    if value is True:
+        return 0
+    if is_whole(value) and value >= 0:
+        return value
+    what = "must be True, or a whole number of steps."
+    fix = (
+        "Write compact=True to merge the ranks of all steps, or compact=100 to keep every hundredth step rank by rank."
+    )
+    problems.append(Problem(where=f"record(compact={value!r})", what=what, fix=fix))
+    return None
+
+
 def checked_batch_axis(value: object, problems: list[Problem]) -> Mapping[str, int | None]:
     """Batch axes by pattern over paths."""
     if value is None:

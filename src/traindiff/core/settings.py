@@ -50,6 +50,7 @@ class RecordOptions(CommonOptions, total=False):
     operators: str | Iterable[str] | None
     evaluation: bool
     run_on_cpu: bool
+    compact: bool | int | None
     replica: str | None
 
 
@@ -173,6 +174,10 @@ class RecordSettings:
     run_on_cpu: bool = _setting(
         default=False, check=partial(checks.checked_flag, "run_on_cpu"), in_json=None,
         group=_RECORDED, help="Copy tensors of other devices to the CPU and summarize them there.",
+    )  # fmt: skip
+    compact: int | None = _setting(
+        None, checks.checked_compact, in_json=None, metavar="N", group=_KEPT,
+        help="Merge ranks beside the training, and keep every N-th step rank by rank (0: none).",
     )  # fmt: skip
     replica: ReplicaSetting | None = _setting(  # noqa: RUF009  makes a field
         None, checks.checked_replica, nullable(TEXT), to_json=lambda replica: None if replica is None else str(replica),

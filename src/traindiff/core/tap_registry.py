@@ -108,6 +108,7 @@ TAPS: tuple[Tap, ...] = (
     Tap(name="upkeep", part_of="session"),
     Tap(name="batch_axis", part_of="session", loses=()),
     Tap(name="log", part_of="session", loses=_LOSS),
+    Tap(name="compacting", part_of="session", loses=()),
 )
 """In the order in which they are attached: hooks on one module or call run in this order."""
 

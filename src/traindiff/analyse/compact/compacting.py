@@ -38,6 +38,7 @@ class Compacted:
         whole: Number of steps that are still stored rank by rank, by the reason.
         bytes_before: Size of the recording; None if it is not on this machine.
         bytes_after: Size of the compact one.
+        created: When the recording was made, as its `run.json` says.
         notes: Ranks of a run that was followed to which nothing was added for too long, one sentence each.
     """
 
@@ -48,6 +49,7 @@ class Compacted:
     whole: Mapping[str, int]
     bytes_before: int | None
     bytes_after: int
+    created: str = ""
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -110,7 +112,7 @@ def compact(
     return Compacted(
         recording=run.path, output=str(target), ranks=len(run.ranks), steps=compacting.num_steps,
         whole=dict(compacting.whole), bytes_before=_size_bytes(Path(recording)) or None,
-        bytes_after=_size_bytes(target), notes=tuple(follower.notes()),
+        bytes_after=_size_bytes(target), notes=tuple(follower.notes()), created=str(run.run.get("created", "")),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from traindiff.analyse.blocks.tasks import Workers
 from traindiff.analyse.check import check
 from traindiff.analyse.compact.compacting import Compacted, compact
 from traindiff.errors import ConfigError, Problem, RecordingError
-from traindiff.storage import Follower
+from traindiff.storage import Follower, open_recording
 from traindiff.storage.stores import protocol_of
 
 
@@ -60,6 +60,8 @@ def prune(
                 f"{path} stays as it is: its compact form has other findings than it. Please report this. "
                 "`traindiff compact` writes the compact form beside it."
             )
+        if str(open_recording(str(path)).run.get("created", "")) != made.created:
+            raise RecordingError(f"{path} stays as it is: another recording has taken its place meanwhile.")
         _replace(path, pruned, old)
     finally:
         shutil.rmtree(pruned, ignore_errors=True)

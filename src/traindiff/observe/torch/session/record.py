@@ -94,6 +94,9 @@ def record(
         run_on_cpu: Copy tensors of other devices to the CPU, in parts of 4 MiB to 8 MiB, and summarize them there: for
             devices that no kernel computes on, and where there is no memory left on them. Each copy waits for the
             device.
+        compact: Merge the ranks of a local recording, beside the training: True, or a number n to keep every n-th step
+            rank by rank. The lowest recorded rank starts a process for it, which replaces the recording by its compact
+            form when all ranks have closed it. See `traindiff explain scale`.
         replica: Perturb the training within rounding, **on purpose**, so that comparing it with the
             training as it is measures how far apart correct runs are: `"ulp:SEED"` (every output of a
             module, its gradient and every parameter's gradient randomly rounded by one unit in the last

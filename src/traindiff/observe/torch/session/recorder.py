@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from traindiff.core.made_inside import made_inside
 from traindiff.core.observation import NO_REPLICA, Observation
 from traindiff.core.settings import RecordSettings
+from traindiff.observe.common.compacting import check_compacting, compact_beside
 from traindiff.observe.common.progress import Progress
 from traindiff.observe.common.session import Session
 from traindiff.observe.common.user_input import NotLoggedError, number_of, of_one_element
@@ -70,6 +71,7 @@ class Recorder(Session[Observations]):
         last_seen: Callable[[Observation], None] | None = None,
         first_step: int = 0,
     ) -> None:
+        check_compacting(path, settings)
         layout = targets.layout
         progress = Progress(
             optimizer=targets.primary,
@@ -112,6 +114,8 @@ class Recorder(Session[Observations]):
                 containment=self._containment,
             )  # fmt: skip
             undo.callback(self._attachment.close)
+        if settings.compact is not None and open_writer is None and rank == min(settings.ranks or (0,)):
+            self._containment.guarded("compacting", compact_beside)(path, settings.compact)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
