@@ -57,8 +57,9 @@ def run(
     Everything after SCRIPT belongs to the script. Models and optimizers are found when the training calls them
     (traindiff explain run). Exits as the script does, and with 2 if the settings cannot be used.
     """
-    from traindiff.run.script.run import check_room, of_this_start
+    from traindiff.run.script.run import check_room
     from traindiff.run.script.script import Script
+    from traindiff.storage.location import of_this_start
 
     try:
         checked = record_settings(**_read(settings))

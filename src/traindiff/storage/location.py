@@ -70,6 +70,19 @@ def rank_directory(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
+def of_this_start(path: str) -> str:
+    """The directory of a recording; one beside it after torchrun has restarted the ranks, so that both are kept.
+
+    The number of ranks may be another one then.
+
+    Args:
+        path: As the user gave it, or as this function returned it.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    ending = f"-restart-{restarts}"
+    return path if restarts == "0" or path.endswith(ending) else f"{path.rstrip('/')}{ending}"
+
+
 def segment_name(first: int, length: int) -> str:
     """Name of the object with `length` bytes of the observations from offset `first` on."""
     return f"observations-{first:015d}-{length:010d}.segment"

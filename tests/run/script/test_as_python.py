@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.run.script.running_scripts import plain, recorded, recorded_warm
-from traindiff.run.script.run import of_this_start
+from traindiff.storage.location import of_this_start
 
 ABOUT = """
 import sys
@@ -191,3 +191,4 @@ def test_ranks_that_torchrun_starts_again_record_beside_what_they_had(monkeypatc
     assert of_this_start("runs/base") == "runs/base"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     assert of_this_start("runs/base/") == "runs/base-restart-2"
+    assert of_this_start("runs/base-restart-2") == "runs/base-restart-2"

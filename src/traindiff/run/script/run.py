@@ -71,12 +71,6 @@ class _Finder(MetaPathFinder):
 UNUSABLE = 2
 
 
-def of_this_start(path: str) -> str:
-    """The directory of a recording; one beside it after torchrun has restarted the ranks, so that both are kept."""
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return path if restarts == "0" else f"{path.rstrip('/')}-restart-{restarts}"
-
-
 def check_room(path: str, *, overwrite: bool) -> None:
     """Check that nothing is in the way of the recording, before anything runs. Remote paths are checked when it begins.
 

@@ -19,6 +19,7 @@ from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
 from traindiff.observe.torch.perturb import make_replica
 from traindiff.observe.torch.session.recorder import Recorder
 from traindiff.observe.torch.session.targets import Models, Optimizers, Targets, find_targets
+from traindiff.storage.location import of_this_start
 
 
 @takes_settings(RecordOptions)
@@ -44,7 +45,8 @@ def record(
     written into the recording, warns once, and the training goes on.
 
     Args:
-        path: Directory to write: a local path or any fsspec URL.
+        path: Directory to write: a local path or any fsspec URL. After torchrun has restarted the ranks,
+            `PATH-restart-1` is written, so the recording of the first start is kept.
         model: The root module that the training loop calls, wrapped (DDP, `torch.compile`) or not; of a pipeline,
             the module of this rank's stage, or a list of them where it has several. Several models that are trained
             together, by name: `{"generator": ..., "discriminator": ...}`; paths begin with these names.
@@ -141,5 +143,5 @@ def recorder_of(
     with out_of_sight():
         perturbed = None if settings.replica is None else make_replica(settings.replica, targets.root, targets.names)
     return Recorder(
-        directory, targets, settings, overwrite=overwrite, replica=perturbed, first_step=first_step
+        of_this_start(directory), targets, settings, overwrite=overwrite, replica=perturbed, first_step=first_step
     )  # fmt: skip
