@@ -51,6 +51,7 @@ class RecordOptions(CommonOptions, total=False):
     evaluation: bool
     run_on_cpu: bool
     compact: bool | int | None
+    per_node: bool
     replica: str | None
 
 
@@ -178,6 +179,10 @@ class RecordSettings:
     compact: int | None = _setting(
         None, checks.checked_compact, in_json=None, metavar="N", group=_KEPT,
         help="Merge ranks beside the training, and keep every N-th step rank by rank (0: none).",
+    )  # fmt: skip
+    per_node: bool = _setting(
+        default=False, check=partial(checks.checked_flag, "per_node"), in_json=None,
+        group=_KEPT, help="Write one file for all ranks of a node.",
     )  # fmt: skip
     replica: ReplicaSetting | None = _setting(  # noqa: RUF009  makes a field
         None, checks.checked_replica, nullable(TEXT), to_json=lambda replica: None if replica is None else str(replica),

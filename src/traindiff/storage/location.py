@@ -34,6 +34,9 @@ MERGED = "merged"
 PLACES = "places"
 """Name of the directory beside it that says which ranks have which parts."""
 
+NODE = re.compile(r"node-(\d{5,6})\.frames", re.ASCII)
+"""Names of files with all that the ranks of a node have recorded."""
+
 SEGMENT = re.compile(r"observations-(\d{15})-(\d{10})\.segment", re.ASCII)
 """Names of files with a part of both, on stores that cannot append: where it begins, and its length."""
 
@@ -81,6 +84,11 @@ def of_this_start(path: str) -> str:
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     ending = f"-restart-{restarts}"
     return path if restarts == "0" or path.endswith(ending) else f"{path.rstrip('/')}{ending}"
+
+
+def node_name(node: int) -> str:
+    """Name of the file of a node."""
+    return f"node-{node:05d}.frames"
 
 
 def segment_name(first: int, length: int) -> str:
@@ -144,6 +152,7 @@ def make_room(
     recorded: Collection[int],
     leads: bool,
     overwrite: bool,
+    num_nodes: int = 0,
 ) -> None:
     """Remove what an earlier recording left at the place of a new one.
 
@@ -155,6 +164,7 @@ def make_room(
         recorded: All ranks that are recorded.
         leads: Whether this rank also removes the directories of ranks that are not recorded.
         overwrite: Whether a recording may be removed.
+        num_nodes: How many nodes write one file each for all their ranks; 0 if ranks have directories.
 
     Raises:
         ConfigError: The directory holds something else, a recording that may not be replaced, or one that is still
@@ -174,6 +184,7 @@ def make_room(
     mine = rank_directory(rank)
     beyond = {name for name in names if _rank_of(name) >= 0 and _rank_of(name) not in recorded}
     beyond |= {MERGED, PLACES} & names
+    beyond |= {name for name in names if (match := NODE.fullmatch(name)) and int(match[1]) >= num_nodes}
     if other := _other_things(file_system, root, names, ranks={mine, *beyond} & names):
         raise unusable(
             path,
@@ -199,13 +210,13 @@ def make_room(
 
 def _other_things(file_system: Any, root: str, names: set[str], *, ranks: set[str]) -> set[str]:
     """Names of files that are not part of a recording."""
-    other = {name for name in names if _rank_of(name) < 0}
+    other = {name for name in names if _rank_of(name) < 0 and not NODE.fullmatch(name)}
     other -= {"run.json", "run.json" + UNFINISHED, MERGED, PLACES}
     if "run.json" in names:
         run = file_system.cat_file(posixpath.join(root, "run.json"))
         if manifest.FORMAT_NAME.encode() not in run:  # damaged or newer is still a recording
             other.add("run.json")
-    for name in ranks:
+    for name in ranks - {name for name in ranks if NODE.fullmatch(name)}:
         inside = _names(file_system, posixpath.join(root, name)) - _FILES
         other |= {f"{name}/{inner}" for inner in inside if not SEGMENT.fullmatch(inner)}
     return other

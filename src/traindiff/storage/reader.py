@@ -21,6 +21,7 @@ from traindiff.storage import manifest, segments, tensor_files
 from traindiff.storage.decoder import SharedColumns
 from traindiff.storage.location import MERGED, PLACES, file_system, lacks_container, rank_directory
 from traindiff.storage.manifest import ended
+from traindiff.storage.node_files import with_nodes
 from traindiff.storage.part import Part
 from traindiff.storage.places import PlaceLists
 from traindiff.storage.stream import RankStatus, RankStream, StepObservations
@@ -77,6 +78,7 @@ class Recording(Shown):
     def __init__(self, path: str) -> None:
         self.path = path
         self._fs, self._root = file_system(path)
+        self._fs = with_nodes(self._fs, self._root)
         self._folder = Folder(self._fs, self._root)
         self._contents: dict[int, dict[str, Any]] = {}
         self._streams: dict[int, RankStream] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import logging
+import os
 import posixpath
 import zlib
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from traindiff.storage.batch_metadata import CODEC, too_much
 from traindiff.storage.columns import Columns
 from traindiff.storage.gap import GAP_FILE, Gap, ReservedNote, dumped, reason_of
 from traindiff.storage.location import DATA, SEALS, RecordingLock, file_system, make_room, rank_directory, unusable
+from traindiff.storage.node_writer import FilesOfNode, NodeConnection, node_number, num_nodes
 from traindiff.storage.schema import SCHEMA, Stored
 from traindiff.storage.stored_files import StoredFiles
 from traindiff.storage.stores import Store
@@ -58,6 +60,7 @@ class RecordingWriter:
         world_size: Number of ranks.
         overwrite: Replace a recording that is already there. Other files are never touched.
         directory: Name of a directory for a stream that is not of a rank, in a recording that this process writes.
+        per_node: Write one file for all ranks of this node, through a process of its own; see `node_writer`.
 
     Raises:
         ConfigError: `path` holds something else than a recording, holds one and `overwrite` is not set, or cannot be
@@ -73,6 +76,7 @@ class RecordingWriter:
         world_size: int = 1,
         overwrite: bool = False,
         directory: str = "",
+        per_node: bool = False,
     ) -> None:
         self._fs, self._root = file_system(path)
         self._directory = posixpath.join(self._root, directory or rank_directory(rank))
@@ -80,9 +84,12 @@ class RecordingWriter:
         self._crc = posixpath.join(self._directory, SEALS)
         recorded = run.get("settings", {}).get("ranks") or range(world_size)
         self._leads = rank == min(recorded) and not directory
-        self._files: WrittenFiles | StoredFiles = (
+        self._files: WrittenFiles | StoredFiles | FilesOfNode = (
             StoredFiles(self._fs, self._directory) if isinstance(self._fs, Store) else WrittenFiles(self._root)
         )
+        if per_node and isinstance(self._fs, Store):
+            fix = "Leave per_node out: a store has objects of many steps, and no directories."
+            raise unusable(path, what="is no local directory, and per_node=True is for these.", fix=fix)
         self._is_closed = False
         self._lock: RecordingLock | None = None
         self._note: ReservedNote | None = None
@@ -105,8 +112,14 @@ class RecordingWriter:
             if not directory:
                 make_room(
                     self._fs, self._root, path=path, rank=rank, recorded=recorded, leads=self._leads,
-                    overwrite=overwrite,
+                    overwrite=overwrite, num_nodes=num_nodes(world_size) if per_node else 0,
                 )  # fmt: skip
+            if per_node:
+                os.makedirs(self._root, exist_ok=True)  # noqa: PTH103  a path of fsspec
+                connection = NodeConnection(
+                    self._root, node_number(rank), rank_directory(rank), overwrite=overwrite
+                )  # fmt: skip
+                self._files = FilesOfNode(self._root, self._directory, connection)
             self._open(run)
         except OSError as error:
             fix = "Give the path of a directory that does not exist yet, where you may write and there is room."
@@ -212,7 +225,7 @@ class RecordingWriter:
         try:
             if self._note is not None:
                 self._note.write(gap)
-            elif isinstance(self._files, StoredFiles):
+            elif not isinstance(self._files, WrittenFiles):
                 self._files.put_last(posixpath.join(self._directory, GAP_FILE), dumped(gap))
         except Exception:  # the disk may refuse this, too
             _logger.debug("the recording does not say why it ends early", exc_info=True)

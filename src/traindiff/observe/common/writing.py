@@ -302,17 +302,20 @@ OpenWriter = Callable[[Mapping[str, Any], int, int], StepWriter]
 """Makes a writer, given the content of `run.json`, this rank, and the number of ranks."""
 
 
-def on_disk(path: str, *, overwrite: bool, listener: StepListener | None = None) -> OpenWriter:
+def on_disk(path: str, *, overwrite: bool, listener: StepListener | None = None, per_node: bool = False) -> OpenWriter:
     """A function that opens a writer to a recording on disk.
 
     Args:
         path: Its directory.
         overwrite: Replace a recording that is already there.
         listener: Given each step that was written, if there is one.
+        per_node: Write one file for all ranks of a node.
     """
 
     def open_writer(run: Mapping[str, Any], rank: int, world_size: int) -> StepWriter:
-        files = partial(RecordingWriter, path, run=run, rank=rank, world_size=world_size, overwrite=overwrite)
+        files = partial(
+            RecordingWriter, path, run=run, rank=rank, world_size=world_size, overwrite=overwrite, per_node=per_node
+        )
         return BackgroundWriter(opened_in_time(files, path), listener=listener)
 
     return open_writer

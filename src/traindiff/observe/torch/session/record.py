@@ -99,6 +99,8 @@ def record(
         compact: Merge the ranks of a local recording, beside the training: True, or a number n to keep every n-th step
             rank by rank. The lowest recorded rank starts a process for it, which replaces the recording by its compact
             form when all ranks have closed it. See `traindiff explain scale`.
+        per_node: Write one file for all ranks of a node, in place of a directory for each rank: for file systems to
+            which many small files are a burden. A process of the node writes it. See `traindiff explain scale`.
         replica: Perturb the training within rounding, **on purpose**, so that comparing it with the
             training as it is measures how far apart correct runs are: `"ulp:SEED"` (every output of a
             module, its gradient and every parameter's gradient randomly rounded by one unit in the last

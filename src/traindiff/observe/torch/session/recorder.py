@@ -101,8 +101,8 @@ class Recorder(Session[Observations]):
         if settings.ranks is not None and rank not in settings.ranks:
             return
         opened = self._open(
-            open_writer or on_disk(path, overwrite=overwrite), rank, world_size, circumstances=describe(),
-            mesh=layout.data.to_json(),
+            open_writer or on_disk(path, overwrite=overwrite, per_node=settings.per_node), rank, world_size,
+            circumstances=describe(), mesh=layout.data.to_json(),
             engine=next(filter(None, (one.settings(targets.root) for one in ENGINES)), None),
             forced_by=None if forced is None else forced.path, recipe=recipe,
         )  # fmt: skip
