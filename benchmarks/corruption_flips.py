@@ -14,7 +14,7 @@ from torch import Tensor
 from traindiff.core.summary import UNIT_ROUNDOFF
 
 STEPS, BATCH, LENGTH, WIDTH, VOCABULARY = 5, 4, 128, 64, 128
-OBSERVED = ("batch", "loss", "grad", "optimizer", "update", "param", "replay", "witness", "products")
+OBSERVED = ("batch", "loss", "grad", "grad.micro", "optimizer", "update", "param", "replay", "witness", "products")
 LEAST = 100.0
 """Roundings of an element below which a flip is not counted."""
 

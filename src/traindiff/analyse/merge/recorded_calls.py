@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from traindiff.analyse.findings import more_text, ranks_text
 from traindiff.analyse.merge.placed_parts import ranks_of
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, ranks_in
@@ -160,5 +162,8 @@ def contributions(table: StepTable) -> dict[str, dict[tuple[int, int], Any]]:
         by_place: dict[tuple[int, int], list[Any]] = {}
         for part in terms.values():
             by_place.setdefault((part.micro_step, part.rank), []).append(part.summary)
-        found[key.path] = {place: add(parts) for place, parts in sorted(by_place.items())}
+        found[key.path] = {
+            place: add(parts) if len(parts) > 1 else np.array(parts[0])[()]  # a copy
+            for place, parts in sorted(by_place.items())
+        }
     return found

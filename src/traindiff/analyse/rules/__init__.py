@@ -3,7 +3,7 @@
 from traindiff.analyse.rules.batches import BatchesChange, SamplesDiffer, SamplesVary
 from traindiff.analyse.rules.broadcast_losses import LossesPairSamples
 from traindiff.analyse.rules.carried import GradientsAreCleared
-from traindiff.analyse.rules.contributions import ContributionsCount
+from traindiff.analyse.rules.contributions import ContributionsCount, ElementsAddUp
 from traindiff.analyse.rules.counting import OptimizersKeepParameters, StepsAreCounted
 from traindiff.analyse.rules.edits import OptimizersAloneChangeParameters
 from traindiff.analyse.rules.evaluation import EvaluationDrawsNothing, SpectralNormsAreEstimated
@@ -81,6 +81,7 @@ RULES: tuple[type[Rule], ...] = (
     FarFromUnderflow,
     ProductsAreExact,
     ContributionsCount,
+    ElementsAddUp,
     BatchesChange,
     SamplesDiffer,
     SamplesVary,

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from traindiff.analyse.findings import micro_steps_text
-from traindiff.analyse.merge.recorded_calls import contributions
-from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
+from traindiff.analyse.findings import Finding, micro_steps_text
+from traindiff.analyse.merge.recorded_calls import clips, contributions
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at
 from traindiff.analyse.rules.optimizers import may_be_left_out
-from traindiff.analyse.rules.rule import Contents, Found, Limit, Repeated, RepeatedRule
-from traindiff.core.observation import WITNESS
-from traindiff.core.summary import UNIT_ROUNDOFF
-from traindiff.core.witness import EXPECTED
+from traindiff.analyse.rules.rule import Contents, Found, Limit, Repeated, RepeatedRule, Rule
+from traindiff.core.observation import CARRIED, FLIPPED, WITNESS
+from traindiff.core.summary import UNIT_ROUNDOFF, norm_of
+from traindiff.core.witness import EDITED, EXPECTED, GIVEN, elements
 
 FEW = 16
 """Elements below which a fit of several terms says little."""
@@ -32,6 +33,15 @@ _DISTINCT = 0.05
 
 _SAME = 0.02
 """Relative distance of two factors that are called equal."""
+
+_NOISE = 12.0
+"""Multiple of the usual difference of a number of a sketch that one wrong element makes at least; right ones make 5."""
+
+_UNUSUAL = 3.0
+"""Multiple of what rounding of all elements explains, above which sums were rounded in another way than is known."""
+
+_SIGMA = 0.6745
+"""Median of the magnitude of a normally distributed number, in standard deviations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,3 +159,104 @@ def _lost(one: _Sum) -> tuple[int, ...]:
     if not zero.any() or not (zero | same).all():
         return ()
     return tuple(step for step, is_lost in zip(one.terms, zero, strict=True) if is_lost)
+
+
+class ElementsAddUp(Rule):
+    """One element of a gradient is not the sum of what ranks and micro-steps contributed to it.
+
+    The sketch of a sum is the sum of the sketches but for rounding. A sketch has 64 numbers, and each element counts in
+    one of them. So an element that changed in a reduction, or in memory, stands out in one number, even by less than
+    the rounding of the whole gradient. It must be twelve times the usual difference of the 64 numbers, and
+    four times what rounding the largest element could lose in each addition. Gradients that the training wrote to
+    or clipped are not judged, nor are steps in which sums are rounded by more than the gradients' dtype.
+
+    It needs `record(observe=[..., "grad.micro", "witness"])`: the witness tells which gradients were written to.
+    """
+
+    name = "wrong-sum"
+    finds = "One element of a gradient is not the sum of what ranks and micro-steps contributed to it."
+    needs = 'witnessed gradients and their terms, which record(observe=[..., "grad.micro", "witness"]) records'
+    tells_runs_apart = True
+
+    def applies(self, contents: Contents) -> bool:
+        """True if a step has something that it judges."""
+        return {"micro", WITNESS} <= contents.stages
+
+    def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
+        """Findings of a step: one for each gradient."""
+        if self.facts.has_hook or may_be_left_out(table):
+            return
+        found = contributions(table).items()
+        sums = [one for path, terms in found if (one := _residual(table, path, [*terms.values()])) is not None]
+        if any(one.noise > _UNUSUAL * one.explained for one in sums):
+            return
+        for one in sums:
+            largest, second = np.sort(np.abs(one.left))[:-3:-1]
+            allowed = max(_NOISE * one.noise, _FEW_ROUNDINGS * one.additions * one.lost)
+            if largest > allowed > second:
+                message = (
+                    "One element of the gradient is not the sum of what ranks and micro-steps contributed: it is off "
+                    f"by {largest:.2g}, and rounding explains {allowed / _FEW_ROUNDINGS:.1g}. Did it change in a "
+                    "reduction, or in memory? Is the hardware sound?"
+                )
+                yield finding_at(
+                    one.entry, step=step, kind=self.name, message=message, difference=float(largest),
+                    floor=float(allowed), evidence={"off_by": float(largest)},
+                )  # fmt: skip
+
+
+_FEW_ROUNDINGS = 4.0
+"""Multiple of what one addition could lose of the largest element that is no finding; right sums stay below 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Residual:
+    """What the contributions leave of a gradient.
+
+    Attributes:
+        entry: The gradient.
+        left: The numbers of its sketch minus those of the contributions.
+        noise: Their standard deviation, of most of them.
+        explained: The same as rounding of all elements explains it, if they are alike in size.
+        lost: What rounding the largest element can lose in one addition.
+        additions: The number of additions of an element.
+    """
+
+    entry: MergedSite
+    left: NDArray[np.float64]
+    noise: float
+    explained: float
+    lost: float
+    additions: int
+
+
+def _residual(table: StepTable, path: str, terms: Sequence[Any]) -> _Residual | None:
+    """What the contributions to a gradient leave of it; None if it was changed since, or something is not known."""
+    entry = table.get(SiteKey("grad", "reduced", path, "grad"))
+    if entry is None and not clips(table):
+        entry = table.get(SiteKey("grad", "", path, "grad"))
+    given = table.get(SiteKey("grad", WITNESS, path, GIVEN))
+    if entry is None or entry.unobserved or given is None or given.unobserved or entry.apart:
+        return None
+    others = (("micro", 1), (CARRIED, 0), (FLIPPED, 0))
+    if any(SiteKey("grad", stage, path, "grad", call) in table for stage, call in others):
+        return None
+    if any(elements(part.summary)[EDITED] for part in given.parts):
+        return None
+    u = UNIT_ROUNDOFF.get(entry.dtype)
+    left = np.asarray(entry.summary["sketch"] - np.sum([one["sketch"] for one in terms], axis=0))
+    sizes = [norm_of(one) for one in (entry.summary, *terms)]
+    if u is None or not np.isfinite(left).all() or not np.isfinite(sizes).all():
+        return None
+    additions = max(1, len(terms) - 1)
+    largest = max(_largest(one, size) for one, size in zip((entry.summary, *terms), sizes, strict=True))
+    return _Residual(
+        entry=entry, left=left, noise=float(np.median(np.abs(left))) / _SIGMA,
+        explained=u * max(sizes) * math.sqrt(additions / len(left)), lost=u * largest, additions=additions,
+    )  # fmt: skip
+
+
+def _largest(summary: Any, size: float) -> float:
+    """Magnitude of the largest element, or the norm where that is not known."""
+    found = max(abs(float(summary["minimum"])), abs(float(summary["maximum"])))
+    return found if math.isfinite(found) else size
