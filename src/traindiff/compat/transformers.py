@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import Tensor, nn
 
 from traindiff.core.kernels.extent import Extent, extent, stored_values
+from traindiff.core.torch_compat.training import own_parameters
 from traindiff.errors import NonFiniteError, StoppedError, UnsupportedTensorError
 from traindiff.observe.torch.nonfinite.calls import within
 from traindiff.observe.torch.nonfinite.frames import HEAD
@@ -139,7 +140,7 @@ class DebugUnderflowOverflow:
     def create_frame(self, module: nn.Module, input: Any, output: Any) -> None:  # noqa: A002
         """Make the frame of one call of a module, and keep it."""
         self.expand_frame(f"{self.prefix} {self.module_names[module]} {type(module).__name__}")
-        for name, parameter in module.named_parameters(recurse=False):
+        for name, parameter in own_parameters(module).items():
             self.analyse_variable(parameter, name)
         for number, one in enumerate(input) if isinstance(input, tuple) else [(None, input)]:
             self.analyse_variable(one, "input" if number is None else f"input[{number}]")

@@ -224,6 +224,11 @@ def check_initial_parameter(
             f"{path} has other values at step {step}, the first that is compared: another seed, initialization or "
             f"checkpoint, or did the runs part in the steps before it?"
         )
+    elif _is_rounded_otherwise(pair):
+        message = (
+            f"{path} starts with other values, by {difference(pair):.2g} of their size, as rounding makes it: was it "
+            "computed by another number of threads, or on another machine? Save it once, and load it in both runs."
+        )
     else:
         message = f"{path} starts with other values: another seed, initialization or checkpoint?"
     if ranks := differing_ranks(pair, 0.0):

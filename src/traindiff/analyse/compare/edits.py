@@ -51,6 +51,7 @@ class EditsApart:
         held = {path for one in facts for path in one.held_in}
         by_hand = held and self._seen and not forced
         self._unheld = facts[0].parameters - held if by_hand else frozenset[str]()
+        self._untrained = self._unheld | (facts[0].parameters - facts[0].trainable - facts[1].trainable)
         self._gradients: dict[str, float] = {}  # by path: largest relative difference of the gradient so far
         self._mastered: set[str] = set()  # parameters that are copied from master weights, and so no averages
         self._step = -1
@@ -92,7 +93,7 @@ class EditsApart:
         if path in self._unheld and path not in self._gradients and path not in self._mastered:
             roundings = min(_ROUNDINGS, _AVERAGED * (1.0 + 3.0 / math.sqrt(max(1, int(now[0]["count"])))))
         floor = _GAIN * before + roundings * u * whole
-        if path in self._unheld:
+        if path in self._untrained:
             floor += _GAIN * self._inflow(given, path, max(moved))
         if before:
             floor = max(floor, _FLIPPED * max(moved))

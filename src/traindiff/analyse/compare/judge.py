@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -28,7 +28,10 @@ from traindiff.analyse.rules import RULES, RunFacts
 from traindiff.analyse.rules.lost_updates import UpdatesSurviveRounding, is_another_update
 from traindiff.analyse.rules.replay import REPLAYED, replayed_paths
 from traindiff.analyse.rules.run_judge import RunJudge
+from traindiff.analyse.rules.witness import GradientsFollow
+from traindiff.core.observation import WITNESS
 from traindiff.core.site import label
+from traindiff.core.witness import EXPECTED
 
 FOLLOWS = 0.05
 """If all gradients together differ by more than this part of the activations' difference, they may follow from it."""
@@ -391,11 +394,24 @@ class BothRuns:
             message = f"In the {RUNS[run]}, {_within(one.message)}"
             self.shared.setdefault(f"{one.kind} alone", f"{message} {why}: this does not tell the runs apart.")
             return False
+        if one.kind == GradientsFollow.name and not _is_witnessed(both[1], common[1], path):
+            message = f"In the {RUNS[run]}, {_within(one.message)}"
+            why = f"The {RUNS[1 - run]}'s gradient was not witnessed in step {one.step}"
+            self.shared.setdefault(f"{one.kind} alone", f"{message} {why}: this does not tell the runs apart.")
+            return False
         return True
 
     def _judges(self, judges: Sequence[RunJudge]) -> Sequence[RunJudge]:
         """Of both runs."""
         return (judges[0], judges[0]) if self._alike else judges
+
+
+def _is_witnessed(table: StepTable, common: Callable[[str], str], path: str) -> bool:
+    """True if it is known what the gradient with a path should be."""
+    return any(
+        key.stage == WITNESS and key.slot == EXPECTED and common(key.path) == path and not entry.unobserved
+        for key, entry in table.items()
+    )
 
 
 def _within(sentence: str) -> str:

@@ -44,6 +44,11 @@ def _outputs(pairs: Sequence[Pair]) -> frozenset[SiteKey]:
     return frozenset(entry.key for entry in forward if int(entry.summary["fingerprint"]) in bits)
 
 
+_CERTAIN = 100.0
+"""Multiple of its floor above which no loss has made a difference of the rounding in what it was given."""
+
+_SHARP = ", or it multiplies the rounding of what the model returns (a softmax at a low temperature)"
+
 SEEN_AT = "seen_at"
 """Evidence of a loss that is computed otherwise: where that shows."""
 
@@ -68,9 +73,11 @@ def loss_behind(first: Finding, pairs: Sequence[Pair]) -> tuple[Pair, Finding] |
     if not losses or not all(key._replace(phase="forward") in outputs for key in backward):
         return None
     seen = f"{first.path} {first.slot}".strip()
+    is_large = first.difference is None or not first.floor or first.difference > _CERTAIN * first.floor
     message = (
         f"What the model returns agrees, and the gradient that the loss gives it (at {seen}) does not. So the loss is "
-        f"computed otherwise, although its value agrees within rounding. Of that gradient: {first.message}"
+        f"computed otherwise{'' if is_large else _SHARP}, although its value agrees within rounding. Of that gradient: "
+        f"{first.message}"
     )
     found = finding_at(
         losses[-1].baseline, step=first.step, kind=first.kind, message=message, difference=first.difference,

@@ -35,6 +35,12 @@ from traindiff.analyse.noise.site_floors import SiteFloors
 from traindiff.core.observation import ALL_GRADIENTS, is_of_evaluation
 from traindiff.core.summary import norm_of, rounding
 
+_ALL_NOISE = 2.0
+"""How much larger noise may be in one run than in the other, where a number is smaller than its noise.
+
+Floors are relative to the baseline, so which of the two runs that is would decide otherwise.
+"""
+
 LOGGED = "logged"
 """Slot of the numbers that a training reports."""
 
@@ -167,6 +173,7 @@ class StepJudge:
         if key.phase == "param" and key.slot == "value" and not self._judge.judges_parameters:
             return None  # it follows from the parameter before the step and the update
         floor = self._floors.of(pair)
+        floor *= _ALL_NOISE if floor > 1.0 else 1.0
         if size > floor and self._floors.choices.at(pair) is not None:
             self._note_turned(pair)
             return None

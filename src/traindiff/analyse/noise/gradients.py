@@ -19,6 +19,9 @@ from traindiff.core.summary import UNIT_ROUNDOFF, largest, norm_of
 NOISE_SIZE = 8.0
 """An element that is mathematically zero is at most this many times the gradient's error per element."""
 
+_ONE_SIGN = 0.5
+"""Share of what terms of one size and one sign would add up to, above which they may be that."""
+
 COMMON_SHARE = 0.6
 """Share of the gradients that must follow one factor for it to count as common."""
 
@@ -246,6 +249,23 @@ def _lost_addends(piled: float, dtype: str) -> float:
     return piled * u / (piled * u + 3.0) if u > UNIT_ROUNDOFF["float32"] and math.isfinite(piled) else 0.0
 
 
+def _in_one_direction(piled: float, terms: float, dtype: str) -> float:
+    """Share of a sum by which equal terms may round it: each addition in the same direction.
+
+    The sum of n equal terms is rounded n times, by up to u times what was added up so far: by n u / 2 in all. Kernels
+    that add in several lanes lose less. The gradient of a bias under an L1 loss is such a sum: with oneDNN, a third
+    of this was measured.
+
+    Args:
+        piled: The sum, in units of a term's size.
+        terms: The number of terms.
+        dtype: The dtype of the gradient; shorter ones than float32 are added up in float32.
+    """
+    if piled <= _ONE_SIGN * terms or not math.isfinite(piled):
+        return 0.0
+    return 0.5 * piled * UNIT_ROUNDOFF["float64" if dtype == "float64" else "float32"]
+
+
 def gradient_floor(pair: Pair, terms: Mapping[str, Terms], floors: Floors, *, accumulated: int) -> float:
     """Floor of a parameter's gradient; gradients with one axis (biases, norms) are sums over all rows.
 
@@ -272,6 +292,6 @@ def gradient_floor(pair: Pair, terms: Mapping[str, Terms], floors: Floors, *, ac
         floor = floors.gradient(1.0, dtype=dtype, terms=rows, accumulated=accumulated)
         return max(floor, _lost_addends(piled, dtype))
     floor = floors.gradient(added.norm / size if size else 1.0, dtype=dtype, terms=rows, accumulated=accumulated)
-    floor += _lost_addends(piled, dtype)
+    floor += _lost_addends(piled, dtype) + _in_one_direction(_piled_up(pair, added), rows, dtype)
     # Terms may add up to exactly zero in one of the runs.
     return floor if size or norm_of(pair.candidate.summary) > floor * added.norm else math.inf

@@ -69,6 +69,9 @@ class GradientsFollow(Rule):
         self._right: set[str] = set()  # gradients that were right in a step before
         self._sizes: dict[str, int] = {}
         self._apart = RanksApart(self.facts)
+        self._perhaps: list[Finding] = []  # of gradients that the training wrote to
+        self._all_changed: set[str] = set()  # gradients that it changed together with all others
+        self._alone: set[str] = set()  # gradients that are the only ones of their optimizer
         self._checked: set[str] = set()
         self._contributed: set[str] = set()
         self._reasons: dict[str, str] = {}
@@ -94,6 +97,7 @@ class GradientsFollow(Rule):
         right = {one.entry.key.path for one in found} - {one.one.entry.key.path for one in wrong} - told
         if wrong and (sentence := _of_all(wrong, found, by_hand=self.facts.engine == BY_HAND)):
             self._changed.setdefault(sentence, []).append(step)
+            self._all_changed.update(one.one.entry.key.path for one in wrong)
             return
         self._right |= right
         for fault in wrong:
@@ -102,13 +106,25 @@ class GradientsFollow(Rule):
                 same = [one for one in wrong if one.one.entry.key.path == path]
                 alone = _not_reduced(same)
                 if alone is None:
-                    yield self._finding(fault, step)
+                    finding = self._finding(fault, step)
+                    if self.is_warning(finding):
+                        self._perhaps.append(finding)
+                        if len(found) == 1:
+                            self._alone.add(path)
+                    else:
+                        yield finding
                 elif path not in self.facts.not_reduced:
                     yield from self._apart.hold(self._finding(alone, step))
 
     def end(self) -> Iterator[Finding]:
-        """Findings about gradients that were not reduced, and whose parameters ranks never made equal again."""
-        return self._apart.left()
+        """Findings about gradients that were not reduced, and whose parameters ranks never made equal again.
+
+        And warnings of those that the training wrote to, unless it changes all gradients: in other steps, or of other
+        optimizers.
+        """
+        yield from self._apart.left()
+        meant = self._all_changed | (self._alone if self._changed else set())
+        yield from (one for one in self._perhaps if one.path not in meant)
 
     def is_warning(self, finding: Finding) -> bool:
         """True if the training wrote to the gradient, and nothing tells that this was not meant."""

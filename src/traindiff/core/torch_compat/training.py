@@ -80,6 +80,16 @@ def has_communication_hook(model: nn.Module) -> bool:
     return any(getattr(one, "_comm_hooks", None) for one in (model, *model.children()))
 
 
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a module itself, by name. Some models have methods of their own in place of `parameters`."""
+    return {name: one for name, one in module._parameters.items() if one is not None}
+
+
+def own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of a module itself, by name."""
+    return {name: one for name, one in module._buffers.items() if one is not None}
+
+
 def left_to_each_rank(model: nn.Module) -> Iterator[nn.Parameter]:
     """The parameters that DistributedDataParallel was told to ignore, such as the experts of each rank.
 

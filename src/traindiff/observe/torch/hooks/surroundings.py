@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
 from traindiff.core.torch_compat.execution import cuda_matmul_tf32, float32_matmul_precision
+from traindiff.core.torch_compat.training import own_parameters
 from traindiff.observe.common.listeners import Listeners
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.loss_scale import ScalerListener, tap_loss_scaler
@@ -126,7 +127,7 @@ def _rounding(roots: Iterable[nn.Module]) -> dict[str, Callable[[], object]]:
 
 
 def _is_on_gpu(module: nn.Module) -> bool:
-    return any(one.device.type == "cuda" for one in module.parameters(recurse=False))
+    return any(one.device.type == "cuda" for one in own_parameters(module).values())
 
 
 def _readable(flags: Mapping[str, Callable[[], object]]) -> Iterator[tuple[str, str]]:

@@ -43,6 +43,8 @@ BESIDE = "not all calls that use it were seen ({used} uses in the graph, {seen} 
 
 OTHERWISE = "no backward pass that was seen contributed to it"
 
+OF_NO_MODULE = "it belongs to no module of the model"
+
 HOOKED = "it has a hook, which may change its gradient after it is added"
 
 COMMUNICATION = "a communication hook of DistributedDataParallel reduces gradients"
@@ -76,6 +78,7 @@ class _Witness:
         self._expected: dict[str, Expected] = {}
         self._leaves: dict[int, dict[str, None]] = {}  # paths of the parameters in a leaf, by its id
         self._calls: dict[int, list[int]] = {}  # leaves that a call uses, by the number of its output's node
+        self._calls_before: dict[int, list[int]] = {}  # the same of the step before: a GAN's may end in this one
         self._inside: dict[str, list[Normalized]] = {}  # by module, inputs that activation checkpointing will bring
         self._late: list[Use] = []  # whose inputs had not come when the gradient did
         self._in_graph: Counter[int] = Counter()
@@ -222,7 +225,7 @@ class _Witness:
             self._follow_graph(roots)
 
     def _follow_graph(self, roots: Sequence[Tensor], *, is_part: bool = False) -> None:
-        graph = graph_of(roots, lambda number: self._calls.get(number, ()))
+        graph = graph_of(roots, self._leaves_of)
         for leaf, places in graph.places.items():
             self._in_graph[leaf] += len(places)
         compressed, changed = has_communication_hook(self._context.targets.root), self._hooked(GRADIENT_HOOKS)
@@ -232,6 +235,10 @@ class _Witness:
             if compressed or leaf in added:
                 for path in self._graph.paths(node):
                     self._fail(path, COMMUNICATION if compressed else HOOKED)
+
+    def _leaves_of(self, number: int) -> Sequence[int]:
+        """The leaves that the call with this node uses, in this step or in the one before."""
+        return self._calls.get(number, ()) or self._calls_before.get(number, ())
 
     def _hooked(self, attribute: str) -> set[int]:
         """Ids of leaves that have hooks of other code, by the attribute that holds them."""
@@ -314,7 +321,8 @@ class _Witness:
         if not fresh:
             return
         self._read.update((tap.name, id(parameter)) for parameter, _, _ in fresh)
-        self._calls.clear()
+        if tap.name == self._sink.progress.optimizer:
+            self._calls, self._calls_before = {}, self._calls
         read = self._read_with(tap, {piece.path for _, pieces, _ in fresh for piece in pieces})
         with self._sink.together():
             self._emit_expected(tap, read)
@@ -361,7 +369,8 @@ class _Witness:
             expected = self._expected.get(piece.path)
             if expected is None:
                 if piece.path not in self._said:
-                    self._say(tap, piece.path, OTHERWISE)
+                    is_of_model = piece.path in self._context.targets.paths
+                    self._say(tap, piece.path, OTHERWISE if is_of_model else OF_NO_MODULE)
                 continue
             if expected.reason or not expected.terms:  # `_emit_expected` has added them up
                 continue

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from traindiff.core.site import ROOT, path_in_whole, printable
 from traindiff.core.torch_compat.execution import inside_backward, inside_transform
-from traindiff.core.torch_compat.training import FORWARD_HOOKS
+from traindiff.core.torch_compat.training import FORWARD_HOOKS, own_parameters
 from traindiff.observe.torch.hooks.compiled import ModuleObserver, tap_compiled_module
 from traindiff.observe.torch.hooks.followed_modules import takes_hooks
 from traindiff.observe.torch.nonfinite import origin
@@ -63,7 +63,7 @@ class ModuleCalls:
                 if not takes_hooks(module):
                     continue
                 site = path_in_whole(path)
-                names = [name for name, _ in module.named_parameters(recurse=False)]
+                names = [*own_parameters(module)]
                 paths = (printable(f"{path}.{name}" if path else name) for name in names)
                 own = list(zip(map(printable, names), map(self._targets.first_name, paths), strict=True))
                 before, after = self._guarded(partial(self._before, site, own)), self._guarded(self._after)

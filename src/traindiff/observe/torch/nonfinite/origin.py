@@ -10,6 +10,7 @@ from torch import Tensor
 
 from traindiff.core.kernels.extent import extent
 from traindiff.core.site import ROOT, printable
+from traindiff.core.torch_compat.training import own_buffers, own_parameters
 from traindiff.errors import UnsupportedTensorError
 from traindiff.observe.torch.nonfinite.calls import Arguments, Call
 from traindiff.observe.torch.nonfinite.frames import Frame
@@ -92,7 +93,7 @@ def of_output(call: Call, slot: str, reading: Reading) -> Found:
     """An output is not finite; the inputs are."""
     whole = f"{_site(call.path, slot)} {_is(reading)}"
     if names := _bad_weights(call):
-        by_code = all(name in dict(call.module.named_parameters(recurse=False)) for name in names)
+        by_code = all(name in own_parameters(call.module) for name in names)
         changed = ", changed outside of the optimizer" if by_code else ""
         message = f"{whole}, as does {_and(names)} of {_named(call.path)}{changed}."
     else:
@@ -112,14 +113,14 @@ def of_output(call: Call, slot: str, reading: Reading) -> Found:
 
 def _bad_weights(call: Call) -> list[str]:
     """Own parameters and buffers that are not finite now, whatever was read of them before; no masks."""
-    parameters = [name for name, one in call.module.named_parameters(recurse=False) if not _is_finite(one)]
-    buffers = call.module.named_buffers(recurse=False)
+    parameters = [name for name, one in own_parameters(call.module).items() if not _is_finite(one)]
+    buffers = own_buffers(call.module).items()
     return parameters + [name for name, one in buffers if not _is_finite(one) and not only_masks(one)]
 
 
 def _read_weights_again(call: Call) -> None:
     """Put into the frame what weights are now, if they have grown since: code may write to them through `.data`."""
-    weights = dict(call.module.named_parameters(recurse=False))
+    weights = own_parameters(call.module)
     for name, one in call.frame.read(""):
         if name not in weights or one.extent is None:
             continue

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from traindiff.core.kernels.extent import stored_values
 from traindiff.core.site import printable
+from traindiff.core.torch_compat.training import own_parameters
 from traindiff.core.untrusted.demands import ANYTHING, TEXT, demanded, listed, mapped, nullable, parse, shaped, whole
 from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import CorruptRecordingError, NotARecordingError, RecordingError
@@ -237,7 +238,7 @@ def _at_hand(found: Found) -> dict[str, Tensor]:
     """The tensors of a call that cannot be captured, by slot."""
     kept = dict(found.tensors)
     if found.call is not None:
-        kept |= {f"weight {name}": one for name, one in found.call.module.named_parameters(recurse=False)}
+        kept |= {f"weight {name}": one for name, one in own_parameters(found.call.module).items()}
     if found.arguments is not None:
         kept |= {f"input{slot}": one for slot, one in tensors(found.arguments, "")}
     return kept | {f"grad {slot}": one for slot, one in found.gradients.items()}

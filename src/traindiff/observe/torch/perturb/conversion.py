@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from traindiff.core.torch_compat.execution import operator_schema
-from traindiff.core.torch_compat.training import buffers_of
+from traindiff.core.torch_compat.training import buffers_of, own_buffers
 from traindiff.observe.common.containers import mapped
 from traindiff.observe.torch.hooks.nested import tensors
 
@@ -103,7 +103,7 @@ class Conversion:
                 _set(parameter, self._dtype)
                 self._converted(parameter, self._parameters[parameter])
         for module in self._root.modules():
-            for name, buffer in module.named_buffers(recurse=False):
+            for name, buffer in own_buffers(module).items():
                 if is_shorter(buffer.dtype, self._dtype):
                     self._buffers.append((module, name, buffer.dtype))
                     before, buffer.data = buffer.dtype, buffer.data.to(self._dtype)

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from traindiff.core.site import canonical_paths
 from traindiff.core.torch_compat.execution import version_of
+from traindiff.core.torch_compat.training import own_buffers, own_parameters
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.followed_modules import takes_hooks
 from traindiff.observe.torch.hooks.inspect import alter_inspected
@@ -162,7 +163,7 @@ class UlpReplica:
     def _outputs(self, sink: Sink, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """The output of the module, rounded; None if nothing in it is rounded."""
         found = list(tensors(output, "output"))
-        held = {id(tensor) for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
+        held = {id(tensor) for tensor in (*own_parameters(module).values(), *own_buffers(module).values())}
         given = {id(tensor) for _, tensor in (*tensors(args, ""), *tensors(kwargs, ""))}
         rounded: dict[int, Tensor] = {}
         for slot, tensor in found:
