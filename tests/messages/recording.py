@@ -75,7 +75,18 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     record(
         here / "run", observe=["gradients", "grads"], select=[3], detail="tensor", steps="9-0", ranks="all", every=0,
         batch_axis="first", sample_order="interleave", evaluation="yes", strict=1, replica="upl:1", shards="encoder",
+        compact="yes",
     )  # fmt: skip
+
+
+@situation("what cannot be merged beside the training")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    traindiff.record("memory://bucket/run", nn.Linear(2, 2), compact=True, detail=["summary", "signs"])
+
+
+@situation("one file for each node, on a store")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    traindiff.record("memory://bucket/run", nn.Linear(2, 2), per_node=True)
 
 
 @situation("a model of torch.jit.script")

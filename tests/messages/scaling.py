@@ -66,6 +66,13 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> str:
     return command("prune", "run")
 
 
+@situation("a recording in whose place another one is, when it is to be replaced")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    record(here / "run")
+    patched.setattr(pruning, "open_recording", lambda path: SimpleNamespace(run={"created": "later"}))
+    return command("prune", "run")
+
+
 def _changed(here: Path, kind: int, **about: object) -> str:
     """What `check` says of a compact recording in which a row is another one."""
     path = record_ranks(here / "run", on_rank(3, "param copy", lambda values: values * 2))

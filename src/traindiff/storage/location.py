@@ -216,7 +216,7 @@ def _other_things(file_system: Any, root: str, names: set[str], *, ranks: set[st
         run = file_system.cat_file(posixpath.join(root, "run.json"))
         if manifest.FORMAT_NAME.encode() not in run:  # damaged or newer is still a recording
             other.add("run.json")
-    for name in ranks - {name for name in ranks if NODE.fullmatch(name)}:
+    for name in sorted(name for name in ranks if not NODE.fullmatch(name)):
         inside = _names(file_system, posixpath.join(root, name)) - _FILES
         other |= {f"{name}/{inner}" for inner in inside if not SEGMENT.fullmatch(inner)}
     return other

@@ -124,7 +124,7 @@ def _is_interactive() -> bool:
 
 def _message(error: BaseException) -> str:
     try:
-        text = str(error)
+        text = " ".join(str(error).split())  # on one line
     except Exception:  # noqa: BLE001  a class of the user's
         return ""
     return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
