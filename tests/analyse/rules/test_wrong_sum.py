@@ -34,8 +34,8 @@ def in_memory(gradient: Tensor, bit: int) -> None:
 class Wrong:
     """Flips a bit in the gradient of one weight when a backward pass ends, in one step."""
 
-    def __init__(self, bit: int, at: int = 1) -> None:
-        self._bit, self._at, self._step = bit, at, -1
+    def __init__(self, bit: int, rank: int | None, at: int = 1) -> None:
+        self._bit, self._rank, self._at, self._step = bit, rank, at, -1
 
     def __call__(self, model: nn.Module) -> None:
         """Called before each forward pass."""
@@ -55,7 +55,8 @@ class Wrong:
     def _flip(self, head: nn.Module) -> None:
         gradient: Any = MODELS[id(head)].get_parameter(SITE).grad
         if not hasattr(gradient, "to_local"):
-            in_memory(gradient, self._bit)  # the same on all ranks
+            if self._rank in (None, torch.distributed.get_rank()):
+                in_memory(gradient, self._bit)
         elif torch.distributed.get_rank() == 0:
             in_memory(gradient.to_local(), self._bit)
 
@@ -76,13 +77,15 @@ ENGINES: dict[str, Callable[[Model], nn.Module]] = {
 }  # fmt: skip
 
 
-def record(path: str, engine: str, dtype: str, bit: int | None, settings: dict[str, Any]) -> None:
-    wrong = {} if bit is None else {"before_micro_batch": {0: Wrong(bit)}}
+def record(path: str, engine: str, dtype: str, bit: int | None, rank: int | None, settings: dict[str, Any]) -> None:
+    wrong = {} if bit is None else {"before_micro_batch": {0: Wrong(bit, rank)}}
     train(path, ENGINES[engine], make=Kept, dtype=getattr(torch, dtype), observe=OBSERVE, **wrong, **settings)
 
 
-def found(path: Path, engine: str, dtype: str, bit: int | None, **settings: Any) -> list[Finding]:
-    run_on_ranks(record, 1 if engine == "plain" else 2, str(path), engine, dtype, bit, settings)
+def found(
+    path: Path, engine: str, dtype: str, bit: int | None, rank: int | None = None, **settings: Any
+) -> list[Finding]:
+    run_on_ranks(record, 1 if engine == "plain" else 2, str(path), engine, dtype, bit, rank, settings)
     return list(traindiff.check(path, rules="wrong-sum").findings)
 
 
@@ -95,6 +98,14 @@ def test_an_element_that_changes_in_a_reduction_is_found(tmp_path: Path, engine:
     assert one.message.startswith(
         "One element of the gradient is not the sum of what ranks and micro-steps contributed"
     )
+
+
+@pytest.mark.parametrize(("dtype", "bit"), [("float32", 10), ("bfloat16", 6)])
+def test_the_rank_whose_copy_is_wrong_is_named(tmp_path: Path, dtype: str, bit: int) -> None:
+    (one,) = found(tmp_path / "run", "ddp", dtype, bit, 1)
+
+    assert (one.step, one.path, one.rank) == (1, SITE, 1)
+    assert one.message.startswith("One element of the gradient on rank 1 is not the sum")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

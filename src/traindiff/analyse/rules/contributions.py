@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from traindiff.analyse.findings import Finding, micro_steps_text
+from traindiff.analyse.findings import Finding, micro_steps_text, ranks_text
 from traindiff.analyse.merge.recorded_calls import clips, contributions
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at
 from traindiff.analyse.rules.optimizers import may_be_left_out
@@ -187,21 +187,23 @@ class ElementsAddUp(Rule):
         if self.facts.has_hook or may_be_left_out(table):
             return
         found = contributions(table).items()
-        sums = [one for path, terms in found if (one := _residual(table, path, [*terms.values()])) is not None]
+        sums = [one for path, terms in found for one in _residuals(table, path, [*terms.values()])]
         if any(one.noise > _UNUSUAL * one.explained for one in sums):
             return
         for one in sums:
             largest, second = np.sort(np.abs(one.left))[:-3:-1]
             allowed = max(_NOISE * one.noise, _FEW_ROUNDINGS * one.additions * one.lost)
             if largest > allowed > second:
+                where = f" on {ranks_text(one.ranks, capital=False)}" if one.ranks else ""
                 message = (
-                    "One element of the gradient is not the sum of what ranks and micro-steps contributed: it is off "
-                    f"by {largest:.2g}, and rounding explains {allowed / _FEW_ROUNDINGS:.1g}. Did it change in a "
-                    "reduction, or in memory? Is the hardware sound?"
+                    f"One element of the gradient{where} is not the sum of what ranks and micro-steps contributed: it "
+                    f"is off by {largest:.2g}, and rounding explains {allowed / _FEW_ROUNDINGS:.1g}. Did it change in "
+                    "a reduction, or in memory? Is the hardware sound?"
                 )
                 yield finding_at(
                     one.entry, step=step, kind=self.name, message=message, difference=float(largest),
-                    floor=float(allowed), evidence={"off_by": float(largest)},
+                    floor=float(allowed), rank=one.ranks[0] if len(one.ranks) == 1 else None,
+                    evidence={"off_by": float(largest)},
                 )  # fmt: skip
 
 
@@ -215,6 +217,7 @@ class _Residual:
 
     Attributes:
         entry: The gradient.
+        ranks: Those that hold this copy of it, if ranks hold different ones.
         left: The numbers of its sketch minus those of the contributions.
         noise: Their standard deviation, of most of them.
         explained: The same as rounding of all elements explains it, if they are alike in size.
@@ -223,6 +226,7 @@ class _Residual:
     """
 
     entry: MergedSite
+    ranks: tuple[int, ...]
     left: NDArray[np.float64]
     noise: float
     explained: float
@@ -230,30 +234,42 @@ class _Residual:
     additions: int
 
 
-def _residual(table: StepTable, path: str, terms: Sequence[Any]) -> _Residual | None:
-    """What the contributions to a gradient leave of it; None if it was changed since, or something is not known."""
+def _residuals(table: StepTable, path: str, terms: Sequence[Any]) -> Iterator[_Residual]:
+    """What the contributions to a gradient leave of each copy; nothing if it was changed, or something is not known."""
     entry = table.get(SiteKey("grad", "reduced", path, "grad"))
     if entry is None and not clips(table):
         entry = table.get(SiteKey("grad", "", path, "grad"))
     given = table.get(SiteKey("grad", WITNESS, path, GIVEN))
-    if entry is None or entry.unobserved or given is None or given.unobserved or entry.apart:
-        return None
+    if entry is None or entry.unobserved or given is None or given.unobserved:
+        return
     others = (("micro", 1), (CARRIED, 0), (FLIPPED, 0))
     if any(SiteKey("grad", stage, path, "grad", call) in table for stage, call in others):
-        return None
-    if any(elements(part.summary)[EDITED] for part in given.parts):
-        return None
+        return
     u = UNIT_ROUNDOFF.get(entry.dtype)
-    left = np.asarray(entry.summary["sketch"] - np.sum([one["sketch"] for one in terms], axis=0))
-    sizes = [norm_of(one) for one in (entry.summary, *terms)]
-    if u is None or not np.isfinite(left).all() or not np.isfinite(sizes).all():
-        return None
+    if u is None or any(elements(part.summary)[EDITED] for part in given.parts):
+        return
+    whole = np.sum([one["sketch"] for one in terms], axis=0)
     additions = max(1, len(terms) - 1)
-    largest = max(_largest(one, size) for one, size in zip((entry.summary, *terms), sizes, strict=True))
-    return _Residual(
-        entry=entry, left=left, noise=float(np.median(np.abs(left))) / _SIGMA,
-        explained=u * max(sizes) * math.sqrt(additions / len(left)), lost=u * largest, additions=additions,
-    )  # fmt: skip
+    for ranks, summary in _copies(entry):
+        left = np.asarray(summary["sketch"] - whole)
+        sizes = [norm_of(one) for one in (summary, *terms)]
+        if not np.isfinite(left).all() or not np.isfinite(sizes).all():
+            continue
+        largest = max(_largest(one, size) for one, size in zip((summary, *terms), sizes, strict=True))
+        yield _Residual(
+            entry=entry, ranks=ranks, left=left, noise=float(np.median(np.abs(left))) / _SIGMA,
+            explained=u * max(sizes) * math.sqrt(additions / len(left)), lost=u * largest, additions=additions,
+        )  # fmt: skip
+
+
+def _copies(entry: MergedSite) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """A gradient, or each of several copies with the ranks that hold it; none of copies that are in parts."""
+    if not entry.apart:
+        yield (), entry.summary
+        return
+    by_rank = {part.rank: part for part in entry.parts}
+    if len({part.shard for part in entry.parts}) == 1 and all(ranks[0] in by_rank for ranks in entry.apart):
+        yield from ((tuple(ranks), by_rank[ranks[0]].summary) for ranks in entry.apart)
 
 
 def _largest(summary: Any, size: float) -> float:
