@@ -61,7 +61,7 @@ def test_a_misspelt_setting_is_named_and_the_nearest_one_suggested(tmp_path: Pat
     said = message(tmp_path, mlp(), evry=3, selct="*")
 
     assert said.startswith("2 problems in record(...); nothing was attached to the model.\n\n  record(evry=...)\n")
-    assert '"evry" is not a setting.\n    Did you mean "every"? Known: batch_axis, bounds, detail, ' in said
+    assert '"evry" is not a setting.\n    Did you mean "every"? Known: batch_axis, bounds, compact, ' in said
     assert 'Did you mean "select"?' in said
 
 
