@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import traindiff
+from traindiff.core.torch_compat.execution import beside_captures
 
 pytestmark = pytest.mark.gpu
 
@@ -62,6 +64,27 @@ def test_a_captured_step_is_replayed_with_the_same_bits_while_it_is_recorded(gpu
     assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
     recording = traindiff.open_recording(str(tmp_path / "run"))
     assert [bool(step.observations) for step in recording.steps(0)][:3] == [True] * 3
+
+
+def test_a_capture_is_not_spoilt_by_a_thread_that_waits_for_numbers(gpu: torch.device) -> None:
+    ended, waits = threading.Event(), [0]
+    event = torch.cuda.Event()
+    event.record()
+
+    def wait() -> None:
+        while not ended.is_set():
+            with beside_captures():
+                event.synchronize()
+            waits[0] += 1
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    try:
+        Captured(gpu).run()
+    finally:
+        ended.set()
+        waiting.join()
+    assert waits[0] > 100
 
 
 def test_graphed_callables_train_the_same_while_they_are_recorded(gpu: torch.device, tmp_path: Path) -> None:

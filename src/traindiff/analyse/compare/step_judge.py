@@ -173,7 +173,6 @@ class StepJudge:
         if key.phase == "param" and key.slot == "value" and not self._judge.judges_parameters:
             return None  # it follows from the parameter before the step and the update
         floor = self._floors.of(pair)
-        floor *= _ALL_NOISE if floor > 1.0 else 1.0
         if size > floor and self._floors.choices.at(pair) is not None:
             self._note_turned(pair)
             return None
@@ -346,6 +345,7 @@ class StepJudge:
         floor = self._judge.floor(pair, floor)
         # What follows from a divergence may be a constant factor. It is not bounded as strictly as noise, either.
         floor = _FURTHER * floor if undisturbed < floor else self._factor_floor(pair, size, floor)
+        floor *= _ALL_NOISE if floor > 1.0 else 1.0
         moved = moved if size <= floor else None
         shown = (size, floor) if moved is None else (moved.apart, moved.floor)
         self._judge.note(observed or pair, self._given.step, *shown, undisturbed)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -150,6 +152,37 @@ def is_capturing() -> bool:
     What a hook enqueues would be in the graph, and write where the replays find nothing of a recording any more.
     """
     return _HAS_CUDA and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+_RELAXED = 2
+
+
+@contextmanager
+def beside_captures() -> Iterator[None]:
+    """A context in which this thread may wait for a GPU, although another thread captures a CUDA graph.
+
+    By default a capture forbids every thread to ask whether work is done, and the one that asks spoils the capture:
+    the training would end there. The CUDA driver has a mode for each thread that allows it. torch has no name for it.
+    """
+    exchange = _exchange_capture_mode()
+    if exchange is None:
+        yield
+        return
+    mode = ctypes.c_int(_RELAXED)
+    exchange(ctypes.byref(mode))  # afterwards it holds the mode that this thread had
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+@cache
+def _exchange_capture_mode() -> Any:
+    """The driver's function, or None without a GPU of NVIDIA."""
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode if _HAS_CUDA else None
+    except (OSError, AttributeError):
+        return None
 
 
 def stream_number(device: torch.device) -> int | None:

@@ -19,7 +19,7 @@ from traindiff.core.kernels.reference import BLOCK, LANE_WEIGHTS
 from traindiff.core.kernels.torch_arrays import address
 from traindiff.core.shards import Shard
 from traindiff.core.summary import SUMMARY, Summaries
-from traindiff.core.torch_compat.execution import stream_number
+from traindiff.core.torch_compat.execution import beside_captures, stream_number
 
 
 def with_index(device: torch.device) -> torch.device:
@@ -123,7 +123,8 @@ class HostBuffer:
     def read(self, rows: int) -> Summaries:
         """The rows as summaries, once they have arrived. They are copied: the buffer is free again."""
         if self._on_gpu:
-            self._event.synchronize()
+            with beside_captures():  # on the thread that writes
+                self._event.synchronize()
         self._reader = None
         return np.array(self._memory[:rows].numpy()).view(SUMMARY).reshape(rows)
 
