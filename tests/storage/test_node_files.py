@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import struct
-import time
+import tempfile
 import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -102,12 +103,56 @@ def test_an_earlier_recording_is_replaced_only_if_asked_for(tmp_path: Path, usua
         run_on_ranks(record, 4, str(path), 2, {})
     run_on_ranks(record, 4, str(path), 2, {"overwrite": True})
     assert names(path) == ["node-00000.frames", "node-00001.frames", "run.json"]
-    time.sleep(3.0)  # the processes end
     with pytest.raises(RanksError, match="already"):
         run_on_ranks(record, 4, str(path), 4, {})
     run_on_ranks(record, 4, str(path), 4, {"overwrite": True})
     assert names(path) == ["node-00000.frames", "run.json"]
     assert traindiff.compare(usual, path).verdict == "identical"
+
+
+def record_again(path: str) -> None:
+    """A recording that is moved away, and others in its place, at once."""
+    as_torchrun(2)
+    train(path, in_ddp, per_node=True)
+    distributed.barrier()
+    if distributed.get_rank() == 0:
+        Path(path).rename(f"{path}-moved")
+    distributed.barrier()
+    train(path, in_ddp, per_node=True, steps=2)
+    distributed.barrier()
+    train(path, in_ddp, per_node=True, steps=5, overwrite=True)
+
+
+def test_recordings_that_follow_at_once_have_files_of_their_own(tmp_path: Path, usual: Path) -> None:
+    run_on_ranks(record_again, 2, str(tmp_path / "run"))
+
+    assert traindiff.compare(usual, tmp_path / "run-moved").verdict in ("identical", "equivalent")
+    recording = open_recording(str(tmp_path / "run"))
+    assert {recording.status(rank).ending for rank in recording.ranks} == {"closed"}
+    assert [len([one for one in recording.steps(rank) if one.observations]) for rank in (0, 1)] == [5, 5]
+
+
+def test_a_recording_that_goes_on_is_not_replaced(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer, per_node=True):
+        for per_node in (True, False):
+            with pytest.raises(ConfigError, match=r"is being (recorded at the moment|written)"):
+                traindiff.record(tmp_path / "run", nn.Linear(2, 2), overwrite=True, per_node=per_node)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    assert open_recording(str(tmp_path / "run")).status(0).ending == "closed"
+
+
+def test_a_long_path_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with traindiff.record(tmp_path / "run", nn.Linear(2, 2), per_node=True):
+        pass
+
+    assert names(tmp_path / "run") == ["node-00000.frames", "run.json"]
 
 
 def train_over(path: str) -> None:
@@ -156,6 +201,7 @@ HOSTILE: dict[str, bytes] = {
     "/etc/passwd": framed(b"/etc/passwd"),
     "run.json": framed(b"run.json", b"{}"),
     "rank-00000/a": framed(b"rank-00000/a\x00b"),
+    "a frame has the name 'rank-00000/b'": framed(b"rank-00000/b"),
 }
 
 

@@ -196,7 +196,8 @@ def make_room(
     with ExitStack() as locks:
         if isinstance(file_system, LocalFiles):
             for name in stale:  # nobody else may take one over before it is removed
-                locks.callback(_take_over(posixpath.join(root, name), path=path).release)
+                held = name if NODE.fullmatch(name) else posixpath.join(name, DATA)
+                locks.callback(_take_over(posixpath.join(root, held), path=path).release)
         # Other ranks of this run may have been faster, so their directories are no reason to refuse.
         if not overwrite and (mine in names or (leads and ("run.json" in names or beyond))):
             raise unusable(
@@ -222,14 +223,14 @@ def _other_things(file_system: Any, root: str, names: set[str], *, ranks: set[st
     return other
 
 
-def _take_over(directory: str, *, path: str) -> RecordingLock:
-    """The lock of an earlier recording's rank."""
-    lock = RecordingLock(posixpath.join(directory, DATA))
+def _take_over(file: str, *, path: str) -> RecordingLock:
+    """The lock of an earlier recording: of a rank's stream, or of the file of a node."""
+    lock = RecordingLock(file)
     if lock.is_taken:
+        name = posixpath.basename(file if NODE.fullmatch(posixpath.basename(file)) else posixpath.dirname(file))
         raise unusable(
             path,
-            what=f"is being recorded at the moment ({posixpath.basename(directory)}), by this process or by another "
-            "one.",
+            what=f"is being recorded at the moment ({name}), by this process or by another one.",
             fix="Give another path, or end that recording first: call its close(), or end its process.",
         )
     return lock

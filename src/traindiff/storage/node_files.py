@@ -17,15 +17,23 @@ from traindiff.core.site import printable
 from traindiff.core.untrusted.demands import damaged
 from traindiff.core.untrusted.folder import Folder
 from traindiff.core.untrusted.local_files import LocalFiles
+from traindiff.storage.gap import GAP_FILE
 from traindiff.storage.location import NODE
 
 _HEAD = struct.Struct("<4sHQ")
 _CHECK = struct.Struct("<I")
 _MAGIC = b"TDN1"
-_NAME = re.compile(rb"rank-\d{5,18}(/[A-Za-z0-9._%~\-]{1,200}){1,3}", re.ASCII)
+_NAME = re.compile(
+    rb"rank-\d{5,18}/(rank\.json|GAP|observations-\d{15}-\d{10}\.segment|tensors(/[A-Za-z0-9._%~\-]{1,200}){2})".replace(
+        b"GAP", re.escape(GAP_FILE.encode())
+    ),
+    re.ASCII,
+)
+"""Names of the files of ranks."""
+
 _MOST_NAME_BYTES = 512
 _MOST_HEAD_BYTES = _HEAD.size + _MOST_NAME_BYTES + _CHECK.size
-_MOST_FRAMES = 1 << 22
+_MOST_FRAMES = 1 << 20
 _AT_ONCE = 1 << 16
 
 

@@ -17,9 +17,11 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from traindiff.storage.location import RecordingLock, node_name, segment_name
@@ -32,6 +34,11 @@ START_SECONDS = 60.0
 IDLE_SECONDS = 2.0
 """How long it stays after the last rank has gone."""
 
+_LONGEST_DIRECTORY = 60
+"""Characters of the directory of sockets: their paths have 107 at most."""
+
+_begun: Counter[str] = Counter()  # recordings of this process, by file
+_connections: weakref.WeakSet[NodeConnection] = weakref.WeakSet()
 _COUNT = struct.Struct("<I")
 _SIZES = struct.Struct("<HQ")
 _PROGRAM = "import sys; from traindiff.storage.node_writer import main; main(*sys.argv[1:])"
@@ -54,12 +61,22 @@ def num_nodes(world_size: int) -> int:
 
 
 def _socket_path(file: str) -> str:
-    """Where the process of a node listens: a path of this user, for this file."""
-    directory = Path(tempfile.gettempdir(), f"traindiff-{os.getuid()}")
+    """Where the process of a node listens: a path of this user, for one recording in this file.
+
+    The ranks of a node have one parent, which starts them, and begin their recordings in the same order.
+    """
+    file = os.path.realpath(file)
+    _begun[file] += 1
+    is_alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == "1" and not os.environ.get("SLURM_NODEID")
+    said = f"{file} {os.getpid() if is_alone else os.getppid()} {_begun[file]}"
+    name = f"traindiff-{os.getuid()}"
+    directory = Path(tempfile.gettempdir(), name)
+    if len(str(directory)) > _LONGEST_DIRECTORY:
+        directory = Path("/tmp", name)
     directory.mkdir(mode=0o700, exist_ok=True)
     if directory.lstat().st_uid != os.getuid() or directory.is_symlink():
         raise OSError(errno.EPERM, f"{directory} belongs to somebody else")
-    return str(directory / hashlib.sha256(os.path.realpath(file).encode()).hexdigest()[:24])
+    return str(directory / hashlib.sha256(said.encode()).hexdigest()[:24])
 
 
 class NodeConnection:
@@ -83,8 +100,10 @@ class NodeConnection:
             lock = locked.enter_context(Path(f"{path}.lock").open("w"))
             _lock(lock.fileno())
             self._socket = _connected(path) or _started(path, file, overwrite=overwrite)
+        _connections.add(self)
+        _close_in_forks()
         name = rank.encode()
-        if message := self._told(_SIZES.pack(len(name), overwrite) + name):
+        if message := self._told(_SIZES.pack(len(name), 0) + name):
             self.close()
             raise FileExistsError(errno.EEXIST, message)
 
@@ -114,6 +133,17 @@ class NodeConnection:
     def close(self) -> None:
         """End the connection. The process ends after the last one."""
         self._socket.close()
+
+
+@cache
+def _close_in_forks() -> None:
+    """Make forks of this process close their copies of connections, so that no data-loader worker keeps one open."""
+    os.register_at_fork(after_in_child=_close_all)
+
+
+def _close_all() -> None:
+    for connection in list(_connections):
+        connection.close()
 
 
 def _lock(descriptor: int) -> None:
@@ -242,10 +272,13 @@ class _Server:
 
     Args:
         file: The open file.
+        path: Its path.
     """
 
-    def __init__(self, file: UnbufferedFile) -> None:
+    def __init__(self, file: UnbufferedFile, path: str) -> None:
         self._file = file
+        self._path = path
+        self._lock: RecordingLock | None = None
         self._one = threading.Lock()
         self._connections = 0
         self._ranks: set[bytes] = set()
@@ -261,6 +294,7 @@ class _Server:
                 continue
             with self._one:
                 self._connections += 1
+                self._keep()
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
@@ -274,15 +308,21 @@ class _Server:
             with self._one:
                 self._connections -= 1
                 self._gone = time.monotonic() + IDLE_SECONDS
+                self._keep()
+
+    def _keep(self) -> None:
+        """Hold the lock of the file while there are ranks: after that, another recording may take its place."""
+        if self._connections and self._lock is None:
+            self._lock = RecordingLock(self._path)
+        elif not self._connections and self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def _begin(self, connection: socket.socket) -> str:
         """Take in a rank; the answer is empty, or says why it cannot be."""
-        length, overwrite = _SIZES.unpack(_received(connection, _SIZES.size))
+        length, _ = _SIZES.unpack(_received(connection, _SIZES.size))
         rank = _received(connection, length)
         with self._one:
-            if rank in self._ranks and self._connections == 1 and overwrite:
-                self._file.truncate(0)
-                self._ranks.clear()
             if rank in self._ranks:
                 return f"{rank.decode()} is recorded there by another process, or was"
             self._ranks.add(rank)
@@ -326,12 +366,10 @@ def _answer(message: str) -> bytes:
 def main(path: str, file: str) -> None:
     """Listen at a path, and write to a new file."""
     with ExitStack() as undo:
-        frames = undo.enter_context(UnbufferedFile(file, "xb"))
-        lock = RecordingLock(file)
-        undo.callback(lock.release)
         listening = undo.enter_context(socket.socket(socket.AF_UNIX))
         listening.bind(path)
+        frames = undo.enter_context(UnbufferedFile(file, "xb"))
         for one in (path, f"{path}.lock"):
             undo.callback(partial(Path(one).unlink, missing_ok=True))
         listening.listen(64)
-        _Server(frames).run(listening)
+        _Server(frames, file).run(listening)
