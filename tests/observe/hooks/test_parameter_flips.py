@@ -146,6 +146,18 @@ def state_decayed(training: Training) -> None:
         state["exp_avg"].data.mul_(0.5)
 
 
+def of_one_element_in_each_step(training: Training) -> None:
+    """One bit is another, again and again."""
+    if training.moment == BETWEEN_STEPS and training.step:
+        training.weight.data[0, 0] *= 2.0
+
+
+def a_column_at_once(training: Training) -> None:
+    """Many elements, whose bits add up to one."""
+    if (training.step, training.moment) == (2, BETWEEN_STEPS):
+        training.weight.data[:, 5] *= 0.5
+
+
 def nothing(training: Training) -> None:
     pass
 
@@ -159,6 +171,8 @@ def nothing(training: Training) -> None:
         clamped_through_data,
         averaged_for_a_moment,
         state_decayed,
+        of_one_element_in_each_step,
+        a_column_at_once,
         nothing,
     ],
 )

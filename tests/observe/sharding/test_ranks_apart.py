@@ -65,7 +65,13 @@ def every(count: int, *, until: int = STEPS, but: str = "nothing") -> Callable[[
     return average
 
 
+def reduced_at_first(step: int, model: nn.Module) -> None:
+    """Nothing: gradients are reduced before, see `train`; parameters are averaged in each third step."""
+    every(3)(step, model)
+
+
 AVERAGES = {
+    "gradients at first": reduced_at_first,
     "never": never, "in every step": every(1), "in every third step": every(3), "but one": every(2, but="last.weight"),
     "in the first steps only": every(2, until=4),
 }  # fmt: skip
@@ -81,6 +87,10 @@ def train(path: str, wrap: Callable[[Net], nn.Module], averages: str) -> None:
             inputs = torch.randn(8, 8, generator=data)
             optimizer.zero_grad()
             (model(inputs) - inputs[:, :2]).square().mean().backward()
+            for parameter in model.parameters() if averages == "gradients at first" and step < 2 else ():
+                assert parameter.grad is not None
+                distributed.all_reduce(parameter.grad)
+                parameter.grad /= distributed.get_world_size()
             optimizer.step()
             AVERAGES[averages](step, model)
 
@@ -106,7 +116,7 @@ def test_parameters_that_the_training_averages_are_a_note(
 @pytest.mark.parametrize(("averages", "paths", "step"), [
     ("never", EVERYTHING, 0),
     ("but one", {"last.weight"}, 0),
-    ("in the first steps only", EVERYTHING, 4),
+    ("gradients at first", EVERYTHING, 2), ("in the first steps only", EVERYTHING, 4),
 ])  # fmt: skip
 def test_parameters_that_stay_apart_are_findings(tmp_path: Path, averages: str, paths: set[str], step: int) -> None:
     verdict = checked(tmp_path / "run", plain, averages)

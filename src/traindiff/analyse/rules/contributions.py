@@ -166,9 +166,10 @@ class ElementsAddUp(Rule):
 
     The sketch of a sum is the sum of the sketches but for rounding. A sketch has 64 numbers, and each element counts in
     one of them. So an element that changed in a reduction, or in memory, stands out in one number, even by less than
-    the rounding of the whole gradient. It must be twelve times the usual difference of the 64 numbers, and
-    four times what rounding the largest element could lose in each addition. Gradients that the training wrote to
-    or clipped are not judged, nor are steps in which sums are rounded by more than the gradients' dtype.
+    the rounding of the whole gradient. It must be twelve times the usual difference of the 64 numbers, and four times
+    what rounding the largest element could lose in each addition. Gradients that the training wrote to after the last
+    backward pass, in this step or before, or clipped, are not judged, nor are steps in which sums are rounded by more
+    than the gradients' dtype.
 
     It needs `record(observe=[..., "grad.micro", "witness"])`: the witness tells which gradients were written to.
     """
@@ -182,11 +183,21 @@ class ElementsAddUp(Rule):
         """True if a step has something that it judges."""
         return {"micro", WITNESS} <= contents.stages
 
+    def begin(self) -> None:
+        """No gradient was written to so far."""
+        self._edited: set[str] = set()  # gradients that the training wrote to, in some step so far
+
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """Findings of a step: one for each gradient."""
+        self._edited |= {
+            key.path
+            for key, entry in table.items()
+            if (key.phase, key.stage, key.slot) == ("grad", WITNESS, GIVEN) and not entry.unobserved
+            and any(elements(part.summary)[EDITED] for part in entry.parts)
+        }  # fmt: skip
         if self.facts.has_hook or may_be_left_out(table):
             return
-        found = contributions(table).items()
+        found = [one for one in contributions(table).items() if one[0] not in self._edited]
         sums = [one for path, terms in found for one in _residuals(table, path, [*terms.values()])]
         if any(one.noise > _UNUSUAL * one.explained for one in sums):
             return
@@ -246,7 +257,7 @@ def _residuals(table: StepTable, path: str, terms: Sequence[Any]) -> Iterator[_R
     if any(SiteKey("grad", stage, path, "grad", call) in table for stage, call in others):
         return
     u = UNIT_ROUNDOFF.get(entry.dtype)
-    if u is None or any(elements(part.summary)[EDITED] for part in given.parts):
+    if u is None:
         return
     whole = np.sum([one["sketch"] for one in terms], axis=0)
     additions = max(1, len(terms) - 1)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+from numpy.typing import NDArray
+
 from traindiff.analyse.findings import Finding, ranks_text
 from traindiff.analyse.merge.placed_parts import ranks_of
-from traindiff.analyse.merge.site import MergedSite, StepTable, finding_at, only_rank, ranks_in
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at, only_rank, ranks_in
 from traindiff.analyse.rules.rule import Contents, Rule
 from traindiff.core.observation import EDITED, FLIPPED, REPEATED, WITNESS
 from traindiff.core.summary import number
@@ -20,8 +23,11 @@ class TensorsKeepTheirBits(Rule):
     and looked at before the next one reads or changes them. (Parameters are also looked at before the next forward
     pass, without the witness, too.) With `observe="products"`, so is what operators return and read, forward and
     backward. This needs a tensor on the CPU with at least 16 elements that are not 0. torch counts writes, except those
-    through `.data`; these change more than one bit. If a training writes to gradients so, or to parameters or a state,
-    no more is said of these.
+    through `.data`. If a training writes to gradients so, they are no longer looked at.
+
+    A bit of a parameter, or of a state, is a warning at the end of the run, since a single write through `.data` may
+    change just one bit of one element. If there is a second one in the run, or a wider change that torch did not count,
+    the training writes so itself, and nothing is said.
 
     With `observe="products"`, each product on the CPU also runs a second time. If one element differs, and no other,
     by at least 16 roundings, it runs a third time, which must repeat the second one to the bit.
@@ -36,8 +42,42 @@ class TensorsKeepTheirBits(Rule):
         """True if a step has something that it judges."""
         return bool(contents.products) or not contents.stages.isdisjoint((WITNESS, FLIPPED))
 
+    def begin(self) -> None:
+        """Nothing was seen so far."""
+        self._perhaps: dict[str, list[Finding]] = {}  # by what it is about: parameters, or a slot of the state
+        self._written: set[str] = set()  # the same: the training writes to these in ways that torch does not count
+        self._left: dict[SiteKey, NDArray[np.float64]] = {}  # sketches of parameters and states after the latest step
+
+    def is_warning(self, finding: Finding) -> bool:
+        """True of what the training may have written itself."""
+        return finding.phase in _OF_OPTIMIZERS
+
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """Findings of a step: one for each tensor."""
+        for finding in self._found(table, step=step):
+            if finding.phase in _OF_OPTIMIZERS:
+                self._perhaps.setdefault(finding.slot, []).append(finding)
+            else:
+                yield finding
+        self._written |= {key.slot for key in table if key.stage == EDITED and not self._is_of_one_element(table, key)}
+        for key, entry in table.items():
+            if key.phase in _OF_OPTIMIZERS and not key.stage and not key.group and not entry.unobserved:
+                self._left[key] = np.array(entry.summary["sketch"])  # a copy
+
+    def end(self) -> Iterator[Finding]:
+        """Bits of parameters and states, of which there is one in the run, and no wider change."""
+        for slot, found in self._perhaps.items():
+            if len(found) == 1 and slot not in self._written:
+                yield found[0]
+
+    def _is_of_one_element(self, table: StepTable, edited: SiteKey) -> bool:
+        """True if one number of the sketch alone is another than the latest step left, and a bit is known."""
+        left, entry = self._left.get(edited._replace(stage="")), table[edited]
+        if edited._replace(stage=FLIPPED) not in table or entry.unobserved:
+            return False
+        return left is None or np.count_nonzero(left != entry.summary["sketch"]) == 1
+
+    def _found(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         for key, entry in table.items():
             if key.stage != FLIPPED or entry.unobserved or not entry.parts:
                 continue
@@ -54,8 +94,12 @@ class TensorsKeepTheirBits(Rule):
             yield finding_at(
                 entry, step=step, kind=self.name, rank=only_rank(entry) if where else None,
                 micro_step=entry.parts[0].micro_step, evidence={"bit": bit},
-                message=f"{what} Is the hardware sound?",
+                message=f"{what} {_ASKED if key.phase in _OF_OPTIMIZERS else 'Is the hardware sound?'}",
             )  # fmt: skip
+
+
+_OF_OPTIMIZERS = ("param", "optimizer")
+_ASKED = "Is the hardware sound, or did the training write to this element through .data?"
 
 
 def _tensor(entry: MergedSite) -> str:

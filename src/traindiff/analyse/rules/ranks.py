@@ -137,8 +137,9 @@ class CopiesAgree(Rule):
 
     Parameters that DistributedDataParallel was told to ignore are each rank's own. If nothing is known that reduces
     gradients in every step (several ranks by hand, or a communication hook), a training may let ranks train apart, and
-    average their parameters now and then (local SGD). So these findings wait for the next time that the parameters are
-    equal on all ranks; if that happens again and again, they are a note.
+    average their parameters now and then (local SGD). So these findings wait until the parameters are equal on all
+    ranks again; if that happens, they are a note. It is none if the gradients of any parameter are the same on all
+    ranks.
     """
 
     name = "ranks-disagree"

@@ -10,8 +10,12 @@ from traindiff.analyse.merge.placed_parts import ranks_of
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, ranks_in
 from traindiff.analyse.rules.rule import RunFacts
 from traindiff.core.observation import BEFORE, BY_HAND, EDITED
+from traindiff.core.summary import norm_of
 
-_MOST_STEPS = 100
+_GROWS = 2.0
+"""How much longer than all before the last stretch of a run may be: some trainings average at growing distances."""
+
+_MOST_STEPS = 1000
 """Steps for which a finding waits for the first time that ranks become equal again."""
 
 
@@ -63,13 +67,23 @@ class RanksApart:
         self._by_path: dict[str, _Apart] = {}
         self._may_average = facts.engine == BY_HAND or facts.has_hook
         self._parameters = facts.parameters
+        self._reduced = False  # gradients are the same on all ranks, or were
 
     def look(self, table: StepTable, *, step: int) -> None:
-        """Note the parameters that a step finds to be the same on all ranks, though its optimizer left them apart."""
+        """Note the parameters that a step finds to be the same on all ranks, though its optimizer left them apart.
+
+        And whether ranks reduce gradients: then none is apart on purpose.
+        """
+        if self._may_average and not self._reduced:
+            self._reduced = any(
+                key[:2] == ("grad", "") and not (entry.apart or entry.unobserved) and _is_on_all(entry, table)
+                and len(ranks_of(entry.parts)) > 1 and norm_of(entry.summary) > 0.0
+                for key, entry in table.items()
+            )  # fmt: skip
         for path, one in self._by_path.items():
             if one.since < 0 or one.told:
                 continue
-            for stage in (BEFORE, EDITED):
+            for stage in (BEFORE, EDITED, ""):  # a step may leave a parameter as it was
                 entry = table.get(SiteKey("param", stage, path, "value"))
                 if entry is not None and not (entry.apart or entry.unobserved) and _is_on_all(entry, table):
                     one.meet(step)
@@ -77,7 +91,7 @@ class RanksApart:
 
     def hold(self, finding: Finding) -> Iterator[Finding]:
         """Keep a finding about a parameter; yields it, and those before, if they waited for too long, or need not."""
-        if not self._may_average or finding.path not in self._parameters:
+        if not self._may_average or self._reduced or finding.path not in self._parameters:
             yield finding
             return
         one = self._by_path.setdefault(finding.path, _Apart())
@@ -94,16 +108,20 @@ class RanksApart:
     def left(self) -> Iterator[Finding]:
         """The findings about parameters that stayed apart for longer than they did before, to the end of the run."""
         for one in self._by_path.values():
-            if one.since >= 0 and one.latest + 1 - one.since > one.longest:
+            if self._stays_apart(one):
                 yield from one.findings
+
+    def _stays_apart(self, one: _Apart) -> bool:
+        return one.since >= 0 and (self._reduced or one.latest + 1 - one.since > _GROWS * one.longest)
 
     def notes(self) -> Iterator[str]:
         """That ranks train apart, and become equal again."""
-        met = [one for one in self._by_path.values() if one.met]
+        met = [one for one in self._by_path.values() if one.met and not one.told and not self._stays_apart(one)]
         if met:
             most = max(met, key=lambda one: one.met)
+            what = "1 parameter" if len(met) == 1 else f"{len(met)} parameters"
             times = "once" if most.met == 1 else f"{most.met} times"
             yield (
-                f"Ranks train apart, and the training makes {len(met)} parameters equal on all ranks again, {times}, "
-                f"first before step {most.first} (local SGD). Between these times, their copies were not compared."
+                f"Ranks train apart, and the training makes {what} equal on all ranks again, {times}, first before "
+                f"step {most.first} (local SGD). Between these times, their copies were not compared."
             )

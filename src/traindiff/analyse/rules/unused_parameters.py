@@ -105,6 +105,20 @@ class _Without:
         return f"is 0 in every element in {self.num_zero} of {self.num_steps} steps{others}"
 
 
+_REPLACED = (
+    "The optimizer holds it, and the recorded model does not: was a module replaced, or the model copied, after the "
+    "optimizer was made?"
+)
+_NEVER = (
+    "Look for detach(), no_grad(), zero_grad() before the step, and results that the loss does not use; if it is "
+    "meant, requires_grad=False says so."
+)
+_ENDED = (
+    "Did a phase of the training end there, or was the parameter frozen? If not, look for detach(), no_grad(), "
+    "zero_grad() before the step, and results that the loss does not use any more."
+)
+
+
 @dataclass(slots=True, kw_only=True)
 class _Given:
     """A parameter that had a gradient.
@@ -129,7 +143,7 @@ class GradientsArrive(Rule):
 
     It also warns if a parameter had gradients in several steps, and then has none until the end of the run, although
     other parameters have. Some trainings use a parameter now and then, so this rest must be more than twice as long as
-    any earlier one. A training that freezes a parameter sets requires_grad to False, and is not meant.
+    any earlier one. A parameter whose requires_grad is False, and that has no gradient, is not warned of.
     """
 
     name = "no-gradient"
@@ -185,13 +199,8 @@ class GradientsArrive(Rule):
                 continue
             if one.num_steps < least:
                 continue
-            hint = (
-                "The optimizer holds it, and the recorded model does not: was a module replaced, or the model copied, "
-                "after the optimizer was made?"
-                if path.partition(".groups[")[0] in self.facts.optimizers and path not in self.facts.parameters
-                else "Look for detach(), no_grad(), zero_grad() before the step, and results that the loss does not "
-                "use; if it is meant, requires_grad=False says so."
-            )
+            is_replaced = path.partition(".groups[")[0] in self.facts.optimizers and path not in self.facts.parameters
+            hint = _ENDED if given is not None else _REPLACED if is_replaced else _NEVER
             message = (
                 f"{path} gets no gradient: it {one.what}."
                 if given is None

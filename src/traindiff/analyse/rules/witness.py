@@ -71,6 +71,7 @@ class GradientsFollow(Rule):
         self._apart = RanksApart(self.facts)
         self._perhaps: list[Finding] = []  # of gradients that the training wrote to
         self._all_changed: set[str] = set()  # gradients that it changed together with all others
+        self._edited: set[str] = set()  # gradients that the training wrote to, in some step so far
         self._alone: set[str] = set()  # gradients that are the only ones of their optimizer
         self._checked: set[str] = set()
         self._contributed: set[str] = set()
@@ -92,6 +93,7 @@ class GradientsFollow(Rule):
             for ranks, given in one.given
             if rms(given - one.expected) > limit * one.allowed
         ]
+        self._edited.update(one.entry.key.path for one in found if one.edited)
         for one in found:
             self._before[one.entry.key.path] = step, Before.of(one)
         right = {one.entry.key.path for one in found} - {one.one.entry.key.path for one in wrong} - told
@@ -176,7 +178,11 @@ class GradientsFollow(Rule):
 
         What came out is no contribution that is lost, late or there twice.
         """
-        if not one.edited or len(one.given) != 1 or (cause is not None and cause.name != "factor"):
+        if (
+            one.entry.key.path not in self._edited
+            or len(one.given) != 1
+            or (cause is not None and cause.name != "factor")
+        ):
             return False  # ranks that should hold the same do not, or it is no such change
         return one.entry.key.path not in self._right or (cause is not None and 0.0 < cause.factor < 1.0)
 

@@ -373,6 +373,8 @@ def _unprepared(optimizer: Any) -> Any:
 
     The wrappers derive from torch's class and have none of its hooks, or share them. Imports none of the libraries.
     """
+    if type(optimizer).__name__ == "PostLocalSGDOptimizer":  # of torch; it has none of the hooks of its class
+        return getattr(optimizer, "optim", optimizer)
     if type(optimizer).__module__.partition(".")[0] not in ("accelerate", "lightning", "pytorch_lightning"):
         return optimizer
     inner = getattr(optimizer, "optimizer", None)
