@@ -218,7 +218,11 @@ def _clipped_one_by_one(trained: Any, step: int) -> None:
             one.grad.mul_(0.05 / norm)
 
 
-@pytest.mark.parametrize("change", [_masked, _clipped_one_by_one])
+def _masked_uncounted(trained: Any, _: int) -> None:
+    trained[2].weight.grad.data[0, 0] = 0.0
+
+
+@pytest.mark.parametrize("change", [_masked, _masked_uncounted, _clipped_one_by_one])
 def test_some_gradients_that_the_training_always_writes_to_or_makes_smaller_are_warnings(
     tmp_path: Path, change: Change
 ) -> None:

@@ -54,7 +54,9 @@ class OptimizersAloneChangeParameters(Rule):
 
     def _is_known(self, table: StepTable, entry: MergedSite) -> bool:
         """True if there is another reason for a change: a bit that flipped (rule `bit-flip`), or rounding."""
-        return entry.key._replace(stage=FLIPPED) in table or self._is_rounding(entry)
+        before = self._left.get((entry.key.path, entry.key.slot))
+        may_be_one = before is None or np.count_nonzero(before["sketch"] != entry.summary["sketch"]) == 1
+        return (entry.key._replace(stage=FLIPPED) in table and may_be_one) or self._is_rounding(entry)
 
     def _is_rounding(self, entry: MergedSite) -> bool:
         """True if a parameter is as the latest step left it but for rounding; False if that is not known."""

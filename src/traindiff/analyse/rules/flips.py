@@ -89,7 +89,7 @@ class TensorsKeepTheirBits(Rule):
                 ", which gives the same bits twice."
                 if bit is None
                 else f"Bit {bit} of one element of {_tensor(entry)} changed in memory{where}, "
-                f"{_when(table, entry)}. Nothing wrote to it."
+                f"{_when(table, entry)}. {_unwritten(entry)}."
             )
             yield finding_at(
                 entry, step=step, kind=self.name, rank=only_rank(entry) if where else None,
@@ -111,6 +111,10 @@ def _tensor(entry: MergedSite) -> str:
         case "optimizer":
             return f"the optimizer's {entry.key.slot}"
     return f"what {entry.key.path} {'returned' if entry.key.slot == 'output' else 'was given'}"
+
+
+def _unwritten(entry: MergedSite) -> str:
+    return "torch counted no write to it" if entry.key.phase in _OF_OPTIMIZERS else "Nothing wrote to it"
 
 
 def _when(table: StepTable, entry: MergedSite) -> str:
