@@ -136,3 +136,28 @@ def test_parameters_that_the_engine_ignores_are_a_note(tmp_path: Path) -> None:
         )
         for note in verdict.notes
     )
+
+
+def by_torch(path: str) -> None:
+    """torch's own optimizer for it, which has none of the hooks of its class."""
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer  # importing it warns
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net())
+    optimizer: Any = PostLocalSGDOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05), PeriodicModelAverager(period=2, warmup_steps=0)
+    )
+    data = torch.Generator().manual_seed(distributed.get_rank())
+    with traindiff.record(path, model, optimizer, strict=True):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 8, generator=data)).square().mean().backward()
+            optimizer.step()
+
+
+def test_the_optimizer_of_torch_that_averages_is_recorded(tmp_path: Path) -> None:
+    run_on_ranks(by_torch, 2, str(tmp_path / "run"))
+
+    verdict = traindiff.check(tmp_path / "run")
+    assert (verdict.verdict, verdict.to_json()["steps"][-1]) == ("healthy", 2)
