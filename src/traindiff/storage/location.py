@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Collection
 from contextlib import ExitStack
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 from traindiff.core.untrusted.local_files import LocalFiles, local_path
 from traindiff.errors import ConfigError, Problem
@@ -263,11 +263,10 @@ class RecordingLock:
     def __init__(self, path: str) -> None:
         self.is_taken = False
         self._fd = -1
-        _LOCKS.add(self)
         try:
             import fcntl  # missing on Windows, where recordings are compared too
 
-            _release_in_forks()
+            release_in_forks(self)
             self._fd = os.open(path, os.O_RDWR)
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -282,21 +281,33 @@ class RecordingLock:
     def release(self) -> None:
         """Release the lock. Later calls do nothing."""
         fd, self._fd = self._fd, -1
-        _LOCKS.discard(self)
+        _HELD.discard(self)
         if fd >= 0:
             os.close(fd)
 
 
-_LOCKS: weakref.WeakSet[RecordingLock] = weakref.WeakSet()
-"""The locks of this process, for its forks."""
+class Held(Protocol):
+    """Something of this process that its forks must not keep."""
+
+    def release(self) -> None:
+        """Let go of it."""
+
+
+_HELD: weakref.WeakSet[Held] = weakref.WeakSet()
+"""What this process holds, for its forks."""
+
+
+def release_in_forks(held: Held) -> None:
+    """Make forks of this process release something, so that no data-loader worker keeps it."""
+    _HELD.add(held)
+    _ask_forks()
 
 
 @cache
-def _release_in_forks() -> None:
-    """Make forks of this process release its locks, so that no data-loader worker keeps one."""
+def _ask_forks() -> None:
     os.register_at_fork(after_in_child=_release_all)
 
 
 def _release_all() -> None:
-    for lock in list(_LOCKS):
-        lock.release()
+    for held in list(_HELD):
+        held.release()

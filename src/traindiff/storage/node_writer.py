@@ -17,14 +17,12 @@ import sys
 import tempfile
 import threading
 import time
-import weakref
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
-from traindiff.storage.location import RecordingLock, node_name, segment_name
+from traindiff.storage.location import RecordingLock, node_name, release_in_forks, segment_name
 from traindiff.storage.node_files import NodeFiles, frame
 from traindiff.storage.written_files import Lost, UnbufferedFile, WrittenFiles, write_all
 
@@ -38,7 +36,6 @@ _LONGEST_DIRECTORY = 60
 """Characters of the directory of sockets: their paths have 107 at most."""
 
 _begun: Counter[str] = Counter()  # recordings of this process, by file
-_connections: weakref.WeakSet[NodeConnection] = weakref.WeakSet()
 _COUNT = struct.Struct("<I")
 _SIZES = struct.Struct("<HQ")
 _PROGRAM = "import sys; from traindiff.storage.node_writer import main; main(*sys.argv[1:])"
@@ -50,14 +47,18 @@ def node_number(rank: int) -> int:
     for name in ("GROUP_RANK", "SLURM_NODEID"):
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])
-    size = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return rank // max(1, int(size) if size.isdigit() else 1)
+    return rank // _ranks_here()
 
 
 def num_nodes(world_size: int) -> int:
     """The number of nodes of so many ranks; that of the ranks without a launcher."""
+    return -(-world_size // _ranks_here())
+
+
+def _ranks_here() -> int:
+    """The number of ranks of this node, as the launcher says it; 1 without one."""
     size = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return -(-world_size // max(1, int(size) if size.isdigit() else 1))
+    return max(1, int(size) if size.isdigit() else 1)
 
 
 def _socket_path(file: str) -> str:
@@ -67,7 +68,7 @@ def _socket_path(file: str) -> str:
     """
     file = os.path.realpath(file)
     _begun[file] += 1
-    is_alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == "1" and not os.environ.get("SLURM_NODEID")
+    is_alone = _ranks_here() == 1 and not os.environ.get("SLURM_NODEID")
     said = f"{file} {os.getpid() if is_alone else os.getppid()} {_begun[file]}"
     name = f"traindiff-{os.getuid()}"
     directory = Path(tempfile.gettempdir(), name)
@@ -100,24 +101,20 @@ class NodeConnection:
             lock = locked.enter_context(Path(f"{path}.lock").open("w"))
             _lock(lock.fileno())
             self._socket = _connected(path) or _started(path, file, overwrite=overwrite)
-        _connections.add(self)
-        _close_in_forks()
+        release_in_forks(self)
         name = rank.encode()
-        if message := self._told(_SIZES.pack(len(name), 0) + name):
-            self.close()
+        if message := self._told(_COUNT.pack(len(name)) + name):
+            self.release()
             raise FileExistsError(errno.EEXIST, message)
 
-    def put_files(self, files: Mapping[str, bytes]) -> None:
-        """Have files written, and wait until the file system has taken them.
+    def put(self, path: str, content: bytes) -> None:
+        """Have a file written, and wait until the file system has taken it.
 
         Raises:
-            OSError: They could not be written, or the process has ended.
+            OSError: It could not be written, or the process has ended.
         """
-        named = {posixpath.relpath(path, self._root).encode(): content for path, content in files.items()}
-        parts = [_COUNT.pack(len(named))]
-        for name, content in named.items():
-            parts += [_SIZES.pack(len(name), len(content)) + name, content]
-        if message := self._told(*parts):
+        name = posixpath.relpath(path, self._root).encode()
+        if message := self._told(_SIZES.pack(len(name), len(content)) + name, content):
             raise OSError(errno.EIO, message)
 
     def _told(self, *parts: bytes) -> str:
@@ -130,20 +127,9 @@ class NodeConnection:
         except OSError as error:
             raise OSError(errno.EPIPE, "the process that writes for this node has ended") from error
 
-    def close(self) -> None:
+    def release(self) -> None:
         """End the connection. The process ends after the last one."""
         self._socket.close()
-
-
-@cache
-def _close_in_forks() -> None:
-    """Make forks of this process close their copies of connections, so that no data-loader worker keeps one open."""
-    os.register_at_fork(after_in_child=_close_all)
-
-
-def _close_all() -> None:
-    for connection in list(_connections):
-        connection.close()
 
 
 def _lock(descriptor: int) -> None:
@@ -228,7 +214,7 @@ class FilesOfNode:
         if posixpath.dirname(path) == self._root:
             self._beside.put(path, content)
             return
-        self._connection.put_files({path: content})
+        self._connection.put(path, content)
         self._sizes[path] = len(content)
 
     def put_in_folder(self, path: str, content: bytes, *, step: int, optimizer: str) -> None:  # noqa: ARG002
@@ -245,7 +231,7 @@ class FilesOfNode:
 
     def close(self) -> None:
         """End the connection."""
-        self._connection.close()
+        self._connection.release()
 
     def lost(self) -> Lost | None:
         """None: only `lost_at_the_end` looks."""
@@ -303,7 +289,7 @@ class _Server:
                 message = self._begin(connection)
                 connection.sendall(_answer(message))
                 while not message:
-                    connection.sendall(_answer(self._take(self._request(connection))))
+                    connection.sendall(_answer(self._take(connection)))
         finally:
             with self._one:
                 self._connections -= 1
@@ -320,7 +306,7 @@ class _Server:
 
     def _begin(self, connection: socket.socket) -> str:
         """Take in a rank; the answer is empty, or says why it cannot be."""
-        length, _ = _SIZES.unpack(_received(connection, _SIZES.size))
+        (length,) = _COUNT.unpack(_received(connection, _COUNT.size))
         rank = _received(connection, length)
         with self._one:
             if rank in self._ranks:
@@ -328,21 +314,13 @@ class _Server:
             self._ranks.add(rank)
         return ""
 
-    @staticmethod
-    def _request(connection: socket.socket) -> list[tuple[str, bytes]]:
-        (count,) = _COUNT.unpack(_received(connection, _COUNT.size))
-        found = []
-        for _ in range(count):
-            length, size = _SIZES.unpack(_received(connection, _SIZES.size))
-            found.append((_received(connection, length).decode(), _received(connection, size)))
-        return found
-
-    def _take(self, files: list[tuple[str, bytes]]) -> str:
-        """Write files; the answer is empty, or says what went wrong."""
+    def _take(self, connection: socket.socket) -> str:
+        """Write the next file; the answer is empty, or says what went wrong."""
+        length, size = _SIZES.unpack(_received(connection, _SIZES.size))
+        name, content = _received(connection, length).decode(), _received(connection, size)
         try:
             with self._one:
-                for name, content in files:
-                    self._write(name, content)
+                self._write(name, content)
         except OSError as error:
             return error.strerror or str(error)
         return ""

@@ -390,16 +390,18 @@ class BothRuns:
         ):
             return False  # the other run has a worse finding there, or does not compute this update
         if one.stage == REPLAYED and path not in map(common[1], replayed_paths(both[1])):
-            why = f"The {RUNS[1 - run]}'s update was not replayed in step {one.step}"
-            message = f"In the {RUNS[run]}, {_within(one.message)}"
-            self.shared.setdefault(f"{one.kind} alone", f"{message} {why}: this does not tell the runs apart.")
+            self._note_alone(one, run, "update was not replayed")
             return False
         if one.kind == GradientsFollow.name and not _is_witnessed(both[1], common[1], path):
-            message = f"In the {RUNS[run]}, {_within(one.message)}"
-            why = f"The {RUNS[1 - run]}'s gradient was not witnessed in step {one.step}"
-            self.shared.setdefault(f"{one.kind} alone", f"{message} {why}: this does not tell the runs apart.")
+            self._note_alone(one, run, "gradient was not witnessed")
             return False
         return True
+
+    def _note_alone(self, one: Finding, run: int, lacks: str) -> None:
+        """Note a fault of one run that the other run, which lacks what is judged, may have as well."""
+        message = f"In the {RUNS[run]}, {_within(one.message)}"
+        why = f"The {RUNS[1 - run]}'s {lacks} in step {one.step}"
+        self.shared.setdefault(f"{one.kind} alone", f"{message} {why}: this does not tell the runs apart.")
 
     def _judges(self, judges: Sequence[RunJudge]) -> Sequence[RunJudge]:
         """Of both runs."""

@@ -285,13 +285,14 @@ def gradient_floor(pair: Pair, terms: Mapping[str, Terms], floors: Floors, *, ac
     size = norm_of(baseline.summary) if baseline.key.phase == "grad" else added.norm
     dtype = shorter(baseline.dtype, pair.candidate.dtype, added.dtype)
     rows = max(1.0, added.count / baseline.shape[-1])
-    piled = 0.0 if added.kernel == "accurate" else _piled_up(pair, added)
+    all_piled = _piled_up(pair, added)
+    piled = 0.0 if added.kernel == "accurate" else all_piled
     if looks_up:  # a row may be looked up often, or never; a bag has several
         most = (0.5 / UNIT_ROUNDOFF[dtype]) ** 2 if added.kernel == "bag" and dtype in UNIT_ROUNDOFF else rows
         rows = max(1.0, min(piled * piled, most))
         floor = floors.gradient(1.0, dtype=dtype, terms=rows, accumulated=accumulated)
         return max(floor, _lost_addends(piled, dtype))
     floor = floors.gradient(added.norm / size if size else 1.0, dtype=dtype, terms=rows, accumulated=accumulated)
-    floor += _lost_addends(piled, dtype) + _in_one_direction(_piled_up(pair, added), rows, dtype)
+    floor += _lost_addends(piled, dtype) + _in_one_direction(all_piled, rows, dtype)
     # Terms may add up to exactly zero in one of the runs.
     return floor if size or norm_of(pair.candidate.summary) > floor * added.norm else math.inf

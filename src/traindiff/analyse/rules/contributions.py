@@ -37,6 +37,9 @@ _SAME = 0.02
 _NOISE = 12.0
 """Multiple of the usual difference of a number of a sketch that one wrong element makes at least; right ones make 5."""
 
+_FEW_ROUNDINGS = 4.0
+"""Multiple of what one addition could lose of the largest element that is no finding; right sums stay below 1."""
+
 _UNUSUAL = 3.0
 """Multiple of what rounding of all elements explains, above which sums were rounded in another way than is known."""
 
@@ -216,10 +219,6 @@ class ElementsAddUp(Rule):
                     floor=float(allowed), rank=one.ranks[0] if len(one.ranks) == 1 else None,
                     evidence={"off_by": float(largest)},
                 )  # fmt: skip
-
-
-_FEW_ROUNDINGS = 4.0
-"""Multiple of what one addition could lose of the largest element that is no finding; right sums stay below 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
