@@ -19,7 +19,6 @@ import threading
 import time
 from collections import Counter
 from contextlib import ExitStack, suppress
-from functools import partial
 from pathlib import Path
 
 from traindiff.storage.location import RecordingLock, node_name, release_in_forks, segment_name
@@ -38,6 +37,7 @@ _LONGEST_DIRECTORY = 60
 _begun: Counter[str] = Counter()  # recordings of this process, by file
 _COUNT = struct.Struct("<I")
 _SIZES = struct.Struct("<HQ")
+_OF_ANOTHER = "another recording"
 _PROGRAM = "import sys; from traindiff.storage.node_writer import main; main(*sys.argv[1:])"
 _processes: list[subprocess.Popen[bytes]] = []
 
@@ -100,10 +100,15 @@ class NodeConnection:
         with ExitStack() as locked:
             lock = locked.enter_context(Path(f"{path}.lock").open("w"))
             _lock(lock.fileno())
+            name = rank.encode()
+            hello = _COUNT.pack(len(name)) + name
             self._socket = _connected(path) or _started(path, file, overwrite=overwrite)
+            if (message := self._told(hello)) == _OF_ANOTHER:  # the process of a recording that has just ended
+                self.release()
+                self._socket = _started(path, file, overwrite=overwrite)
+                message = self._told(hello)
         release_in_forks(self)
-        name = rank.encode()
-        if message := self._told(_COUNT.pack(len(name)) + name):
+        if message:
             self.release()
             raise FileExistsError(errno.EEXIST, message)
 
@@ -268,12 +273,13 @@ class _Server:
         self._one = threading.Lock()
         self._connections = 0
         self._ranks: set[bytes] = set()
+        self.has_retired = False
         self._gone = time.monotonic() + START_SECONDS
 
     def run(self, listening: socket.socket) -> None:
         """Serve ranks until the last one has gone."""
         listening.settimeout(0.2)
-        while self._connections or time.monotonic() < self._gone:
+        while not self.has_retired and (self._connections or time.monotonic() < self._gone):
             try:
                 connection, _ = listening.accept()
             except TimeoutError:
@@ -298,6 +304,8 @@ class _Server:
 
     def _keep(self) -> None:
         """Hold the lock of the file while there are ranks: after that, another recording may take its place."""
+        if self.has_retired:
+            return
         if self._connections and self._lock is None:
             self._lock = RecordingLock(self._path)
         elif not self._connections and self._lock is not None:
@@ -309,10 +317,19 @@ class _Server:
         (length,) = _COUNT.unpack(_received(connection, _COUNT.size))
         rank = _received(connection, length)
         with self._one:
+            if rank in self._ranks and self._connections == 1:
+                return self._retire()
             if rank in self._ranks:
                 return f"{rank.decode()} is recorded there by another process, or was"
             self._ranks.add(rank)
         return ""
+
+    def _retire(self) -> str:
+        """Give way to the process of a recording that follows, all of whose own have ended."""
+        self.has_retired = True
+        if self._lock is not None:
+            self._lock.release()
+        return _OF_ANOTHER
 
     def _take(self, connection: socket.socket) -> str:
         """Write the next file; the answer is empty, or says what went wrong."""
@@ -347,7 +364,8 @@ def main(path: str, file: str) -> None:
         listening = undo.enter_context(socket.socket(socket.AF_UNIX))
         listening.bind(path)
         frames = undo.enter_context(UnbufferedFile(file, "xb"))
-        for one in (path, f"{path}.lock"):
-            undo.callback(partial(Path(one).unlink, missing_ok=True))
         listening.listen(64)
-        _Server(frames, file).run(listening)
+        server = _Server(frames, file)
+        server.run(listening)
+        for one in () if server.has_retired else (path, f"{path}.lock"):  # another process listens there by now
+            Path(one).unlink(missing_ok=True)
