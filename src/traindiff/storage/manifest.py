@@ -120,7 +120,18 @@ RUN: Demand = shaped(
 )
 """Keys and types of a `run.json` of the current version."""
 
-_TENSORS = mapped(shaped({}, {"shape": listed(_COUNT), "dtype": TEXT, "requires_grad": FLAG, "not_reduced": FLAG}))
+_TENSORS = mapped(
+    shaped(
+        {},
+        {
+            "shape": listed(_COUNT),
+            "dtype": TEXT,
+            "requires_grad": FLAG,
+            "not_reduced": FLAG,
+            "reduced_in": TEXT,
+        },
+    )
+)
 
 _FORM: dict[str, Demand] = {"format": TEXT, "terms": _COUNT}
 

@@ -90,10 +90,8 @@ def test_contributions_of_gathered_parameters_are_observed(runs: Path) -> None:
 def test_gradients_that_a_hook_compresses_agree_on_the_ranks_and_are_as_far_off_as_float16(runs: Path) -> None:
     comparison = traindiff.compare(runs / "whole", runs / "comm-hook")
 
-    assert "ranks-disagree" not in {finding.kind for finding in comparison.findings}
-    kinds = {finding.path: finding.kind for finding in comparison.findings if finding.phase == "grad"}
-    assert kinds["embed.weight"] == kinds["blocks.0.up.weight"] == "precision"
-    assert set(kinds.values()) <= {"precision", "value"}  # few elements do not tell
+    assert comparison.verdict == "equivalent", str(comparison)
+    assert any(note.startswith("16 gradients are reduced over ranks in their own dtype") for note in comparison.notes)
     gradients = [row for row in comparison.differences if (row.phase, row.slot) == ("grad", "grad")]
     assert 1e-5 < max(row.difference for row in gradients) < 2e-3
 

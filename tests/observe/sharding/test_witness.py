@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -154,6 +154,17 @@ def compressing(model: Model) -> nn.Module:
     return wrapped
 
 
+def reducing_by_hook(model: Model) -> nn.Module:
+    wrapped: Any = in_ddp(model)
+    wrapped.register_comm_hook(None, lambda state, bucket: allreduce_hook(state, bucket))
+    return wrapped
+
+
+def scaled_by_hand(model: nn.Module) -> None:
+    """By more than float16 rounds, and without a write that torch counts."""
+    dict(model.module.named_parameters())["blocks.0.up.weight"].grad.data.mul_(1.01)
+
+
 WRONG: dict[str, tuple[Callable[[nn.Module], None], str]] = {
     "not reduced": (not_reduced, "norm.weight"),
     "lost": (lost, "blocks.0.up.weight"),
@@ -165,6 +176,8 @@ def train_wrong(directory: str) -> None:
     for name, (before_step, _) in WRONG.items():
         train(f"{directory}/{name}", before_step=before_step, observe=OBSERVED, steps=1)
     train(f"{directory}/compressed", compressing, observe=OBSERVED)
+    train(f"{directory}/compressed and wrong", compressing, before_step=scaled_by_hand, observe=OBSERVED, steps=1)
+    train(f"{directory}/by hook", reducing_by_hook, observe=OBSERVED)
 
 
 @pytest.fixture(scope="module")
@@ -247,9 +260,17 @@ def test_a_rank_that_contributes_something_else_to_a_sharded_gradient_is_named(t
         assert finding.message == message
 
 
-def test_compressed_gradients_are_not_witnessed(wrong: Path) -> None:
+def test_gradients_that_torch_compresses_are_held_against_the_shorter_dtype(wrong: Path) -> None:
     assert found(wrong / "compressed") == ()
-    assert all("communication hook" in reason for reason in reasons(wrong / "compressed").values())
+    assert reasons(wrong / "compressed") == {}
+    (finding,) = traindiff.check(str(wrong / "compressed and wrong")).warnings
+    assert finding.path == "blocks.0.up.weight"
+    assert finding.message.startswith("The gradient is 1.01 x what the inputs and outputs of its layer give.")
+
+
+def test_gradients_that_a_hook_of_the_training_reduces_are_not_witnessed(wrong: Path) -> None:
+    assert found(wrong / "by hook") == ()
+    assert all("communication hook" in reason for reason in reasons(wrong / "by hook").values())
 
 
 @NEEDS_DEEPSPEED

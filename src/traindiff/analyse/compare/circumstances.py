@@ -10,8 +10,9 @@ from traindiff.analyse.align.side import Side
 from traindiff.analyse.findings import more_text, phase_text
 from traindiff.analyse.merge.site import SiteKey
 from traindiff.analyse.noise.run_floors import RECURRENT
+from traindiff.analyse.rules import RunFacts
 from traindiff.core.site import label
-from traindiff.core.summary import UNIT_ROUNDOFF
+from traindiff.core.summary import UNIT_ROUNDOFF, rounding
 from traindiff.storage.manifest import framework
 
 
@@ -119,6 +120,29 @@ def coefficient_error(contents: Iterable[Mapping[str, Any]]) -> float:
     optimizers = [optimizer for content in contents for optimizer in content.get("optimizers", ())]
     short = any(one.get("settings_in_float32") or one.get("type") in FLOAT32_COEFFICIENTS for one in optimizers)
     return UNIT_ROUNDOFF["float32"] / 1e-3 if short else 0.0
+
+
+def reduced_in(facts: Iterable[RunFacts]) -> dict[str, str]:
+    """The shorter dtype in which a run reduces a gradient over its ranks, by the path of its parameter."""
+    found: dict[str, str] = {}
+    for one in facts:
+        for path, dtype in one.reduced_in.items():
+            found[path] = max(found.get(path, ""), dtype, key=rounding)
+    return found
+
+
+def other_reductions(facts: Sequence[RunFacts]) -> list[str]:
+    """One sentence for each pair of different dtypes in which two runs reduce gradients over ranks."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for path in reduced_in(facts):
+        dtypes = tuple(one.reduced_in.get(path, "their own dtype") for one in facts)
+        if dtypes[0] != dtypes[1]:
+            found.setdefault(dtypes, []).append(path)
+    return [
+        f"{len(paths)} {'gradient is' if len(paths) == 1 else 'gradients are'} reduced over ranks in {baseline} in the "
+        f"baseline and in {candidate} in the candidate, such as that of {paths[0]}; floors follow the shorter dtype."
+        for (baseline, candidate), paths in found.items()
+    ]
 
 
 def approximate_in_one_run(modules: Mapping[str, str], runs: Sequence[Sequence[Mapping[str, Any]]]) -> frozenset[str]:

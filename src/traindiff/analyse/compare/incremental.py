@@ -23,6 +23,8 @@ from traindiff.analyse.compare.circumstances import (
     not_forced,
     other_dtypes,
     other_models,
+    other_reductions,
+    reduced_in,
     scale_factors,
     scale_note,
 )
@@ -163,7 +165,8 @@ class RunningComparison:
         self._history = history
         self._judge = Judge(
             tolerance, forced=self._forced, coefficients=coefficient_error(chain(*contents)),
-            approximate=approximate_in_one_run(modules, contents), history=history,
+            approximate=approximate_in_one_run(modules, contents), reduced_in=reduced_in(self._facts),
+            history=history,
         )  # fmt: skip
         self._counts_in_float32 = counts_in_float32(chain(*contents))
         self._settings = SettingChanges()
@@ -467,6 +470,7 @@ class RunningComparison:
         notes += [*filter(None, [self.runs.singletons.note(), self.runs.map.note()]), *self.runs.map.notes]
         notes += other_models(*self.runs.sides)
         notes += other_dtypes(self._other_dtypes)
+        notes += other_reductions(self._facts)
         notes += self._notes
         notes += self._operators.notes
         notes += self._configurations.notes()

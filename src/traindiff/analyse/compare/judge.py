@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from traindiff.analyse.align import exact
@@ -57,6 +58,7 @@ class Judge:
         forced: True if the candidate's tensors were replaced by the baseline's after each operation.
         coefficients: Relative error that the optimizers' own coefficients may have.
         approximate: Paths of modules of which one run alone has a kernel that approximates.
+        reduced_in: The shorter dtype in which a run reduces a gradient over its ranks, by the path of its parameter.
         history: Records every difference, if a report will show them.
 
     Attributes:
@@ -91,11 +93,12 @@ class Judge:
         forced: bool = False,
         coefficients: float = 0.0,
         approximate: Collection[str] = (),
+        reduced_in: Mapping[str, str] = MappingProxyType({}),
         history: DifferenceHistory | None = None,
     ) -> None:
         self.tolerance = tolerance
         self.forced = forced
-        self.run = RunFloors(coefficients=coefficients, approximate=approximate)
+        self.run = RunFloors(coefficients=coefficients, approximate=approximate, reduced_in=reduced_in)
         self.sites = SiteRows()
         self.all_equal = True
         self.first_bit_difference: Finding | None = None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +30,8 @@ from traindiff.core.witness import (
 
 Vector = NDArray[np.float64]
 """One number for each probe."""
+
+NO_DTYPES: Mapping[str, str] = MappingProxyType({})
 
 _LARGEST_ROUNDOFF = 2.0**-3
 
@@ -91,8 +94,13 @@ def rms(values: Vector) -> float:
     return float(np.sqrt(np.mean(np.square(values))))
 
 
-def witnessed(table: StepTable) -> list[Witnessed]:
-    """The gradients of a step of which both sides are known and finite, in the order of the table."""
+def witnessed(table: StepTable, reduced_in: Mapping[str, str] = NO_DTYPES) -> list[Witnessed]:
+    """The gradients of a step of which both sides are known and finite, in the order of the table.
+
+    Args:
+        table: The step.
+        reduced_in: The shorter dtype in which an engine reduces a gradient, by the path of its parameter.
+    """
     factor = math.prod(one.coefficient for one in clips(table) if one.norm is not None)
     found = []
     for key, entry in table.items():
@@ -103,7 +111,8 @@ def witnessed(table: StepTable) -> list[Witnessed]:
         if given is None or given.unobserved or gradient is None or gradient.unobserved:
             continue
         before = table.get(SiteKey("grad", "reduced", key.path, "grad"))
-        one = _witnessed(entry, given, gradient, _norm(before) or _norm(gradient) / (factor or 1.0))
+        size = _norm(before) or _norm(gradient) / (factor or 1.0)
+        one = _witnessed(entry, given, gradient, size, reduced_in.get(key.path, gradient.dtype))
         if one is not None:
             found.append(one)
     return found
@@ -113,7 +122,9 @@ def _norm(entry: MergedSite | None) -> float:
     return 0.0 if entry is None or entry.unobserved else norm_of(entry.summary)
 
 
-def _witnessed(expected: MergedSite, given: MergedSite, gradient: MergedSite, size: float) -> Witnessed | None:
+def _witnessed(
+    expected: MergedSite, given: MergedSite, gradient: MergedSite, size: float, reduced_in: str
+) -> Witnessed | None:
     terms = _terms(expected.parts)
     copies = _copies(given.parts)
     total = np.sum([one.sums for one in terms], axis=0)
@@ -127,7 +138,7 @@ def _witnessed(expected: MergedSite, given: MergedSite, gradient: MergedSite, si
         given=[(ranks, vector[:PROBES]) for ranks, vector in copies],
         expected=total,
         size=size,
-        allowed=_allowed(terms, size, UNIT_ROUNDOFF.get(gradient.dtype, 0.0)),
+        allowed=_allowed(terms, size, UNIT_ROUNDOFF.get(gradient.dtype, 0.0), UNIT_ROUNDOFF.get(reduced_in, 0.0)),
         edited=any(vector[EDITED] for _, vector in copies),
         contributed=any(vector[CONTRIBUTED] for _, vector in copies),
     )
@@ -166,21 +177,24 @@ def _copies(parts: Iterable[RankPart]) -> list[tuple[tuple[int, ...], Vector]]:
     return [(tuple(same), whole) for same, whole in found.values()]
 
 
-def _allowed(terms: Sequence[Term], size: float, roundoff: float) -> float:
+def _allowed(terms: Sequence[Term], size: float, roundoff: float, reduction: float) -> float:
     """Root mean square of the difference that rounding explains.
 
-    Beside the errors of each term: the sums over ranks are rounded as terms are, the sums over micro-steps as the
-    gradient is, and so is the result. Probes may be small by chance where the gradient is not, so its norm counts.
+    Beside the errors of each term: the sums over ranks are rounded as terms are, or in the dtype of the reduction; the
+    sums over micro-steps as the gradient is, and so is the result. Probes may be small by chance where the gradient is
+    not, so its norm counts.
     """
-    relative = max(roundoff, *(one.roundoff for one in terms)), max(one.growth for one in terms)
+    relative = max(roundoff, reduction, *(one.roundoff for one in terms)), max(one.growth for one in terms)
     squares = sum(one.errors**2 for one in terms) + sum((one * size) ** 2 for one in relative)
+    if reduction > roundoff:  # what each rank has is converted first
+        squares += sum((reduction * rms(one.sums)) ** 2 for one in terms)
     total: Vector = np.zeros(PROBES)
     for micro_step in dict.fromkeys(one.micro_step for one in terms):
         of_ranks: Vector = np.zeros(PROBES)
         same = [one for one in terms if one.micro_step == micro_step]
         for one in same:
             of_ranks = of_ranks + one.sums
-            squares += (one.roundoff * rms(of_ranks)) ** 2 if len(same) > 1 else 0.0
+            squares += (max(one.roundoff, reduction) * rms(of_ranks)) ** 2 if len(same) > 1 else 0.0
         total = total + of_ranks
         squares += (roundoff * rms(total)) ** 2
     return math.sqrt(squares)

@@ -64,6 +64,7 @@ class RunFloors:
         coefficients: Relative error that the optimizers' own coefficients may have.
         corrections: Relative error that bias corrections may have in this step.
         approximate: Paths of modules of which one run alone has a kernel that approximates; see `APPROXIMATED`.
+        reduced_in: The shorter dtype in which a run reduces a gradient over its ranks, by the path of its parameter.
         states: Norm of each running average of an optimizer after the latest step.
         carried: How far each of them was apart then, if that was within its floor.
         exceeded_noise: Whether any site has exceeded its measured floor. From then on inputs differ by more than noise,
@@ -92,6 +93,7 @@ class RunFloors:
     coefficients: float = 0.0
     corrections: float = 0.0
     approximate: Collection[str] = ()
+    reduced_in: Mapping[str, str] = field(default_factory=dict)
     states: dict[SiteKey, float] = field(default_factory=dict)
     carried: dict[SiteKey, float] = field(default_factory=dict)
     exceeded_noise: bool = False
@@ -128,13 +130,17 @@ class RunFloors:
         return self.corrections if key.phase == "update" and key.path in self.adaptive else 0.0
 
     def approximated(self, pair: Pair) -> float:
-        """Relative error of what approximate kernels compute: their outputs, and all losses and gradients."""
+        """Relative error of what approximate kernels compute: their outputs, and all losses and gradients.
+
+        Also that of gradients which ranks reduce in a shorter dtype: what each rank has is rounded to it, and the sum.
+        """
         key = pair.baseline.key
+        reduced = rounding(self.reduced_in.get(key.path, "")) if key.phase == "grad" and key.stage != "micro" else 0.0
         u = max(UNIT_ROUNDOFF.get(one.dtype, 0.0) for one in (pair.baseline, pair.candidate))
         if not self.approximate or u > UNIT_ROUNDOFF["float32"] or not u:
-            return 0.0
+            return reduced
         reached = key.path in self.approximate if key.phase == "forward" else key.phase in ("loss", "backward", "grad")
-        return APPROXIMATED if reached else 0.0
+        return max(reduced, APPROXIMATED if reached else 0.0)
 
     def cancellation(self, pair: Pair, terms: Mapping[str, Terms]) -> float:
         """How much more cancels in a gradient than did where it canceled least, in a run of LBFGS; at least 1.

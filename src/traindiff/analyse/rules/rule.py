@@ -37,6 +37,7 @@ class RunFacts:
         engine: What divides the batch over ranks and reduces gradients, as in `run.json`; empty without ranks.
         has_hook: Whether a communication hook replaces the engine's reduction.
         not_reduced: Paths of the parameters that the engine was told to ignore: each rank has its own.
+        reduced_in: The shorter dtype in which the engine reduces a gradient, by the path of its parameter.
     """
 
     complete: bool = False
@@ -54,6 +55,7 @@ class RunFacts:
     engine: str = ""
     has_hook: bool = False
     not_reduced: frozenset[str] = frozenset()
+    reduced_in: Mapping[str, str] = field(default_factory=dict)
 
 
 def run_facts(recording: Run, rename: Rename = str) -> RunFacts:
@@ -75,6 +77,12 @@ def run_facts(recording: Run, rename: Rename = str) -> RunFacts:
         engine=str((recording.run.get("mesh") or {}).get("engine") or ""),
         has_hook=bool((recording.run.get("mesh") or {}).get("communication_hook")),
         not_reduced=_parameters_with("not_reduced", contents, rename),
+        reduced_in={
+            rename(path): about["reduced_in"]
+            for one in contents
+            for path, about in one.get("parameters", {}).items()
+            if "reduced_in" in about
+        },
         sees_changes=bool(contents) and all(one.get("sees_changes_between_steps") for one in contents),
         optimizers={one["name"]: one["type"] for content in contents for one in content.get("optimizers", ())},
         errors={

@@ -81,7 +81,7 @@ class GradientsFollow(Rule):
         """Findings of a step."""
         self._note_coverage(table)
         self._apart.look(table, step=step)
-        found = witnessed(table)
+        found = witnessed(table, self.facts.reduced_in)
         self._checked.update(one.entry.key.path for one in found)
         self._contributed.update(one.entry.key.path for one in found if one.contributed)
         limit = self.limit("roundings") / self.strictness

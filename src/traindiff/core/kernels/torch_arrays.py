@@ -92,13 +92,14 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 @cache
-def _name_of(dtype: torch.dtype) -> str:
+def name_of_dtype(dtype: torch.dtype) -> str:
+    """`float32`, `bfloat16`, ...: torch's name without its prefix."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
     """`float32`, `bfloat16`, ...: torch's name without its prefix."""
-    return _name_of(tensor.dtype)
+    return name_of_dtype(tensor.dtype)
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:

@@ -72,12 +72,35 @@ ACCUMULATION_HOOKS = "_post_accumulate_grad_hooks"  # of a tensor that has a gra
 
 
 def has_communication_hook(model: nn.Module) -> bool:
-    """True if a communication hook was registered on DistributedDataParallel: it may compress gradients.
+    """True if a communication hook was registered on DistributedDataParallel that does more than torch's plain ones.
+
+    Those of `default_hooks` compute the mean over ranks, in a dtype that `compressed_to` tells.
 
     Args:
         model: The wrapper, or a module that holds the wrapper.
     """
-    return any(getattr(one, "_comm_hooks", None) for one in (model, *model.children()))
+    hooks = [hook for one in (model, *model.children()) for hook in _communication_hooks(one)]
+    return any(hook not in _dtypes_by_hook() for hook in hooks)
+
+
+def compressed_to(module: nn.Module) -> torch.dtype | None:
+    """The dtype in which a communication hook of torch makes DistributedDataParallel reduce gradients; or None."""
+    return next((dtype for hook in _communication_hooks(module) if (dtype := _dtypes_by_hook().get(hook))), None)
+
+
+def _communication_hooks(module: nn.Module) -> list[Any]:
+    return [hook for hook, _ in getattr(module, "_comm_hooks", ())]
+
+
+def _dtypes_by_hook() -> dict[Any, torch.dtype | None]:
+    hooks = sys.modules.get("torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
+    if hooks is None:
+        return {}
+    return {
+        hooks.allreduce_hook: None,
+        hooks.fp16_compress_hook: torch.float16,
+        hooks.bf16_compress_hook: torch.bfloat16,
+    }
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -227,6 +250,15 @@ def data_mesh_of(module: Any) -> Any:
     """
     group = module._get_fsdp_state()._fsdp_param_group
     return None if group is None else group.mesh_info.mesh
+
+
+def reduction_dtype(module: Any) -> torch.dtype | None:
+    """The dtype in which FSDP2 reduces the gradients of a module's own parameters; None if it keeps theirs.
+
+    There is no public way to ask for the policy that `fully_shard` was given.
+    """
+    group = module._get_fsdp_state()._fsdp_param_group
+    return None if group is None else group.mp_policy.reduce_dtype
 
 
 def is_fully_sharded(module: Any) -> bool:

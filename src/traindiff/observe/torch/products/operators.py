@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from traindiff.core.kernels.torch_arrays import name_of_dtype
 from traindiff.observe.torch.products import convolutions, matrices
 from traindiff.observe.torch.products.convolutions import Geometry
 from traindiff.observe.torch.products.matrices import Added, Factor
 from traindiff.observe.torch.products.residuals import Residual
-from traindiff.observe.torch.products.rounding import Format, name_of
+from traindiff.observe.torch.products.rounding import Format
 
 Arguments = Mapping[str, Any]
 """Arguments of an operator by the names in its schema."""
@@ -83,7 +84,7 @@ def refuse(*tensors: Tensor | None) -> None:
         if tensor is None:
             continue
         if tensor.dtype not in _KNOWN:
-            raise NotJudgedError(f"it is a product of {name_of(tensor.dtype)}")
+            raise NotJudgedError(f"it is a product of {name_of_dtype(tensor.dtype)}")
         if tensor.is_nested:
             raise NotJudgedError("a factor is a nested tensor")
         if tensor.layout != torch.strided:
@@ -142,7 +143,7 @@ def _scaled(given: Arguments, _: Added | None, output: Tensor) -> Iterator[Check
     left, right, bias = given["self"], given["mat2"], given.get("bias")
     refuse(left, right, output, bias)
     if torch.finfo(output.dtype).bits == 8:
-        raise NotJudgedError(f"its result is {name_of(output.dtype)}, which may be cut off at the largest number")
+        raise NotJudgedError(f"its result is {name_of_dtype(output.dtype)}, which may be cut off at the largest number")
     if given.get("scale_result") is not None:
         raise NotJudgedError("its result is scaled")
     scales = given["scale_a"], given["scale_b"]

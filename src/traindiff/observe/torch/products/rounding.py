@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from traindiff.core.kernels.row_errors import TINY, Weights
+from traindiff.core.kernels.torch_arrays import name_of_dtype
 from traindiff.core.torch_compat.execution import inputs_may_be_rounded_to, partial_sums_may_be_short
 
 _SHORT_SUMS = 2.0**-13
@@ -77,15 +78,10 @@ class Format:
         return partial_sums_may_be_short(self.device, self.output)
 
     def __str__(self) -> str:
-        first, second, result = (name_of(dtype) for dtype in (*self.inputs, self.output))
+        first, second, result = (name_of_dtype(dtype) for dtype in (*self.inputs, self.output))
         rounded = f", inputs may be rounded to {self.shortened.upper()}" if self.shortened else ""
         parts = ", parts of sums may be rounded" if self.adds_parts_in_output else ""
         return f"{first} x {second} -> {result}{rounded}{parts}"
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """A dtype as torch spells it without its prefix."""
-    return str(dtype).removeprefix("torch.")
 
 
 Rows = Any

@@ -39,7 +39,7 @@ from traindiff.observe.torch.session.models import (
 )
 from traindiff.observe.torch.sharding.deepspeed_optimizer import EngineOptimizer, is_engine_optimizer
 from traindiff.observe.torch.sharding.layout import Layout, find_layout, regions_of_parameters
-from traindiff.observe.torch.sharding.registry import ENGINES
+from traindiff.observe.torch.sharding.registry import ENGINES, reduction_dtypes
 
 Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer] | None
 """One optimizer, several, several by name, or None to find them when they first step."""
@@ -206,11 +206,14 @@ class Targets:
     def describe(self) -> dict[str, Any]:
         """Names, shapes and dtypes for `rank.json`."""
         own = {id(parameter) for root in self.roots for parameter in left_to_each_rank(root)}
+        reduced_in = reduction_dtypes(self.root, self.parameters)
         return {
             "model": ", ".join(type(one).__qualname__ for one in self._models),
             "modules": {path_in_whole(path): type(module).__qualname__ for path, module in self.modules.items()},
             "parameters": {
-                path: _describe_tensor(one, self.shapes.get(path)) | ({"not_reduced": True} if id(one) in own else {})
+                path: _describe_tensor(one, self.shapes.get(path))
+                | ({"not_reduced": True} if id(one) in own else {})
+                | ({"reduced_in": reduced_in[path]} if path in reduced_in else {})
                 for path, one in self.parameters.items()
             },
             "buffers": {path: _describe_tensor(buffer) for path, buffer in present_buffers(self.root, self.buffers)},

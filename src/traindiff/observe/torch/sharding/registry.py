@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
+from traindiff.core.kernels.torch_arrays import name_of_dtype
 from traindiff.core.shards import Region, Shard
-from traindiff.core.torch_compat.training import replicating_group
+from traindiff.core.site import canonical_path
+from traindiff.core.summary import rounding
+from traindiff.core.torch_compat.training import compressed_to, is_fully_sharded, reduction_dtype, replicating_group
 from traindiff.observe.torch.sharding.deepspeed_optimizer import (
     EngineOptimizer,
     engine_settings,
@@ -40,6 +44,8 @@ class Engine:
         flat_parameters: The tensors that each hold several parameters of a model.
         optimizers: The optimizers to follow, from the model, the given optimizers, and paths of parameters by id.
         settings: The settings that change numbers, for `run.json`; None for other models.
+        reduction_dtype: The dtype to which gradients of a module's parameters are converted before they are reduced,
+            also of modules inside that do not answer; None for other modules, and where nothing is converted.
     """
 
     name: str
@@ -49,11 +55,28 @@ class Engine:
     flat_parameters: Callable[[nn.Module], Sequence[FlatParameter]] = lambda _: ()
     optimizers: Callable[[nn.Module, Optimizers, Mapping[int, str]], Optimizers] = lambda _, given, __: given
     settings: Callable[[nn.Module], dict[str, Any] | None] = lambda _: None
+    reduction_dtype: Callable[[nn.Module], torch.dtype | None] = lambda _: None
 
 
 def _of_deepspeed(model: nn.Module) -> list[int] | None:
     engine = find_engine(model)
     return None if engine is None else distributed.get_process_group_ranks(engine.data_parallel_group)
+
+
+def _dtype_of_deepspeed(module: nn.Module) -> torch.dtype | None:
+    found = getattr(find_engine(module), "communication_data_type", None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _dtype_of_fsdp2(module: nn.Module) -> torch.dtype | None:
+    return reduction_dtype(module) if is_fully_sharded(module) else None
+
+
+def _dtype_of_wrapper(name: str, module: nn.Module) -> torch.dtype | None:
+    if type(module).__qualname__ != name:
+        return None
+    policy: Any = module.mixed_precision
+    return compressed_to(module) if policy is None else policy.reduce_dtype
 
 
 def _of_fsdp2(model: nn.Module) -> list[int] | None:
@@ -81,14 +104,47 @@ ENGINES: tuple[Engine, ...] = (
         global_shape=shape_before_zero,
         optimizers=find_optimizers,
         settings=engine_settings,
+        reduction_dtype=_dtype_of_deepspeed,
     ),
-    Engine(name="DistributedDataParallel", reducing_ranks=partial(_of_wrapper, "DistributedDataParallel")),
+    Engine(
+        name="DistributedDataParallel",
+        reducing_ranks=partial(_of_wrapper, "DistributedDataParallel"),
+        reduction_dtype=partial(_dtype_of_wrapper, "DistributedDataParallel"),
+    ),
     Engine(
         name="FullyShardedDataParallel",
         reducing_ranks=partial(_of_wrapper, "FullyShardedDataParallel"),
         flat_parameters=find_flat_parameters,
+        reduction_dtype=partial(_dtype_of_wrapper, "FullyShardedDataParallel"),
     ),
     # FSDP2, and everything else that makes DTensors: tensor and sequence parallelism.
-    Engine(name="fully_shard", reducing_ranks=_of_fsdp2, kept=kept_of_distributed),
+    Engine(name="fully_shard", reducing_ranks=_of_fsdp2, kept=kept_of_distributed, reduction_dtype=_dtype_of_fsdp2),
 )
 """In the order in which they are asked; the first that does not answer None is right."""
+
+
+def reduction_dtypes(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, str]:
+    """By path: the dtype in which an engine reduces the gradient of a parameter, where it rounds more than its own.
+
+    Args:
+        model: The root module.
+        parameters: By canonical path.
+    """
+    by_module = {
+        canonical_path(name): dtype
+        for name, module in model.named_modules()
+        for engine in ENGINES
+        if (dtype := engine.reduction_dtype(module)) is not None
+    }
+    if not by_module:
+        return {}
+    found: dict[str, str] = {}
+    for path, parameter in parameters.items():
+        module = path.rpartition(".")[0]
+        while module and module not in by_module:
+            module = module.rpartition(".")[0]
+        own = name_of_dtype(parameter.dtype)
+        reduced_in = name_of_dtype(by_module[module]) if module in by_module else own
+        if rounding(reduced_in) > rounding(own):
+            found[path] = reduced_in
+    return found
