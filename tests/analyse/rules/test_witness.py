@@ -257,6 +257,41 @@ def test_clamped_gradients_are_a_note(tmp_path: Path, change: Change) -> None:
     )
 
 
+def test_gradients_that_the_training_writes_to_between_micro_steps_are_a_note(tmp_path: Path) -> None:
+    def halve(trained: Any, micro_step: int) -> None:
+        for one in trained.parameters() if micro_step % 2 == 0 else ():
+            one.grad.mul_(0.5)
+
+    verdict = traindiff.check(str(train(tmp_path / "run", after=halve)), rules="wrong-gradient")
+
+    assert (verdict.verdict, verdict.warnings) == ("healthy", ()), str(verdict)
+    assert any(
+        note.startswith("The training changes gradients after the backward pass (5 steps") for note in verdict.notes
+    )
+
+
+def test_one_gradient_that_the_training_writes_to_between_micro_steps_is_found(tmp_path: Path) -> None:
+    def halve(trained: Any, micro_step: int) -> None:
+        if micro_step == 4:
+            trained[2].weight.grad.mul_(0.5)
+
+    (finding,) = found(train(tmp_path / "run", after=halve))
+
+    assert (finding.step, finding.path) == (2, TARGET)
+    assert finding.message == "The gradient holds 0.5 x what micro-step 0 of 2 contributed."
+
+
+def test_gradients_that_are_clipped_after_each_micro_step_are_said_not_to_be_witnessed(tmp_path: Path) -> None:
+    def after(trained: Any, _: int) -> None:
+        nn.utils.clip_grad_norm_(trained.parameters(), 1e-3)
+
+    verdict = traindiff.check(str(train(tmp_path / "run", after=after)), rules="wrong-gradient")
+
+    assert (verdict.verdict, verdict.warnings) == ("healthy", ()), str(verdict)
+    assert "Witnessed are the gradients of 0.0% of 676 parameters." in verdict.notes
+    assert any("clipped or read its gradient before the last backward pass" in note for note in verdict.notes)
+
+
 def test_one_gradient_that_is_written_uncounted_is_found(tmp_path: Path) -> None:
     (finding,) = found(train(tmp_path / "run", change=at_two(lambda grad: grad.data.mul_(2.0))))
 

@@ -16,8 +16,9 @@ from traindiff.core.observation import BY_HAND, CARRIED, FLIPPED, WITNESS
 from traindiff.core.witness import EXPECTED
 
 _SAME_FACTOR = 1e-2
-_OF_WRITES = ("factor", "stale")
-"""Causes that writes may have, too: a gradient that is clamped at all of its elements may be the same in two steps."""
+_OF_WRITES = ("factor", "stale", "weighted")
+"""Causes that writes may have, too: a gradient that is clamped at all of its elements may be the same in two steps, and
+one that is multiplied between two micro-steps holds another share of the first."""
 
 _WRITTEN = " The training itself wrote to it after the backward pass: a mask, or clipping?"
 _MOST_NAMED = 3
@@ -238,9 +239,10 @@ def _of_all(wrong: Sequence[_Wrong], found: Sequence[Witnessed], *, by_hand: boo
     touched = [one for one in found if one.expected.any()]
     if len(touched) < 2 or any(len(one.one.given) != 1 for one in wrong):
         return ""
-    if any(one.cause is not None and one.cause.name not in _OF_WRITES for one in wrong):
+    causes = [one.cause for one in wrong if one.cause is not None]
+    if any(one.name not in _OF_WRITES or one.rank is not None for one in causes):
         return ""
-    factors = [one.cause.factor for one in wrong if one.cause is not None and one.cause.name == "factor"]
+    factors = [one.factor for one in causes if one.name == "factor"]
     all_by_factors = len(factors) == len(wrong) == len(touched)
     ranks = max(len({term.rank for term in one.terms}) for one in touched)
     summed = all_by_factors and all(abs(factor - ranks) <= _SAME_FACTOR * ranks for factor in factors)

@@ -51,6 +51,8 @@ COMMUNICATION = "a communication hook of DistributedDataParallel reduces gradien
 
 BEFORE = "its gradient was not zero before the first backward pass that was recorded"
 
+TOO_EARLY = "the training clipped or read its gradient before the last backward pass of the step"
+
 _WHOLE = Shard.whole((SIZE,))
 
 
@@ -297,8 +299,12 @@ class _Witness:
                     self._met.add(piece.path)
                     continue
                 left = None if expected.is_read else expected.left.get(id(parameter))
-                if left is not None and _is_cleared(parameter.grad, *left):
+                if left is None:
+                    continue
+                if _is_cleared(parameter.grad, *left):
                     expected.begin()
+                else:
+                    expected.edited |= _is_written(parameter.grad, *left)
 
     def _gradients_are_read(
         self,
@@ -318,6 +324,7 @@ class _Witness:
             for parameter, pieces in held
             if (tap.name, id(parameter)) not in self._read and (gradient := tap.gradient_of(parameter)) is not None
         ]
+        self._say_what_came_later(tap, held)
         if not fresh:
             return
         self._read.update((tap.name, id(parameter)) for parameter, _, _ in fresh)
@@ -330,6 +337,15 @@ class _Witness:
                 self._emit_given(tap, parameter, gradient, pieces, scaled=scaled)
         for path in read:
             self._expected[path].is_read = True
+
+    def _say_what_came_later(self, tap: OptimizerTap, held: Sequence[tuple[Tensor, Sequence[Piece]]]) -> None:
+        """Gradients that were read before, and to which backward passes have contributed since."""
+        for parameter, pieces in held:
+            for piece in pieces if (tap.name, id(parameter)) in self._read else ():
+                expected = self._expected.get(piece.path)
+                if expected is not None and not expected.is_read and not expected.is_empty:
+                    self._say(tap, piece.path, TOO_EARLY)
+                    expected.is_read = True
 
     def _read_with(self, tap: OptimizerTap, own: Collection[str]) -> list[str]:
         """The parameters whose gradients an optimizer reads, on this rank or on another one, and which are expected."""
@@ -375,7 +391,7 @@ class _Witness:
             if expected.reason or not expected.terms:  # `_emit_expected` has added them up
                 continue
             left = expected.left.get(id(parameter))
-            edited = left is not None and (left[0] is not gradient or version_of(gradient) != left[1])
+            edited = expected.edited or (left is not None and _is_written(gradient, *left))
             edited |= self._context.uncounted_writes.to(parameter)
             found = given_vector(
                 self._probes, self._context.targets.layout, gradient, piece, edited=edited,
@@ -398,11 +414,12 @@ class _Witness:
 
 def _is_cleared(gradient: Tensor | None, left: Tensor, version: int) -> bool:
     """True if a gradient was removed, or set to zero, since a backward pass has left it."""
-    if gradient is None:
-        return True
-    if gradient is left and version_of(gradient) == version:
-        return False
-    return not _is_nonzero(gradient)
+    return gradient is None or (_is_written(gradient, left, version) and not _is_nonzero(gradient))
+
+
+def _is_written(gradient: Tensor | None, left: Tensor, version: int) -> bool:
+    """True if something wrote to a gradient, or replaced it, since a backward pass has left it."""
+    return gradient is not left or version_of(gradient) != version
 
 
 def _is_nonzero(gradient: Tensor | None) -> bool:

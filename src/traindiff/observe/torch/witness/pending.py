@@ -28,6 +28,7 @@ class Expected:
         contributed: What backward passes contributed was taken as it is.
         left: The gradient of the parameter that the last backward pass left, by id of the tensor that holds it, with a
             counter of the writes to it.
+        edited: The training wrote to the gradient between two backward passes.
     """
 
     terms: dict[tuple[int, bool], Tensor] = field(default_factory=dict)
@@ -36,13 +37,19 @@ class Expected:
     is_read: bool = False
     contributed: bool = False
     left: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
+    edited: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing has contributed to the gradient so far."""
+        return not (self.terms or self._latest or self.reason)
 
     def begin(self) -> None:
         """Forget what was read, or cleared."""
         self.terms.clear()
         self._latest.clear()
         self.left.clear()
-        self.reason, self.is_read, self.contributed = "", False, False
+        self.reason, self.is_read, self.contributed, self.edited = "", False, False, False
 
     def add(self, micro_step: int, use: Use, gradient: Tensor) -> None:
         """Add what a use of the parameter contributes in a backward pass, given the gradient of the output."""
