@@ -52,6 +52,14 @@ def more_text(count: int, what: str, *, before: str = " and") -> str:
     return f"{before} {count} more {what}{'s' if count > 1 else ''}" if count > 0 else ""
 
 
+_MOST_NAMED = 3
+
+
+def listed_text(names: Sequence[str], what: str) -> str:
+    """The first three names, and how many more there are: `a, b, c and 2 more parameters`."""
+    return ", ".join(names[:_MOST_NAMED]) + more_text(len(names) - _MOST_NAMED, what)
+
+
 def also_text(paths: Sequence[str]) -> str:
     """Further paths of the same finding, after the first of `paths`; empty if there is only one."""
     more = paths[1:]

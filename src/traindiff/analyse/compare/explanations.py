@@ -10,7 +10,7 @@ from typing import Any
 from traindiff.analyse.align.pairs import Aligned, in_baseline_order
 from traindiff.analyse.align.side import RUNS
 from traindiff.analyse.compare.clipping import KIND as CLIPPING
-from traindiff.analyse.findings import Finding, micro_steps_text, more_text
+from traindiff.analyse.findings import Finding, listed_text, micro_steps_text
 from traindiff.analyse.merge.distance import Pair, equal_bits
 from traindiff.analyse.merge.parameters import Copies
 from traindiff.analyse.merge.recorded_calls import num_cleared
@@ -188,11 +188,7 @@ def other_buffers_message(finding: Finding, buffers: Iterable[str]) -> str:
     if finding.phase != "forward" or not found:
         return ""
     subject = "A buffer starts" if len(found) == 1 else "Buffers start"
-    further = more_text(len(found) - _MOST_BUFFERS, "buffer")
-    return f" {subject} with other values: {', '.join(found[:_MOST_BUFFERS])}{further}."
-
-
-_MOST_BUFFERS = 3
+    return f" {subject} with other values: {listed_text(found, 'buffer')}."
 
 
 def unreached_positions_message(finding: Finding, pairs: Iterable[Pair]) -> str:

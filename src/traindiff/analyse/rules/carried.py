@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from traindiff.analyse.findings import Finding, micro_steps_text, more_text
+from traindiff.analyse.findings import Finding, listed_text, micro_steps_text
 from traindiff.analyse.merge.recorded_calls import num_cleared
 from traindiff.analyse.merge.site import StepTable, num_micro_steps
 from traindiff.analyse.rules.rule import Rule
 from traindiff.core.observation import CARRIED
-
-_MOST_NAMED = 3
 
 
 class GradientsAreCleared(Rule):
@@ -59,7 +57,7 @@ class GradientsAreCleared(Rule):
 
 
 def _message(paths: Sequence[str], *, total: int, step: int) -> str:
-    named = ", ".join(paths[:_MOST_NAMED]) + more_text(len(paths) - _MOST_NAMED, "parameter")
+    named = listed_text(paths, "parameter")
     return (
         f"The backward pass of step {step} added to gradients that step {step - 1} had used, because nothing had "
         f"cleared them ({named}, {len(paths)} of {total} gradients). Was zero_grad() left out?"

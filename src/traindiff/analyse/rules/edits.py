@@ -7,14 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from traindiff.analyse.findings import Finding, between_steps, more_text, ranks_text
+from traindiff.analyse.findings import Finding, between_steps, listed_text, ranks_text
 from traindiff.analyse.merge.placed_parts import ranks_of
 from traindiff.analyse.merge.site import MergedSite, StepTable, finding_at, only_rank, ranks_in
 from traindiff.analyse.rules.rule import Rule
 from traindiff.core.observation import EDITED, FLIPPED
 from traindiff.core.summary import UNIT_ROUNDOFF, distance, norm
-
-_MOST_NAMED = 3
 
 _ROUNDINGS = 2.0
 """Roundings of all elements that moving weights away and back leaves: one each way."""
@@ -78,7 +76,7 @@ def _finding(table: StepTable, fresh: Sequence[MergedSite], *, step: int) -> Fin
     ranks = sorted(ranks_of(fresh[0].parts))
     others = ranks_in(table) - set(ranks)
     where = f" on {ranks_text(ranks, capital=False)}" if others else ""
-    said = ", ".join(names[:_MOST_NAMED]) + more_text(len(names) - _MOST_NAMED, "tensor" if is_state else "parameter")
+    said = listed_text(names, "tensor" if is_state else "parameter")
     return finding_at(
         fresh[0], step=step, kind="edited", rank=only_rank(fresh[0]),
         evidence={"paths": [one.key.path for one in fresh]},

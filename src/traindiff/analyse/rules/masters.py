@@ -6,13 +6,11 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
-from traindiff.analyse.findings import Finding, more_text
+from traindiff.analyse.findings import Finding, listed_text
 from traindiff.analyse.merge.site import MergedSite, StepTable
 from traindiff.analyse.rules.rule import Contents, Limit, Rule
 from traindiff.core.observation import BEFORE, MASTER
 from traindiff.core.summary import SMALLEST_NORMAL, UNIT_ROUNDOFF, distance, finite_count, norm_of
-
-_MOST_NAMED = 3
 
 
 class MastersAreCopied(Rule):
@@ -56,9 +54,8 @@ class MastersAreCopied(Rule):
             return
         worst, apart, rounding = stale[0]
         size = norm_of(table[worst.key._replace(slot=MASTER)].summary)
-        others = [one.key.path for one, _, _ in stale[1:_MOST_NAMED]]
-        more = more_text(len(stale) - _MOST_NAMED, "parameter")
-        also = f" The same is true of {', '.join(others)}{more}." if others else ""
+        others = [one.key.path for one, _, _ in stale[1:]]
+        also = f" The same is true of {listed_text(others, 'parameter')}." if others else ""
         when = f"when step {step} begins" if worst.key.stage == BEFORE else f"after step {step}"
         message = (
             f"{worst.key.path} is not its master weights rounded to {worst.dtype}, {when}: they are "

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from traindiff.analyse.findings import Finding, micro_steps_text, more_text, ranks_text
+from traindiff.analyse.findings import Finding, listed_text, micro_steps_text, ranks_text
 from traindiff.analyse.merge.distance import Pair, best_fit, difference, rounded_to
 from traindiff.analyse.merge.placed_parts import PlacedParts
 from traindiff.analyse.merge.recorded_calls import contributions
@@ -124,8 +124,6 @@ def _message(
 
 KIND = "ranks-disagree"
 
-_MOST_NAMED = 3
-
 
 class CopiesAgree(Rule):
     """Copies of parameters, optimizer state and reduced gradients differ between ranks, by fingerprint.
@@ -181,7 +179,7 @@ class CopiesAgree(Rule):
         if self._own:
             yield (
                 f"Not compared between ranks, because DistributedDataParallel ignores them: "
-                f"{', '.join(sorted(self._own)[:_MOST_NAMED])}{more_text(len(self._own) - _MOST_NAMED, 'parameter')}."
+                f"{listed_text(sorted(self._own), 'parameter')}."
             )
         yield from self._apart.notes()
 

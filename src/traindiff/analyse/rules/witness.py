@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-from traindiff.analyse.findings import Finding, more_text
+from traindiff.analyse.findings import Finding, listed_text
 from traindiff.analyse.merge.site import SiteKey, StepTable, finding_at
 from traindiff.analyse.merge.witnessed import Vector, Witnessed, rms, witnessed
 from traindiff.analyse.rules.ranks_apart import RanksApart
@@ -21,7 +21,6 @@ _OF_WRITES = ("factor", "stale", "weighted")
 one that is multiplied between two micro-steps holds another share of the first."""
 
 _WRITTEN = " The training itself wrote to it after the backward pass: a mask, or clipping?"
-_MOST_NAMED = 3
 
 
 class _Wrong(NamedTuple):
@@ -146,14 +145,14 @@ class GradientsFollow(Rule):
             yield (
                 f"Of {self._share(self._contributed):.1%}, the witness knows what backward passes contributed, but not "
                 "what these should contribute, because no call of a layer that it knows uses them (compiled code, "
-                f"functions, parametrizations): {_listed(sorted(self._contributed))}."
+                f"functions, parametrizations): {listed_text(sorted(self._contributed), 'parameter')}."
             )
         by_reason: dict[str, list[str]] = {}
         for path, reason in self._reasons.items():
             if path not in self._checked:
                 by_reason.setdefault(reason, []).append(path)
         for reason, paths in by_reason.items():
-            yield f"Not witnessed: {_listed(paths)}, because {reason}."
+            yield f"Not witnessed: {listed_text(paths, 'parameter')}, because {reason}."
 
     def _share(self, paths: Collection[str]) -> float:
         """The share of the elements of all parameters that these have."""
@@ -212,10 +211,6 @@ class GradientsFollow(Rule):
                 "edited": one.edited, "may_be_meant": bool(written),
             },
         )  # fmt: skip
-
-
-def _listed(paths: Sequence[str]) -> str:
-    return ", ".join(paths[:_MOST_NAMED]) + more_text(len(paths) - _MOST_NAMED, "parameter")
 
 
 def _not_reduced(wrong: Sequence[_Wrong]) -> _Wrong | None:
