@@ -82,7 +82,7 @@ def test_a_copy_that_ends_in_mid_run_is_found(tmp_path: Path) -> None:
 
     assert [one.step for one in found] == [6, 7, 8, 9]  # the updates of step 5 were not copied
     assert found[0].evidence["paths"][:3] == ["0.weight", "0.bias", "2.weight"]
-    assert "The same is true of 0.bias, 2.weight and 1 more parameter." in found[0].message
+    assert "The same is true of 0.bias, 2.weight, 2.bias." in found[0].message
 
 
 @pytest.mark.parametrize(("off", "wrong"), [(0.0, False), (0.25, False), (0.3, True)])
