@@ -78,6 +78,7 @@ _MESH = nullable(
             "schedule": TEXT,
             "micro_batches": nullable(_COUNT),
             "scales_gradients": nullable(FLAG),
+            "gradient_divisor": NUMBER,
         },
     )
 )

@@ -261,6 +261,16 @@ def reduction_dtype(module: Any) -> torch.dtype | None:
     return None if group is None else group.mp_policy.reduce_dtype
 
 
+def gradient_divisor(module: Any) -> float | None:
+    """The number by which FSDP2 divides the sum of gradients over ranks; None if that is the number of ranks.
+
+    `set_gradient_divide_factor` sets it, and `set_reduce_scatter_divide_factor` did in torch before 2.8.
+    """
+    group = module._get_fsdp_state()._fsdp_param_group
+    names = ("gradient_divide_factor", "reduce_scatter_divide_factor")
+    return next((float(found) for name in names if (found := getattr(group, name, None)) is not None), None)
+
+
 def is_fully_sharded(module: Any) -> bool:
     """True if FSDP2 manages the module."""
     fsdp = sys.modules.get("torch.distributed.fsdp")

@@ -78,6 +78,7 @@ class DataParallel:
         parts: Number of parts of each sample.
         pipeline: The pipeline of this rank, if it has stages of one.
         has_hook: Whether a communication hook replaces the reduction of gradients.
+        divisor: The number by which gradients that were added up over ranks are divided; None for `num_terms`.
     """
 
     rank: int = 0
@@ -88,6 +89,7 @@ class DataParallel:
     parts: int = 1
     pipeline: Pipeline | None = None
     has_hook: bool = False
+    divisor: float | None = None
 
     @property
     def term(self) -> int:
@@ -101,8 +103,9 @@ class DataParallel:
 
     @property
     def factor(self) -> float:
-        """Factor in gradients before the reduction, which averages, relative to those of the global batch."""
-        return self.num_terms * (1.0 if self.pipeline is None else self.pipeline.factor)
+        """Factor in gradients before the reduction, which divides by it, relative to those of the global batch."""
+        divisor = self.num_terms if self.divisor is None else self.divisor
+        return divisor * (1.0 if self.pipeline is None else self.pipeline.factor)
 
     def to_json(self) -> dict[str, Any] | None:
         """For `run.json`; None for a single process."""
@@ -111,6 +114,8 @@ class DataParallel:
         found: dict[str, Any] = {"data_parallel": self.size, "engine": self.engine}
         if self.has_hook:
             found["communication_hook"] = True
+        if self.divisor is not None:
+            found["gradient_divisor"] = self.divisor
         if self.parts > 1:
             found["context_parallel"] = self.parts
         if self.alike > self.parts:
@@ -159,7 +164,7 @@ def find_data_parallel(model: nn.Module, declared: Declarations, pipeline: Pipel
         engine = "pipeline" if engine == BY_HAND and size == 1 else engine
     return DataParallel(
         rank=rank, size=size, engine=engine, alike=alike, part=part, parts=parts, pipeline=pipeline,
-        has_hook=has_communication_hook(model),
+        has_hook=has_communication_hook(model), divisor=_divisor(model),
     )  # fmt: skip
 
 
@@ -169,6 +174,10 @@ def _ranks_and_engine(model: nn.Module) -> tuple[Sequence[int], str]:
         if (ranks := engine.reducing_ranks(model)) is not None:
             return ranks, engine.name
     return range(distributed.get_world_size()), BY_HAND
+
+
+def _divisor(model: nn.Module) -> float | None:
+    return next((found for engine in ENGINES if (found := engine.divisor(model)) is not None), None)
 
 
 def _tensor_axis(model: nn.Module) -> MeshAxis | None:

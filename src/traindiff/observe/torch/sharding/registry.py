@@ -15,7 +15,14 @@ from traindiff.core.kernels.torch_arrays import name_of_dtype
 from traindiff.core.shards import Region, Shard
 from traindiff.core.site import canonical_path
 from traindiff.core.summary import rounding
-from traindiff.core.torch_compat.training import compressed_to, is_fully_sharded, reduction_dtype, replicating_group
+from traindiff.core.torch_compat.training import (
+    compressed_to,
+    data_mesh_of,
+    gradient_divisor,
+    is_fully_sharded,
+    reduction_dtype,
+    replicating_group,
+)
 from traindiff.observe.torch.sharding.deepspeed_optimizer import (
     EngineOptimizer,
     engine_settings,
@@ -43,6 +50,8 @@ class Engine:
         global_shape: The global shape of a parameter whose local shape differs; None for other parameters.
         flat_parameters: The tensors that each hold several parameters of a model.
         optimizers: The optimizers to follow, from the model, the given optimizers, and paths of parameters by id.
+        divisor: The number by which gradients that were added up over ranks are divided, if it is not the number of
+            ranks; None for other models.
         settings: The settings that change numbers, for `run.json`; None for other models.
         reduction_dtype: The dtype to which gradients of a module's parameters are converted before they are reduced,
             also of modules inside that do not answer; None for other modules, and where nothing is converted.
@@ -54,6 +63,7 @@ class Engine:
     global_shape: Callable[[Tensor], tuple[int, ...] | None] = lambda _: None
     flat_parameters: Callable[[nn.Module], Sequence[FlatParameter]] = lambda _: ()
     optimizers: Callable[[nn.Module, Optimizers, Mapping[int, str]], Optimizers] = lambda _, given, __: given
+    divisor: Callable[[nn.Module], float | None] = lambda _: None
     settings: Callable[[nn.Module], dict[str, Any] | None] = lambda _: None
     reduction_dtype: Callable[[nn.Module], torch.dtype | None] = lambda _: None
 
@@ -81,6 +91,14 @@ def _dtype_of_wrapper(name: str, module: nn.Module) -> torch.dtype | None:
 
 def _of_fsdp2(model: nn.Module) -> list[int] | None:
     return next((mesh.mesh.flatten().tolist() for mesh in sharding_meshes(model)), None)
+
+
+def _divisor_of_fsdp2(model: nn.Module) -> float | None:
+    """Of the outermost module that has parameters of its own: others may have another number of ranks."""
+    for module in model.modules():
+        if is_fully_sharded(module) and data_mesh_of(module) is not None:
+            return gradient_divisor(module)
+    return None
 
 
 def _of_wrapper(name: str, model: nn.Module) -> list[int] | None:
@@ -118,7 +136,13 @@ ENGINES: tuple[Engine, ...] = (
         reduction_dtype=partial(_dtype_of_wrapper, "FullyShardedDataParallel"),
     ),
     # FSDP2, and everything else that makes DTensors: tensor and sequence parallelism.
-    Engine(name="fully_shard", reducing_ranks=_of_fsdp2, kept=kept_of_distributed, reduction_dtype=_dtype_of_fsdp2),
+    Engine(
+        name="fully_shard",
+        reducing_ranks=_of_fsdp2,
+        kept=kept_of_distributed,
+        divisor=_divisor_of_fsdp2,
+        reduction_dtype=_dtype_of_fsdp2,
+    ),
 )
 """In the order in which they are asked; the first that does not answer None is right."""
 
