@@ -56,4 +56,4 @@ def test_a_loss_that_is_not_divided_is_named(runs: Path) -> None:
 
     assert first is not None
     assert (first.step, first.phase, first.kind) == (0, "loss", "scale")
-    assert first.message.startswith("The candidate's is 2 x the baseline's (= world size 2 and its 2 micro-batches: summed")
+    assert first.message.startswith("The candidate's is 2 x the baseline's (= world size 2 and its 2 micro-batches")
