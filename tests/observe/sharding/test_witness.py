@@ -341,6 +341,16 @@ def test_a_lost_rank_is_named_for_parameters_without_known_layers(own_operations
 
 
 @NEEDS_DEEPSPEED
+def test_gradients_that_zero_reduces_in_float16_are_within_its_rounding(tmp_path: Path) -> None:
+    settings = {"observe": OBSERVED, "config": {"communication_data_type": "fp16"}}
+    run_on_ranks(trained, 2, str(tmp_path / "run"), 2, settings)
+
+    verdict = traindiff.check(str(tmp_path / "run"), rules="wrong-gradient")
+    assert verdict.verdict == "healthy", str(verdict)
+    assert max(ratios(tmp_path / "run").values()) > 1.0  # more than the gradients' own dtype explains
+
+
+@NEEDS_DEEPSPEED
 def test_parameters_without_known_layers_are_within_rounding_under_zero(tmp_path: Path) -> None:
     settings = {"micro_batches": 2, "zero": PARTITION_ALL, "observe": OBSERVED, "make": OwnModel}
     run_on_ranks(trained, 2, str(tmp_path / "run"), 3, settings)
