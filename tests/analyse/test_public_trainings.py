@@ -224,3 +224,67 @@ def test_initial_values_that_are_rounded_otherwise_are_named_as_that(tmp_path: P
     assert "as rounding makes it: was it computed by another number of threads" in rounded.message
     other = first_of(tmp_path / "one", tmp_path / "third")
     assert "another seed, initialization or checkpoint?" in other.message
+
+
+class Distilled(nn.Module):
+    """A student and a teacher of the same size, which is called under `no_grad` and requires gradients all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+        self.teacher = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.teacher(x)
+        return functional.mse_loss(self.student(x), target)
+
+
+def test_a_teacher_that_is_called_without_gradients_was_not_forgotten(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Distilled()
+    optimizer = torch.optim.Adam(model.student.parameters(), lr=1e-3)
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(8, 8)).backward()
+            optimizer.step()
+
+    verdict = traindiff.check(tmp_path / "run")
+
+    assert (verdict.verdict, verdict.warnings, verdict.notes) == ("healthy", (), ()), str(verdict)
+
+
+class Ensemble(nn.Module):
+    """Several models by `torch.func.vmap` over their stacked parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        models = [nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)) for _ in range(3)]
+        stacked, _ = torch.func.stack_module_state(models)
+        self.names = [*stacked]
+        self.stacked = nn.ParameterList(nn.Parameter(one.detach()) for one in stacked.values())
+        self.base = [copy.deepcopy(models[0]).to("meta")]
+
+    def forward(self, x: Tensor) -> Any:
+        def one(parameters: dict[str, Tensor], x: Tensor) -> Any:
+            return torch.func.functional_call(self.base[0], parameters, (x,))
+
+        return torch.func.vmap(one, (0, None))(dict(zip(self.names, self.stacked, strict=True)), x)
+
+
+def test_an_ensemble_by_vmap_is_witnessed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Ensemble()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    with traindiff.record(tmp_path / "run", model, optimizer, observe=WITNESS, strict=True):
+        for _ in range(4):
+            optimizer.zero_grad()
+            labels = torch.randint(0, 3, (8,)).repeat(3)
+            functional.cross_entropy(model(torch.randn(8, 8)).flatten(0, 1), labels).backward()
+            optimizer.step()
+
+    verdict = traindiff.check(tmp_path / "run")
+
+    assert verdict.verdict == "healthy", str(verdict)
+    assert verdict.notes == ("Witnessed are the gradients of 100.0% of 585 parameters.",)

@@ -62,6 +62,13 @@ def freeze_statistics(model: nn.Module) -> None:
             module.eval()
 
 
+def test_statistics_that_are_frozen_before_each_pass_are_not_said_to_change(tmp_path: Path) -> None:
+    verdict = trained(tmp_path / "run", convolutions(), {0: freeze_statistics}, of_images=True)
+
+    assert kinds(verdict) == set()
+    assert verdict.notes == ("In all steps, some modules are in evaluation mode: 1 and 1 more module.",)
+
+
 def test_statistics_that_are_frozen_in_the_middle_get_a_note(tmp_path: Path) -> None:
     verdict = trained(tmp_path / "run", convolutions(), {6: freeze_statistics}, of_images=True)
 

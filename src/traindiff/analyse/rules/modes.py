@@ -52,10 +52,12 @@ class ModelTrainsInTrainingMode(Rule):
         self._began = {path for path, one in self.facts.settings.items() if one.get("training") == "False"}
         self._since: dict[str, _Evaluates] = {}
         self._steps: list[int] = []
+        self._first: int | None = None  # the first step
 
     def step(self, table: StepTable, *, step: int) -> None:
         """Note a step; the findings come at the end."""
         self._steps = [*self._steps[-self._least :], step]
+        self._first = step if self._first is None else self._first
         for key, entry in table.items():
             if key.stage != MODE or entry.unobserved:
                 continue
@@ -78,11 +80,16 @@ class ModelTrainsInTrainingMode(Rule):
 
     def notes(self) -> Iterator[str]:
         """Notes on modules that are in evaluation mode and may be meant to be."""
-        if "" not in self._since and (paths := self._changed):
-            first = min(self._since[path].first for path in paths)
+        paths = self._changed if "" not in self._since else []
+        always = [path for path in paths if self._since[path].first == self._first]
+        later = [path for path in paths if path not in always]
+        if always:
+            yield f"In all steps, some modules are in evaluation mode: {_named(always)}."
+        if later:
+            first = min(self._since[path].first for path in later)
             yield (
                 f"In the middle of the run (step {first}), some modules go into evaluation mode, and stay in it: "
-                f"{_named(paths)}."
+                f"{_named(later)}."
             )
         if "" in self._began and (paths := sorted(path for path in self._began if self._matters(path))):
             yield f"The model is in evaluation mode in all steps, so {_compute(paths)} as in an evaluation."

@@ -177,6 +177,7 @@ class UpdatesFollowSettings(Rule):
             str, dict[float, int]
         ] = {}  # by group: the step in which each was used last, latest ones last
         self._own: dict[str, _OwnMethod] = {}  # by optimizer
+        self._told: set[str] = set()  # optimizers of which a mistake is known
 
     def step(self, table: StepTable, *, step: int) -> list[Finding]:
         """Findings of a step."""
@@ -187,7 +188,9 @@ class UpdatesFollowSettings(Rule):
         now = learning_rates(table)
         found = [_wrong(one, votes, self._earlier(one, now), step=step, limit=limit) for one in wrong]
         for one, finding in zip(wrong, found, strict=True):
-            if finding is None and one.has_own_step:
+            if finding is not None:
+                self._told.add(one.optimizer)
+            elif one.has_own_step:
                 self._own.setdefault(one.optimizer, _OwnMethod(first=step)).note(one.methods(limit), step)
         for path, rate in now.items():
             rates = self._rates.setdefault(path, {})
@@ -203,6 +206,8 @@ class UpdatesFollowSettings(Rule):
     def notes(self) -> Iterator[str]:
         """What subclasses with steps of their own do instead of what the optimizers do that they are made from."""
         for optimizer, one in self._own.items():
+            if optimizer in self._told:
+                continue
             yield (
                 f"{optimizer} {one.what}. This may be what it is for, so it was not judged. "
                 "To have it judged, declare its formula (`traindiff.testing.formula`)."

@@ -271,7 +271,8 @@ class ParametersMove(Rule):
     round small updates away do not count either; `UpdatesFollowSettings` judges those better. If a parameter requires a
     gradient and no optimizer holds it, each step that is not skipped should change it. If most parameters of a model
     are like this, as when only its head is trained, the rule gives a note. If others of the same part of the model
-    change, the training writes to that part itself (a moving average of the weights), and it is not judged.
+    change, the training writes to that part itself (a moving average of the weights), and it is not judged. Nor is a
+    part whose outputs get no gradients, such as a teacher that is called under `no_grad`.
     """
 
     name = "never-updated"
@@ -285,6 +286,7 @@ class ParametersMove(Rule):
         self._resting: dict[str, _Resting] = {}
         self._moved: set[str] = set()
         self._replaced: set[str] = set()
+        self._reached: set[str] = set()  # modules other than the root whose outputs get gradients
         self._unheld = self.facts.trainable - self.facts.held_in.keys() if self.facts.held_in else frozenset[str]()
 
     def step(self, table: StepTable, *, step: int) -> None:
@@ -298,6 +300,8 @@ class ParametersMove(Rule):
             }
             if any(rates.values()):
                 moving |= self._unheld
+        if self._unheld:
+            self._reached.update(key.path for key in table if key.phase == "backward" and key.path)
         for path in self._newly_replaced(table):
             self._moved.discard(path)
             self._resting.pop(path, None)
@@ -363,7 +367,17 @@ class ParametersMove(Rule):
         least = self.limit("least_steps")
         written = {_model_of(path) for path in self._unheld & self._moved}
         resting = self._unheld & self._resting.keys()
-        return {path for path in resting if self._resting[path].steps >= least and _model_of(path) not in written}
+        return {
+            path
+            for path in resting
+            if self._resting[path].steps >= least and _model_of(path) not in written and self._is_reached(path)
+        }
+
+    def _is_reached(self, path: str) -> bool:
+        """False if gradients of activations are known, and none is of a module that holds a parameter, but the root."""
+        parts = path.split(".")[:-1]
+        around = {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
+        return not (self._reached and around) or not around.isdisjoint(self._reached)
 
     @property
     def _rest_is_meant(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from math import prod
+from statistics import median
 from typing import NamedTuple
 
 from traindiff.analyse.findings import Finding, listed_text
@@ -11,16 +12,24 @@ from traindiff.analyse.merge.site import SiteKey, StepTable, finding_at
 from traindiff.analyse.merge.witnessed import Vector, Witnessed, rms, witnessed
 from traindiff.analyse.rules.ranks_apart import RanksApart
 from traindiff.analyse.rules.rule import Contents, Limit, Rule
-from traindiff.analyse.rules.witness_causes import Before, Cause, cause_of, on_ranks
+from traindiff.analyse.rules.witness_causes import Before, Cause, cause_of, micro_step_weights, on_ranks
 from traindiff.core.observation import BY_HAND, CARRIED, FLIPPED, WITNESS
 from traindiff.core.witness import EXPECTED
 
 _SAME_FACTOR = 1e-2
+
+_FEW_OTHERS = 0.25
+"""Share of the gradients that may have another factor than all the others, and be wrong: more are meant, by layer."""
+
 _OF_WRITES = ("factor", "stale", "weighted")
 """Causes that writes may have, too: a gradient that is clamped at all of its elements may be the same in two steps, and
 one that is multiplied between two micro-steps holds another share of the first."""
 
-_WRITTEN = " The training itself wrote to it after the backward pass: a mask, or clipping?"
+_WRITTEN = " The training itself wrote to it after the backward pass: a mask, clipping, or a term that it added?"
+
+WRITTEN = "the training itself changes all gradients after the backward pass"
+
+_MOST_WEIGHTS = 4
 
 
 class _Wrong(NamedTuple):
@@ -41,8 +50,10 @@ class GradientsFollow(Rule):
 
     Not findings: a factor that is common to all gradients, or any change of all gradients, if the training itself wrote
     to them after the backward pass (clipping by hand, noise); and a sum over ranks by hand in place of their mean. A
-    note says so. Where the training wrote to some gradients only, from the first step on or to make
-    them smaller (a mask, clipping one by one), it is a warning.
+    note says so. Where the training wrote to some gradients only, from the first step on, to make them smaller, or to
+    add something to several of them (a mask, clipping one by one, a penalty by hand), it is a warning. So it is if
+    it wrote to all gradients between micro-steps, and these count unequally. One gradient that has another factor
+    than all the others is a finding.
     """
 
     name = "wrong-gradient"
@@ -69,7 +80,8 @@ class GradientsFollow(Rule):
         self._right: set[str] = set()  # gradients that were right in a step before
         self._sizes: dict[str, int] = {}
         self._apart = RanksApart(self.facts)
-        self._perhaps: list[Finding] = []  # of gradients that the training wrote to
+        self._perhaps: dict[str, Finding] = {}  # the first of each gradient that the training wrote to
+        self._uneven: Finding | None = None  # the first step in which micro-steps count unequally in all gradients
         self._all_changed: set[str] = set()  # gradients that it changed together with all others
         self._edited: set[str] = set()  # gradients that the training wrote to, in some step so far
         self._alone: set[str] = set()  # gradients that are the only ones of their optimizer
@@ -82,8 +94,6 @@ class GradientsFollow(Rule):
         self._note_coverage(table)
         self._apart.look(table, step=step)
         found = witnessed(table, self.facts.reduced_in)
-        self._checked.update(one.entry.key.path for one in found)
-        self._contributed.update(one.entry.key.path for one in found if one.contributed)
         limit = self.limit("roundings") / self.strictness
         told = {key.path for key in table if key.phase == "grad" and key.stage in (CARRIED, FLIPPED)}
         wrong = [
@@ -96,21 +106,33 @@ class GradientsFollow(Rule):
         self._edited.update(one.entry.key.path for one in found if one.edited)
         for one in found:
             self._before[one.entry.key.path] = step, Before.of(one)
-        right = {one.entry.key.path for one in found} - {one.one.entry.key.path for one in wrong} - told
-        if wrong and (sentence := _of_all(wrong, found, by_hand=self.facts.engine == BY_HAND)):
-            self._changed.setdefault(sentence, []).append(step)
-            self._all_changed.update(one.one.entry.key.path for one in wrong)
-            return
-        self._right |= right
+        paths = {one.entry.key.path for one in found}
+        change = _of_all(wrong, found, by_hand=self.facts.engine == BY_HAND) if wrong else None
+        if change is not None:
+            self._changed.setdefault(change.sentence, []).append(step)
+            if not change.is_witnessed:
+                self._all_changed |= paths
+                self._reasons.update((one.entry.key.path, WRITTEN) for one in found)
+                self._note_uneven(found, step, limit)
+                return
+            wrong = [*change.others]
+            self._all_changed |= paths - {one.one.entry.key.path for one in wrong}
+        self._checked |= paths
+        self._contributed.update(one.entry.key.path for one in found if one.contributed)
+        right = paths - {one.one.entry.key.path for one in wrong} - told
+        # A term that a training adds in every step may be zero in the first.
+        self._right |= right if change is not None else right - self._edited
+        several = len({one.one.entry.key.path for one in wrong if one.one.edited and one.cause is None}) > 1
+        several &= all(one.one.edited and one.cause is None for one in wrong)
         for fault in wrong:
             if (path := fault.one.entry.key.path) not in told:
                 told.add(path)
                 same = [one for one in wrong if one.one.entry.key.path == path]
                 alone = _not_reduced(same)
                 if alone is None:
-                    finding = self._finding(fault, step)
+                    finding = self._finding(fault, step, several=several)
                     if self.is_warning(finding):
-                        self._perhaps.append(finding)
+                        self._perhaps.setdefault(path, finding)
                         if len(found) == 1:
                             self._alone.add(path)
                     else:
@@ -126,7 +148,9 @@ class GradientsFollow(Rule):
         """
         yield from self._apart.left()
         meant = self._all_changed | (self._alone if self._changed else set())
-        yield from (one for one in self._perhaps if one.path not in meant)
+        yield from (one for path, one in self._perhaps.items() if path not in meant)
+        if self._uneven is not None:
+            yield self._uneven
 
     def is_warning(self, finding: Finding) -> bool:
         """True if the training wrote to the gradient, and nothing tells that this was not meant."""
@@ -144,8 +168,9 @@ class GradientsFollow(Rule):
         if self._contributed:
             yield (
                 f"Of {self._share(self._contributed):.1%}, the witness knows what backward passes contributed, but not "
-                "what these should contribute, because no call of a layer that it knows uses them (compiled code, "
-                f"functions, parametrizations): {listed_text(sorted(self._contributed), 'parameter')}."
+                "what these should contribute, because not all that is done with them is of a kind that it knows "
+                "(compiled code, hooks, penalties, parametrizations, some functions): "
+                f"{listed_text(sorted(self._contributed), 'parameter')}."
             )
         by_reason: dict[str, list[str]] = {}
         for path, reason in self._reasons.items():
@@ -173,8 +198,24 @@ class GradientsFollow(Rule):
         seen, before = self._before.get(one.entry.key.path, (-1, None))
         return before if seen == step - 1 else None
 
-    def _may_be_meant(self, one: Witnessed, cause: Cause | None) -> bool:
-        """True if the training wrote to a gradient, and seems to do so always, or made it smaller.
+    def _note_uneven(self, found: Sequence[Witnessed], step: int, limit: float) -> None:
+        """Note the first step in which the training has made micro-steps count unequally, in all gradients alike."""
+        weights = micro_step_weights(found, limit=limit) if self._uneven is None else []
+        if not weights or max(weights) - min(weights) <= _SAME_FACTOR * max(map(abs, weights)):
+            return
+        shown = ", ".join(f"{weight:.3g}" for weight in weights[:_MOST_WEIGHTS])
+        message = (
+            f"All gradients hold unequal parts of what micro-steps contributed: {shown}"
+            f"{', ...' if len(weights) > _MOST_WEIGHTS else ''}. The training wrote to them between backward passes. "
+            "Does a division that belongs behind the loop over micro-steps stand in it?"
+        )
+        self._uneven = finding_at(
+            found[0].entry, step=step, kind=self.kinds[0], message=message,
+            evidence={"cause": "uneven", "weights": weights, "edited": True, "may_be_meant": True},
+        )  # fmt: skip
+
+    def _may_be_meant(self, one: Witnessed, cause: Cause | None, *, several: bool) -> bool:
+        """True if the training wrote to a gradient, and seems to do so always, or to several, or made it smaller.
 
         What came out is no contribution that is lost, late or there twice.
         """
@@ -184,13 +225,15 @@ class GradientsFollow(Rule):
             or (cause is not None and cause.name != "factor")
         ):
             return False  # ranks that should hold the same do not, or it is no such change
-        return one.entry.key.path not in self._right or (cause is not None and 0.0 < cause.factor < 1.0)
+        smaller = cause is not None and 0.0 < cause.factor < 1.0
+        return several or smaller or one.entry.key.path not in self._right
 
-    def _finding(self, wrong: _Wrong, step: int) -> Finding:
+    def _finding(self, wrong: _Wrong, step: int, *, several: bool = False) -> Finding:
         one, cause = wrong.one, wrong.cause
         num_ranks = sum(len(ranks) for ranks, _ in one.given)
         where = on_ranks(wrong.ranks, num_ranks)
-        written = _WRITTEN if self._may_be_meant(one, cause) else ""
+        meant = self._may_be_meant(one, cause, several=several)
+        written = _WRITTEN if meant or (one.edited and cause is None) else ""
         size = one.size or 1.0
         error, allowed = rms(wrong.given - one.expected) / size, one.allowed / size
         message = (
@@ -208,7 +251,7 @@ class GradientsFollow(Rule):
             difference=error, floor=allowed * self.limit("roundings"),
             evidence={
                 "cause": "unknown" if cause is None else cause.name, "factor": 1.0 if cause is None else cause.factor,
-                "edited": one.edited, "may_be_meant": bool(written),
+                "edited": one.edited, "may_be_meant": meant,
             },
         )  # fmt: skip
 
@@ -223,8 +266,22 @@ def _not_reduced(wrong: Sequence[_Wrong]) -> _Wrong | None:
     return wrong[0]._replace(ranks=ranks, cause=Cause("alone", message, causes[0].factor))
 
 
-def _of_all(wrong: Sequence[_Wrong], found: Sequence[Witnessed], *, by_hand: bool) -> str:
-    """A sentence about a change of all gradients by the training; empty if it is no such change.
+class _Change(NamedTuple):
+    """What the training did to all gradients.
+
+    Attributes:
+        sentence: It, with a place for the steps.
+        is_witnessed: Whether the gradients are known but for a factor.
+        others: Few gradients that another factor has, as if all had been divided by the common one.
+    """
+
+    sentence: str
+    is_witnessed: bool = True
+    others: Sequence[_Wrong] = ()
+
+
+def _of_all(wrong: Sequence[_Wrong], found: Sequence[Witnessed], *, by_hand: bool) -> _Change | None:
+    """A change of all gradients by the training; None if it is no such change.
 
     Args:
         wrong: The gradients that are not what was expected of them.
@@ -232,21 +289,43 @@ def _of_all(wrong: Sequence[_Wrong], found: Sequence[Witnessed], *, by_hand: boo
         by_hand: Whether several ranks share the batch and nothing that is known reduces their gradients.
     """
     touched = [one for one in found if one.expected.any()]
-    if len(touched) < 2 or any(len(one.one.given) != 1 for one in wrong):
-        return ""
     causes = [one.cause for one in wrong if one.cause is not None]
-    if any(one.name not in _OF_WRITES or one.rank is not None for one in causes):
-        return ""
+    if (
+        len(touched) < 2
+        or any(len(one.one.given) != 1 for one in wrong)
+        or any(one.name not in _OF_WRITES or one.rank is not None for one in causes)
+    ):
+        return None
     factors = [one.factor for one in causes if one.name == "factor"]
     all_by_factors = len(factors) == len(wrong) == len(touched)
     ranks = max(len({term.rank for term in one.terms}) for one in touched)
     summed = all_by_factors and all(abs(factor - ranks) <= _SAME_FACTOR * ranks for factor in factors)
     if by_hand and ranks > 1 and summed:
-        return "All gradients are the sum over ranks of what each contributed, not the mean ({steps})."
+        return _Change(
+            sentence="All gradients are the sum over ranks of what each contributed, not the mean ({steps})."
+        )
     if not all(one.edited for one in touched):
-        return ""
+        return None
     if not all_by_factors:
-        return "The training changes gradients after the backward pass ({steps}), so they were not witnessed there."
-    if max(factors) - min(factors) <= _SAME_FACTOR * abs(max(factors)):
-        return "The training multiplies all gradients by one factor after the backward pass ({steps})."
-    return "The training multiplies gradients by factors after the backward pass ({steps})."
+        return _Change(
+            sentence="The training changes gradients after the backward pass ({steps}), so they were not witnessed "
+            "there.",
+            is_witnessed=False,
+        )
+    common = median(factors)
+    others = [
+        one._replace(cause=_beside(one.cause.factor / common, common, one.one.right))
+        for one in wrong
+        if one.cause is not None and abs(one.cause.factor - common) > _SAME_FACTOR * abs(common)
+    ]
+    if len(others) > _FEW_OTHERS * len(touched):
+        return _Change(sentence="The training multiplies gradients by factors after the backward pass ({steps}).")
+    return _Change(
+        sentence="The training multiplies all gradients by one factor after the backward pass ({steps}).", others=others
+    )
+
+
+def _beside(factor: float, common: float, right: str) -> Cause:
+    """The cause of a gradient that has another factor than all the others."""
+    message = f"The gradient is {factor:.4g} x {right}, beside the factor {common:.4g} that all others have."
+    return Cause("factor", message, factor)

@@ -76,6 +76,27 @@ def cause_of(one: Witnessed, given: Vector, before: Before | None, *, limit: flo
     return next((cause for ratio, cause in fitting if ratio <= max(1.0, _AS_GOOD * best)), None)
 
 
+def micro_step_weights(found: Sequence[Witnessed], *, limit: float) -> list[float]:
+    """How much of what each micro-step contributed all gradients hold; empty if they hold no such common parts.
+
+    Args:
+        found: The gradients of a step.
+        limit: Multiple of what rounding explains that the rest may have.
+    """
+    steps = sorted({term.micro_step for one in found for term in one.terms})
+    if len(steps) < 2 or len(steps) >= sum(one.given[0][1].size for one in found):
+        return []
+    tables, targets = [], []
+    for one in found:
+        sums = [[term.sums for term in one.terms if term.micro_step == step] for step in steps]
+        columns = [np.sum(each, axis=0) if each else np.zeros_like(one.expected) for each in sums]
+        tables.append(np.stack(columns, axis=1) / (one.allowed or 1.0))
+        targets.append(one.given[0][1] / (one.allowed or 1.0))
+    weights, *_ = np.linalg.lstsq(np.concatenate(tables), np.concatenate(targets), rcond=None)
+    fits = all(rms(target - table @ weights) <= limit for table, target in zip(tables, targets, strict=True))
+    return [float(weight) for weight in weights] if fits else []
+
+
 class _Part(NamedTuple):
     """What one micro-step, one rank, or one rank in one micro-step contributed."""
 
@@ -103,7 +124,8 @@ def _candidates(one: Witnessed, given: Vector, before: Before | None) -> Iterato
         yield from _kept(expected, given, before)
     for part in parts:
         factor = _share(given, part.sums)
-        if any(abs(factor - other) <= _SAME * other for other in (1.0, float(len(parts)), 1.0 / len(parts))):
+        of_sort = sum((other.rank is None) == (part.rank is None) for other in parts)
+        if any(abs(factor - other) <= _SAME * other for other in (1.0, float(of_sort), 1.0 / of_sort)):
             times = "" if abs(factor - 1.0) <= _SAME else f"{factor:.4g} x "
             alone = "were the others lost?" if part.rank is None else "was it not reduced?"
             message = f"The gradient is {times}what {part.name} alone contributed: {alone}"

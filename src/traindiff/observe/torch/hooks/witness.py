@@ -39,7 +39,7 @@ from traindiff.observe.torch.witness.pending import Expected, rooted
 from traindiff.observe.torch.witness.probes import Probes
 from traindiff.observe.torch.witness.use import Use
 
-BESIDE = "not all calls that use it were seen ({used} uses in the graph, {seen} seen)"
+BESIDE = "the calls that were seen are not those of the backward pass ({seen} calls seen, {used} in its graph)"
 
 OTHERWISE = "no backward pass that was seen contributed to it"
 

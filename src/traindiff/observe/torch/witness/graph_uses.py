@@ -17,7 +17,7 @@ from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.gathered_parameters import follow_gathered
 from traindiff.observe.torch.hooks.nested import as_dense
 from traindiff.observe.torch.sharding.distributed_tensor import is_distributed
-from traindiff.observe.torch.witness.errors import OTHER_PART, NotWitnessedError
+from traindiff.observe.torch.witness.errors import OTHER_PART, UNREADABLE, NotWitnessedError
 from traindiff.observe.torch.witness.given import given_vector
 from traindiff.observe.torch.witness.graph import Graph, Place
 from traindiff.observe.torch.witness.kept_elsewhere import KeptElsewhere
@@ -159,8 +159,10 @@ class GraphUses:
             held = self._layers.held_tensor(path, tensor)
             assert held is not None  # or it had no piece
             self._add(operation.use(self._layers, held, gradient), gradient)
-        except (NotWitnessedError, UnsupportedTensorError) as error:
+        except NotWitnessedError as error:
             self._fail(path, str(error))
+        except UnsupportedTensorError:
+            self._fail(path, UNREADABLE)
 
     def _at_leaf(self, tensor: Tensor, gradients: Sequence[Tensor | None]) -> None:
         if (gradient := gradients[0]) is None:

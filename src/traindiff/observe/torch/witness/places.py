@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from traindiff.core.torch_compat.execution import result_shape, saved, saved_dim, saved_dims, saved_index
@@ -85,11 +86,11 @@ def selected(place: Place) -> int | None:
 
 
 def saved_tensor(place: Place, name: str) -> Tensor:
-    """A tensor that an operation saved for its backward pass."""
+    """A tensor, or a number as a tensor without axes, that an operation saved for its backward pass."""
     try:
-        found: Tensor | None = saved(place.node, name)
+        found: Tensor | float | None = saved(place.node, name)
     except RuntimeError as error:  # it was written to, or is gone; the backward pass says so itself
         raise NotWitnessedError("what an operation saved for its backward pass is not there any more") from error
     if found is None:
         raise NotWitnessedError("an operation saved nothing for its backward pass")
-    return found.detach()
+    return found.detach() if isinstance(found, Tensor) else torch.tensor(found, device="cpu")
