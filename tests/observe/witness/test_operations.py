@@ -105,6 +105,13 @@ OPERATIONS: dict[str, Callable[[], nn.Module]] = {
     "sum of a product": lambda: One((W, 5), lambda x, w: torch.addmm(x[0, :, :5], x[0], w, alpha=0.5)),
     "einsum": lambda: One((5, W), lambda x, w: torch.einsum("bti,oi->bto", x, w)),
     "einsum over heads": lambda: One((W, 2, 4), lambda x, w: torch.einsum("btd,dhk->bthk", x, w)),
+    "einsum over heads in front": lambda: One((2, W, 4), lambda x, w: torch.einsum("btd,hdk->bthk", x, w)),
+    "einsum over heads, back": lambda: One((4, W // 4, 5), lambda x, w: torch.einsum(
+        "btnh,nhd->btd", x.unflatten(-1, (4, -1)), w
+    )),
+    "einsum over heads, transposed": lambda: One((5, W // 4, 4), lambda x, w: torch.einsum(
+        "btnh,dhn->btd", x.unflatten(-1, (4, -1)), w
+    )),
     "stack": lambda: One((9, W, 5), lambda x, w: torch.bmm(x.transpose(0, 1), w)),
     "stack of transposed matrices": lambda: One((9, 5, W), lambda x, w: x.transpose(0, 1) @ w.mT),
     "stack from the left": lambda: One((9, 5, W), lambda x, w: w @ x.permute(1, 2, 0)),

@@ -5,7 +5,7 @@ Letters in shapes: M rows, I and O the axes that a product sums over and has; K 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from types import SimpleNamespace
@@ -98,7 +98,9 @@ def _matrices(place: Place) -> bool:
     """True if the parameter is a matrix with known axes, and the operation is one product, or it is a stack of them."""
     if stack_of(place) is not None:
         return True
-    return _sides(axes_of(place)) is not None and prod(shape_of(place.node)[:-2]) == 1
+    axes = axes_of(place)
+    is_known = _sides(axes) is not None or _spread(axes) is not None
+    return is_known and prod(shape_of(place.node)[:-2]) == 1
 
 
 def _sides(axes: Axes | None) -> tuple[str, str] | None:
@@ -120,6 +122,15 @@ def _sides(axes: Axes | None) -> tuple[str, str] | None:
         else:
             return None
     return None if found[0] == found[1] != "" else (found[0], found[1])
+
+
+def _spread(axes: Axes | None) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Which of the three axes of a stack of matrices lie along each axis of one matrix, as in a sum over heads."""
+    while axes is not None and len(axes) > 2 and not axes[0]:
+        axes = axes[1:]
+    if axes is None or len(axes) != 2 or sorted((*axes[0], *axes[1])) != [0, 1, 2]:
+        return None
+    return axes[0], axes[1]
 
 
 def _added(layers: Layers, place: Place, held: Held, gradient: Tensor) -> Use:
@@ -199,18 +210,24 @@ def _product(
     if stack_of(place) is not None:
         return of_stack(layers, place, held, gradient, other, left=left, right=right)
     left, right = _matrix(left), _matrix(right)
-    sides = _sides(axes_of(place))
-    assert sides is not None
+    axes = axes_of(place)
+    sides, spread = _sides(axes), _spread(axes)
     signs = {
         "rows": layers.probes.rows(held.path, held.extent, gradient),
         "columns": layers.probes.columns(held.path, held.extent, gradient),
     }
     factor = torch.full((PROBES,), float(saved(place.node, "alpha", 1.0)), dtype=torch.float64)
     factor = factor.to(gradient.device)
-    for side in [one for one in signs if one not in sides]:
-        factor = factor * signs[side][:, 0].double()  # of an axis of size 1
-    signs[""] = torch.ones_like(signs["rows"][:, :1])
-    found = [(part, signs[side]) for part, side in zip((left, right), sides, strict=True)]
+    if sides is not None:
+        for side in [one for one in signs if one not in sides]:
+            factor = factor * signs[side][:, 0].double()  # of an axis of size 1
+        signs[""] = torch.ones_like(signs["rows"][:, :1])
+        found = [(part, signs[side]) for part, side in zip((left, right), sides, strict=True)]
+    else:
+        assert spread is not None
+        by_axis = signs["rows"], *layers.probes.axes(held.path, held.extent, gradient)
+        laid = [_of_axes([by_axis[axis] for axis in group]) for group in spread]
+        found = [*zip((left, right), laid, strict=True)]
     if any(part.shape[1] != side.shape[1] for part, side in found):
         raise NotWitnessedError("an operation uses another part of it than this rank has")
     terms = [of.of_tensor(part, side) for part, side in found]
@@ -219,6 +236,14 @@ def _product(
         return of.of_rows(terms[0] * factor, terms[1])
 
     return layers.use(held, products, other, gradient, width=sum(held.extent.shape))
+
+
+def _of_axes(signs: Sequence[Tensor]) -> Tensor:
+    """Signs of several axes that lie along one, given those of each, shape (PROBES, length)."""
+    found = signs[0]
+    for one in signs[1:]:
+        found = (found[:, :, None] * one[:, None, :]).flatten(1)
+    return found
 
 
 def _elementwise(
