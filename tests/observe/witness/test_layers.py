@@ -81,6 +81,10 @@ LAYERS: dict[str, Make] = {
     "weighted bags with offsets, by name": lambda: (
         _NamedBags(mode="sum"), (_tokens(30), torch.tensor([0, 4, 4, 19]), torch.randn(30)),
     ),
+    "largest of bags": lambda: (_Bags(mode="max"), (_tokens(4, 9),)),
+    "largest of bags with offsets": lambda: (
+        _Bags(mode="max", padding_idx=2), (_tokens(30), torch.tensor([0, 4, 4, 19])),
+    ),
     "sparse bags": lambda: (_Bags(mode="sum", sparse=True), (_tokens(4, 9),)),
     "layer norm": lambda: (nn.LayerNorm((3, 6)), torch.randn(8, 5, 3, 6)),
     "rms norm": lambda: (nn.RMSNorm(6), torch.randn(8, 5, 6)),

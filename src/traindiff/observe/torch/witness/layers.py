@@ -15,14 +15,20 @@ from torch import Tensor, distributed, nn
 from traindiff.core.shards import Region
 from traindiff.core.site import canonical_path
 from traindiff.core.torch_compat.alike import looks_like
-from traindiff.core.torch_compat.execution import float32_matmul_precision, version_of
+from traindiff.core.torch_compat.execution import (
+    float32_matmul_precision,
+    keeps_saved_tensors_elsewhere,
+    saved,
+    version_of,
+)
 from traindiff.core.torch_compat.training import AnyBatchNorm, AnyInstanceNorm, parameters_of
 from traindiff.core.witness import PROBES
 from traindiff.observe.torch.session.targets import Targets
 from traindiff.observe.torch.sharding.distributed_tensor import is_distributed, region_of
 from traindiff.observe.torch.sharding.layout import Layout
 from traindiff.observe.torch.witness import products as of
-from traindiff.observe.torch.witness.errors import NotWitnessedError
+from traindiff.observe.torch.witness.errors import KEPT_AWAY, NotWitnessedError
+from traindiff.observe.torch.witness.graph import kind_of
 from traindiff.observe.torch.witness.normalized import Normalized, RMSNorm, is_batched
 from traindiff.observe.torch.witness.probes import Extent, Probes
 from traindiff.observe.torch.witness.products import Products
@@ -262,11 +268,15 @@ class Layers:
             return
         if weight.divided:
             raise NotWitnessedError("ranks divide an embedding")
-        if module.mode == "max":
-            raise NotWitnessedError("an EmbeddingBag with mode max is not linear in it")
-        tokens, offsets, weights = (*given, None, None)[:3]
         rows = self.probes.row_factors(weight.path, weight.extent, weight.local)
-        found = of.embedding_bag(module, tokens, offsets, weights, rows)
+        if module.mode == "max":
+            node = output.grad_fn
+            if node is None or kind_of(node) != "EmbeddingBagBackward" or keeps_saved_tensors_elsewhere():
+                raise NotWitnessedError(KEPT_AWAY)
+            found = of.largest_in_bags(saved(node, "result3"), saved(node, "result2"), rows)
+        else:
+            tokens, offsets, weights = (*given, None, None)[:3]
+            found = of.embedding_bag(module, tokens, offsets, weights, rows)
         columns = self.probes.columns(weight.path, weight.extent, weight.local)
         yield self.own_sums(weight, partial(_given_second, found, columns), output)
 

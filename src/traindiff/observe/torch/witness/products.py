@@ -209,6 +209,23 @@ def embedding_bag(
     return products
 
 
+def largest_in_bags(chosen: Tensor, sizes: Tensor, signs: Tensor) -> Callable[[Tensor, Tensor], Products]:
+    """The same for an embedding that keeps the largest number of each column in a bag.
+
+    Args:
+        chosen: The row of the table from which each element of the output is, shape (bags, width).
+        sizes: Number of rows in each bag.
+        signs: Of the table's rows, shape (V, K).
+    """
+    p = (signs[chosen.long()] * (sizes > 0)[:, None, None]).flatten(0, 1)
+
+    def products(gradient: Tensor, columns: Tensor) -> Products:
+        q = as_float(gradient)[:, :, None].double() * columns.T.double()
+        return of_rows(q.flatten(0, 1), p, rows=chosen.shape[0])
+
+    return products
+
+
 def scaled(normalized: Tensor | None, gradient: Tensor, dims: int, *, axis: int | None) -> Tensor:
     """The terms of the gradient of a weight that scales a normalized tensor, element by element; or of a bias.
 
