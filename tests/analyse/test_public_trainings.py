@@ -288,3 +288,39 @@ def test_an_ensemble_by_vmap_is_witnessed(tmp_path: Path) -> None:
 
     assert verdict.verdict == "healthy", str(verdict)
     assert verdict.notes == ("Witnessed are the gradients of 100.0% of 585 parameters.",)
+
+
+def trained_critic(path: Path, *, doubled_in: int | None) -> Path:
+    """A GAN whose critic takes three steps for each of the generator's."""
+    torch.manual_seed(0)
+    generator = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8))
+    critic = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1, bias=False))
+    models = {"generator": generator, "critic": critic}
+    optimizers = {name: torch.optim.Adam(model.parameters(), lr=1e-3) for name, model in models.items()}
+    with traindiff.record(path, models, optimizers, observe=("loss", "witness"), strict=True):
+        for step in range(12):
+            optimizers["critic"].zero_grad()
+            (critic(generator(torch.randn(8, 4)).detach()).mean() - critic(torch.randn(8, 8)).mean()).backward()
+            if step == doubled_in:
+                gradient: Any = critic[0].weight.grad
+                gradient.data.mul_(2.0)
+            optimizers["critic"].step()
+            if step % 3 == 2:
+                optimizers["generator"].zero_grad()
+                (-critic(generator(torch.randn(8, 4))).mean()).backward()
+                optimizers["generator"].step()
+    return path
+
+
+@pytest.mark.parametrize("step", range(1, 12, 3))
+def test_each_step_of_a_critic_is_witnessed(step: int, tmp_path: Path) -> None:
+    verdict = traindiff.check(trained_critic(tmp_path / "run", doubled_in=step), rules="wrong-gradient")
+
+    assert [(one.step, one.path) for one in verdict.findings] == [(step, "critic.0.weight")], str(verdict)
+    assert "Witnessed are the gradients of 100.0% of 376 parameters." in verdict.notes
+
+
+def test_a_critic_that_is_right_is_healthy(tmp_path: Path) -> None:
+    verdict = traindiff.check(trained_critic(tmp_path / "run", doubled_in=None))
+
+    assert (verdict.verdict, verdict.warnings) == ("healthy", ()), str(verdict)

@@ -87,8 +87,8 @@ class _Witness:
         self._seen: Counter[int] = Counter()
         self._inputs: frozenset[int] | None = None
         self._running = False
-        self._read: set[tuple[str, int]] = set()  # optimizer and id of the tensors that were read in this step
-        self._evaluation = -1, -1
+        self._read: dict[str, set[int]] = {}  # by optimizer: ids of the tensors that were read in its step
+        self._moments: dict[str, tuple[int, int]] = {}  # by optimizer: the step, and the evaluation, of these
         self._met: set[str] = set()  # paths of parameters whose gradient was looked at before a backward pass
         self._said: set[str] = set()  # paths of parameters of which it was said why they are not checked
 
@@ -313,22 +313,24 @@ class _Witness:
         scaled: bool,  # noqa: FBT001
     ) -> None:
         """An optimizer reads its gradients, or something changes them before."""
-        evaluation = self._sink.progress.step, self._sink.progress.evaluation
-        if evaluation != self._evaluation:
-            self._evaluation = evaluation
-            self._read.clear()
-            if self._sink.progress.evaluation:
+        progress = self._sink.progress
+        moment = progress.number_of(tap.name), progress.evaluation
+        if moment != self._moments.get(tap.name):
+            self._moments[tap.name] = moment
+            self._read[tap.name] = set()
+            if progress.evaluation:
                 self._said.clear()  # rules look at the last evaluation of a step
+        earlier = self._read[tap.name]
         fresh = [
             (parameter, pieces, gradient)
             for parameter, pieces in held
-            if (tap.name, id(parameter)) not in self._read and (gradient := tap.gradient_of(parameter)) is not None
+            if id(parameter) not in earlier and (gradient := tap.gradient_of(parameter)) is not None
         ]
-        self._say_what_came_later(tap, held)
+        self._say_what_came_later(tap, [one for one in held if id(one[0]) in earlier])
         if not fresh:
             return
-        self._read.update((tap.name, id(parameter)) for parameter, _, _ in fresh)
-        if tap.name == self._sink.progress.optimizer:
+        earlier.update(id(parameter) for parameter, _, _ in fresh)
+        if tap.name == progress.optimizer:
             self._calls, self._calls_before = {}, self._calls
         read = self._read_with(tap, {piece.path for _, pieces, _ in fresh for piece in pieces})
         with self._sink.together():
@@ -339,9 +341,9 @@ class _Witness:
             self._expected[path].is_read = True
 
     def _say_what_came_later(self, tap: OptimizerTap, held: Sequence[tuple[Tensor, Sequence[Piece]]]) -> None:
-        """Gradients that were read before, and to which backward passes have contributed since."""
-        for parameter, pieces in held:
-            for piece in pieces if (tap.name, id(parameter)) in self._read else ():
+        """Of gradients that were read before in this step: those to which backward passes have contributed since."""
+        for _, pieces in held:
+            for piece in pieces:
                 expected = self._expected.get(piece.path)
                 if expected is not None and not expected.is_read and not expected.is_empty:
                     self._say(tap, piece.path, TOO_EARLY)
