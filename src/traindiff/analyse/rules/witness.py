@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from math import prod
 from statistics import median
@@ -14,6 +15,7 @@ from traindiff.analyse.rules.ranks_apart import RanksApart
 from traindiff.analyse.rules.rule import Contents, Limit, Rule
 from traindiff.analyse.rules.witness_causes import Before, Cause, cause_of, micro_step_weights, on_ranks
 from traindiff.core.observation import BY_HAND, CARRIED, FLIPPED, WITNESS
+from traindiff.core.summary import nonfinite_count
 from traindiff.core.witness import EXPECTED
 
 _SAME_FACTOR = 1e-2
@@ -88,12 +90,14 @@ class GradientsFollow(Rule):
         self._checked: set[str] = set()
         self._contributed: set[str] = set()
         self._reasons: dict[str, str] = {}
+        self._missed: Counter[str] = Counter()  # steps in which a gradient was there and not checked
+        self._num_steps = 0
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """Findings of a step."""
-        self._note_coverage(table)
         self._apart.look(table, step=step)
         found = witnessed(table, self.facts.reduced_in)
+        self._note_coverage(table, found)
         limit = self.limit("roundings") / self.strictness
         told = {key.path for key in table if key.phase == "grad" and key.stage in (CARRIED, FLIPPED)}
         wrong = [
@@ -178,18 +182,30 @@ class GradientsFollow(Rule):
                 by_reason.setdefault(reason, []).append(path)
         for reason, paths in by_reason.items():
             yield f"Not witnessed: {listed_text(paths, 'parameter')}, because {reason}."
+        missed = {path: count for path, count in self._missed.items() if count and path in self._checked}
+        if missed:
+            reasons = dict.fromkeys(self._reasons[path] for path in missed if path in self._reasons)
+            why = f", because {' or because '.join(reasons)}" if reasons else ""
+            yield (
+                f"Not witnessed in {max(missed.values())} of {self._num_steps} steps: "
+                f"{listed_text([*missed], 'parameter')}{why}."
+            )
 
     def _share(self, paths: Collection[str]) -> float:
         """The share of the elements of all parameters that these have."""
         whole = sum(self._sizes.values())
         return sum(size for path, size in self._sizes.items() if path in paths) / (whole or 1)
 
-    def _note_coverage(self, table: StepTable) -> None:
+    def _note_coverage(self, table: StepTable, found: Sequence[Witnessed]) -> None:
+        checked = {one.entry.key.path for one in found}
+        self._num_steps += 1
         for key, entry in table.items():
             if key.phase != "grad":
                 continue
             if key == SiteKey("grad", "", key.path, "grad") and not entry.unobserved:
                 self._sizes[key.path] = prod(entry.shape)
+                is_known = float(entry.summary["sum_of_squares"]) > 0.0 and not nonfinite_count(entry.summary)
+                self._missed[key.path] += is_known and key.path not in checked
             elif key.stage == WITNESS and key.slot == EXPECTED and entry.unobserved:
                 self._reasons.setdefault(key.path, entry.unobserved)
 
