@@ -58,6 +58,7 @@ class GradientsFollow(Rule):
         self._before: dict[str, tuple[int, Before]] = {}
         self._changed: dict[str, list[int]] = {}  # steps, by a sentence about all gradients
         self._right: set[str] = set()  # gradients that were right in a step before
+        self._untouched: set[str] = set()  # those of them to which the training had not written until then
         self._apart = RanksApart(self.facts)
         self._perhaps: dict[str, Finding] = {}  # the first of each gradient that the training wrote to
         self._uneven: Finding | None = None  # the first step in which micro-steps count unequally in all gradients
@@ -96,8 +97,8 @@ class GradientsFollow(Rule):
             self._all_changed |= paths - {one.path for one in wrong}
         self._coverage.count(found)
         right = paths - {one.path for one in wrong} - told
-        # A term that a training adds in every step may be zero in the first.
-        self._right |= right if change is not None else right - self._edited
+        self._right |= right
+        self._untouched |= right - self._edited
         several = len({one.path for one in wrong if one.one.edited and one.cause is None}) > 1
         several &= all(one.one.edited and one.cause is None for one in wrong)
         for fault in wrong:
@@ -171,7 +172,8 @@ class GradientsFollow(Rule):
         ):
             return False  # ranks that should hold the same do not, or it is no such change
         smaller = cause is not None and 0.0 < cause.factor < 1.0
-        return several or smaller or one.entry.key.path not in self._right
+        # A term that a training adds in every step may be zero in the first.
+        return several or smaller or one.entry.key.path not in (self._untouched if cause is None else self._right)
 
     def _finding(self, wrong: Wrong, step: int, *, several: bool = False) -> Finding:
         one, cause = wrong.one, wrong.cause
