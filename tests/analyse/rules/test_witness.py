@@ -396,6 +396,24 @@ def test_ranks_may_add_up_gradients_by_hand(tmp_path: Path, *, divides: bool) ->
     assert (said in verdict.notes) == (not divides)
 
 
+def test_a_scaler_that_leaves_out_all_steps_leaves_nothing_to_witness(tmp_path: Path) -> None:
+    trained = model()
+    optimizer, scaler = torch.optim.SGD(trained.parameters(), lr=0.05), torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    with traindiff.record(tmp_path / "run", trained, optimizer, observe=("loss", "grad", "witness"), strict=True):
+        for number in range(4):
+            inputs, labels = points(number)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = nn.functional.cross_entropy(trained(inputs), labels)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    verdict = traindiff.check(tmp_path / "run", rules="wrong-gradient")
+
+    assert "Witnessed are the gradients of none of 676 parameters: in no step were they finite." in verdict.notes
+
+
 def test_how_much_was_witnessed_is_told_with_the_reasons(tmp_path: Path) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:

@@ -52,9 +52,13 @@ class Coverage:
 
     def notes(self) -> Iterator[str]:
         """Sentences about the whole run."""
-        if not self._checked and not self._reasons:
-            return
         whole = sum(self._sizes.values())
+        if not self._checked and not self._reasons:
+            if whole:
+                missed = any(self._missed.values())
+                why = "it is not known what they should be" if missed else "in no step were they finite"
+                yield f"Witnessed are the gradients of none of {whole:,} parameters: {why}."
+            return
         known = self._checked - self._contributed
         yield f"Witnessed are the gradients of {self._share(known):.1%} of {whole:,} parameters."
         if self._contributed:
