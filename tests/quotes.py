@@ -52,7 +52,7 @@ def _entries(text: str, value: ast.expr | None) -> Iterator[tuple[str, str]]:
     for call in getattr(value, "elts", ()):
         for word in getattr(call, "keywords", ()):
             if word.arg == "name" and isinstance(word.value, ast.Constant):
-                yield word.value.value, f"{_source(text, call)},\n"
+                yield word.value.value, dedent(f"{ast.get_source_segment(text, call, padded=True)},\n")
 
 
 def _is_named(node: ast.AST, name: str) -> bool:
