@@ -55,8 +55,8 @@ class Coverage:
         whole = sum(self._sizes.values())
         if not self._checked and not self._reasons:
             if whole:
-                missed = any(self._missed.values())
-                why = "it is not known what they should be" if missed else "in no step were they finite"
+                is_missed = any(self._missed.values())
+                why = "it is not known what they should be" if is_missed else "in no step were they finite"
                 yield f"Witnessed are the gradients of none of {whole:,} parameters: {why}."
             return
         known = self._checked - self._contributed
