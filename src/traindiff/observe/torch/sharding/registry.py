@@ -85,7 +85,7 @@ def _dtype_of_fsdp2(module: nn.Module) -> torch.dtype | None:
 def _dtype_of_wrapper(name: str, module: nn.Module) -> torch.dtype | None:
     if type(module).__qualname__ != name:
         return None
-    policy: Any = module.mixed_precision
+    policy: Any = getattr(module, "mixed_precision", None)
     return compressed_to(module) if policy is None else policy.reduce_dtype
 
 
