@@ -257,8 +257,8 @@ def reduction_dtype(module: Any) -> torch.dtype | None:
 
     There is no public way to ask for the policy that `fully_shard` was given.
     """
-    group = module._get_fsdp_state()._fsdp_param_group
-    return None if group is None else group.mp_policy.reduce_dtype
+    policy = getattr(module._get_fsdp_state()._fsdp_param_group, "mp_policy", None)  # not in all releases of torch
+    return None if policy is None else policy.reduce_dtype
 
 
 def gradient_divisor(module: Any) -> float | None:
