@@ -29,6 +29,8 @@ class Coverage:
 
     def see(self, table: StepTable, found: Sequence[Witnessed]) -> None:
         """Note the gradients of a step, and those of them of which both sides are known."""
+        if not any(key.stage == WITNESS for key in table):
+            return
         known = {one.entry.key.path for one in found}
         self._num_steps += 1
         for key, entry in table.items():
