@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traindiff.core.site import PHASES, WRAPPERS, canonical_path, canonical_paths, label, matches, printable
+from traindiff.core.site import PHASES, WRAPPERS, canonical_path, canonical_paths, enclosing, label, matches, printable
 
 names = st.sampled_from(["a", "b", "0", "module", "_orig_mod", "_fsdp_wrapped_module", "weight"])
 paths = st.lists(names, max_size=4).map(".".join)
@@ -134,3 +134,10 @@ def test_canonical_paths_are_printable_and_patterns_match_what_a_module_is_reall
     assert canonical_path("module.a\x1bb.weight") == r"a\x1bb.weight"
     assert matches("a\x1bb.*", r"a\x1bb.weight")
     assert matches(r"a\x1bb.*", r"a\x1bb.weight")
+
+
+@pytest.mark.parametrize(
+    ("path", "around"), [("", [""]), ("head", ["head", ""]), ("h.0.attn", ["h.0.attn", "h.0", "h", ""])]
+)
+def test_what_encloses_a_path_ends_with_the_root(path: str, around: list[str]) -> None:
+    assert enclosing(path) == around

@@ -90,6 +90,15 @@ def canonical_path(path: str) -> str:
     return printable(".".join(kept))
 
 
+def enclosing(path: str) -> list[str]:
+    """A path, and the paths of all modules around it, innermost first; the last is that of the root, which is empty."""
+    found = [path]
+    while path:
+        path = path.rpartition(".")[0]
+        found.append(path)
+    return found
+
+
 def canonical_paths(paths: Iterable[str]) -> dict[str, str]:
     """Map each module or parameter path to its canonical path.
 

@@ -11,6 +11,7 @@ from traindiff.analyse.align.side import Tables
 from traindiff.analyse.merge.distance import Pair, difference, equal_bits
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.core.observation import BEFORE, ITSELF, SAMPLE
+from traindiff.core.site import enclosing
 
 _RNG = "rng"
 
@@ -166,9 +167,7 @@ class _Places:
 
 
 def _root(path: str, roots: Collection[str]) -> str:
-    parts = path.split(".")
-    around = (".".join(parts[:count]) for count in range(len(parts), -1, -1))
-    return next((root for root in around if root in roots), "")
+    return next((root for root in enclosing(path) if root in roots), "")
 
 
 def _calls(table: StepTable) -> dict[str, dict[int, int]]:

@@ -17,7 +17,7 @@ from traindiff.analyse.merge.recorded_calls import num_cleared
 from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.site import MergedSite, StepTable, num_micro_steps
 from traindiff.analyse.rules.ranks import KIND as DISAGREEMENT
-from traindiff.core.site import label
+from traindiff.core.site import enclosing, label
 from traindiff.core.summary import UNIT_ROUNDOFF, nonfinite_count
 
 FLOW = ("batch", "forward", "loss", "backward")
@@ -182,8 +182,7 @@ def shifted_labels_message(finding: Finding, pairs: Iterable[Pair]) -> str:
 
 def other_buffers_message(finding: Finding, buffers: Iterable[str]) -> str:
     """A sentence about buffers of a module, or of those around it, that start with other values; empty without any."""
-    parts = finding.path.split(".")
-    around = {".".join(parts[:count]) for count in range(len(parts) + 1)}
+    around = enclosing(finding.path)
     found = [path for path in buffers if path.rpartition(".")[0] in around]
     if finding.phase != "forward" or not found:
         return ""

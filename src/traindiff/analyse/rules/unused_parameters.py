@@ -18,6 +18,7 @@ from traindiff.analyse.rules.optimizers import (
 )
 from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule, Rule
 from traindiff.core.observation import BEFORE, EDITED, MASTER, NO_GRADIENT, REPLACED, TAKEN_OUT
+from traindiff.core.site import enclosing
 from traindiff.core.summary import UNIT_ROUNDOFF, norm_of
 
 
@@ -375,9 +376,8 @@ class ParametersMove(Rule):
 
     def _is_reached(self, path: str) -> bool:
         """False if gradients of activations are known, and none is of a module that holds a parameter, but the root."""
-        parts = path.split(".")[:-1]
-        around = {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
-        return not (self._reached and around) or not around.isdisjoint(self._reached)
+        around = enclosing(path)[1:-1]
+        return not (self._reached and around) or not self._reached.isdisjoint(around)
 
     @property
     def _rest_is_meant(self) -> bool:

@@ -99,7 +99,7 @@ class GradientsFollow(Rule):
         right = paths - {one.path for one in wrong} - told
         self._right |= right
         self._untouched |= right - self._edited
-        several = len({one.path for one in wrong if one.one.edited and one.cause is None}) > 1
+        several = len({one.path for one in wrong}) > 1
         several &= all(one.one.edited and one.cause is None for one in wrong)
         for fault in wrong:
             if (path := fault.path) not in told:

@@ -10,7 +10,7 @@ from weakref import ReferenceType, ref
 from torch import Tensor, nn
 
 from traindiff.core.observation import MAYBE_UNSEEN, NOT_CALLED, UNSEEN
-from traindiff.core.site import path_in_whole
+from traindiff.core.site import enclosing, path_in_whole
 from traindiff.core.torch_compat.execution import compiled_code_ran, version_of
 from traindiff.core.torch_compat.training import parameters_of
 from traindiff.observe.common.sink import Sink
@@ -203,8 +203,4 @@ class SilentModules:
 
     def _around(self, path: str) -> str:
         """The nearest module around `path` that has a forward method."""
-        while path:
-            path = path.rpartition(".")[0]
-            if path in self._callable:
-                break
-        return path
+        return next((one for one in enclosing(path)[1:] if one in self._callable), "")

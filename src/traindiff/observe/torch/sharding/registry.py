@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from traindiff.core.kernels.torch_arrays import name_of_dtype
 from traindiff.core.shards import Region, Shard
-from traindiff.core.site import canonical_path
+from traindiff.core.site import canonical_path, enclosing
 from traindiff.core.summary import rounding
 from traindiff.core.torch_compat.training import (
     compressed_to,
@@ -164,11 +164,9 @@ def reduction_dtypes(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict
         return {}
     found: dict[str, str] = {}
     for path, parameter in parameters.items():
-        module = path.rpartition(".")[0]
-        while module and module not in by_module:
-            module = module.rpartition(".")[0]
-        own = name_of_dtype(parameter.dtype)
-        reduced_in = name_of_dtype(by_module[module]) if module in by_module else own
-        if rounding(reduced_in) > rounding(own):
+        own = parameter.dtype
+        dtype = next((by_module[module] for module in enclosing(path)[1:] if module in by_module), own)
+        reduced_in = name_of_dtype(dtype)
+        if rounding(reduced_in) > rounding(name_of_dtype(own)):
             found[path] = reduced_in
     return found
