@@ -34,7 +34,9 @@ class Kernel:
 AT_ONCE: tuple[Kernel, ...] = (
     Kernel(module="traindiff.core.kernels.cpu.summarize", device_types=frozenset({"cpu"}), needs="llvmlite"),
 )
-"""Kernels that give a summary when they are called; the first that reads a tensor has it."""
+"""Kernels that give a summary when they are called; the first that reads a tensor has it.
+
+They have `add_to(rows, tensor, shard)` and `writer(tensor, shard)`, too, for what is one stretch of memory."""
 
 ARRAYS: tuple[Kernel, ...] = (
     Kernel(module="traindiff.core.kernels.cpu.arrays", device_types=frozenset({"cpu"}), needs="llvmlite"),

@@ -20,6 +20,16 @@ def looks_like(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[Any]], boo
     Returns:
         None if this torch has no such check.
     """
+    check, count = _check(*tensors), len(tensors)
+    return None if check is None else lambda others: len(others) == count and check(*others)
+
+
+def looks_like_one(tensor: torch.Tensor) -> Callable[[Any], bool] | None:
+    """`looks_like` for one object, which is not in a sequence."""
+    return _check(tensor)
+
+
+def _check(*tensors: torch.Tensor) -> Callable[..., bool] | None:
     try:
         make: Any = torch._C._dynamo.guards.TensorGuards
         guards = make(
@@ -27,9 +37,7 @@ def looks_like(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[Any]], boo
             dynamic_dims_sizes=[[*tensor.shape] for tensor in tensors],
             dynamic_dims_strides=[[*tensor.stride()] for tensor in tensors],
         )
-        if not guards.check(*tensors):
-            return None
+        check: Callable[..., bool] = guards.check
+        return check if check(*tensors) else None
     except (AttributeError, TypeError, RuntimeError, ValueError):
         return None
-    check, count = guards.check, len(tensors)
-    return lambda others: len(others) == count and check(*others)

@@ -112,6 +112,11 @@ def storage_key(tensor: torch.Tensor) -> int:
 # Tracing
 
 
+is_dynamo_compiling: Callable[[], bool] = getattr(torch.compiler, "is_dynamo_compiling", torch.compiler.is_compiling)
+"""True in Python code that `torch.compile` traces. `torch.compiler.is_compiling`, three times as slow, is true while a
+model is exported, too."""
+
+
 def inside_transform() -> bool:
     """True inside a transform of `torch.func` (vmap, grad, jacrev, ...), whose tensors stand for others.
 
@@ -121,14 +126,15 @@ def inside_transform() -> bool:
 
 
 def is_tracing() -> bool:
-    """True while `torch.jit.trace` or `make_fx` traces.
+    """True while `torch.jit.trace`, `make_fx` or an export of the model traces, in code that is not compiled itself.
 
-    The public name for the first is not typed; for the second there is no public way to ask.
+    Of the public names, that for the first is not typed and that for the last slow: every hook asks. For `make_fx`
+    there is no public way to ask.
     """
-    if _tracing_state() is not None:
+    if getattr(torch.compiler, "_is_compiling_flag", False) or _tracing_state() is not None:
         return True
-    if not _has_any_mode():
-        return False
+    if not (_num_modes() or _PRE_DISPATCH is None or _is_included(_PRE_DISPATCH)):
+        return False  # no mode at all is on, also none before dispatch
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
     return proxies is not None and proxies.get_proxy_mode() is not None
 
@@ -136,11 +142,6 @@ def is_tracing() -> bool:
 _PRE_DISPATCH: Any = getattr(torch._C.DispatchKey, "PreDispatch", None)
 _tracing_state, _num_modes = torch._C._get_tracing_state, torch._C._len_torch_dispatch_stack
 _is_included: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included
-
-
-def _has_any_mode() -> bool:
-    """False if no mode at all is on, also none before dispatch: that is quicker to ask, and every hook asks."""
-    return bool(_num_modes()) or _PRE_DISPATCH is None or _is_included(_PRE_DISPATCH)
 
 
 _HAS_CUDA = torch.backends.cuda.is_built()
@@ -327,7 +328,7 @@ def take_dispatch_modes() -> list[Any]:
 
 def has_dispatch_modes() -> bool:
     """True if a dispatch mode is on this thread's stack. There is no public way to ask."""
-    return int(torch._C._len_torch_dispatch_stack()) > 0
+    return int(_num_modes()) > 0
 
 
 def put_dispatch_modes(modes: Iterable[Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -56,15 +57,7 @@ class BatchAxis:
         axis = self._declared_axis(path, slot, default=0)
         if axis is None:
             return None
-        axes = map(list, inputs)
-        shapes = [[shape.pop(axis), *shape] for shape in axes if -len(shape) <= axis < len(shape)]
-        if not shapes:
-            return None
-        size = shapes[0][0]
-        if size == 1:
-            return Batch(size=size, lengths=frozenset({1}))
-        products = (prod(shape[:end]) for shape in shapes if shape[0] == size for end in range(1, len(shape) + 1))
-        return Batch(size=size, lengths=frozenset(products))
+        return _batch(axis, tuple(map(tuple, inputs)))
 
     def split(
         self,
@@ -132,6 +125,20 @@ class BatchAxis:
     def unused(self) -> tuple[str, ...]:
         """Declarations that have matched no site so far; empty before the first site."""
         return tuple(self._unused) if self._asked else ()
+
+
+@lru_cache(maxsize=1 << 10)
+def _batch(axis: int, inputs: tuple[tuple[int, ...], ...]) -> Batch | None:
+    """The batch in tensors of these shapes: the same object for the same shapes, which is quicker to compare."""
+    axes = map(list, inputs)
+    shapes = [[shape.pop(axis), *shape] for shape in axes if -len(shape) <= axis < len(shape)]
+    if not shapes:
+        return None
+    size = shapes[0][0]
+    if size == 1:
+        return Batch(size=size, lengths=frozenset({1}))
+    products = (prod(shape[:end]) for shape in shapes if shape[0] == size for end in range(1, len(shape) + 1))
+    return Batch(size=size, lengths=frozenset(products))
 
 
 def _of_recurrent(modules: Mapping[str, nn.Module]) -> dict[str, int]:

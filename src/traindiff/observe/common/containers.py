@@ -48,7 +48,15 @@ def _walk(value: Any, slot: str, kind: type[Kind] | tuple[type[Kind], ...], dept
         yield from _walk(entry, slot + name, kind, depth + 1)
 
 
-def _entries(value: Any) -> Iterator[tuple[str, Any]]:
+def _entries(value: Any) -> Iterable[tuple[str, Any]]:
+    if type(value) is tuple:  # as a rule; abstract classes are slow to ask
+        return [(f"[{index}]", entry) for index, entry in enumerate(value)]
+    if type(value) is dict:
+        return [(_attribute(key), entry) for key, entry in value.items()]
+    return _entries_of_others(value)
+
+
+def _entries_of_others(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         yield from ((_attribute(key), entry) for key, entry in value.items())
     elif isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -65,14 +65,14 @@ class Faults:
 
     def run(self, tap: str, hook: Callable[[], Any], *, always: bool = False) -> Any:
         """Call `hook` and return its result; None if its tap is disabled, observation is paused, or it fails."""
-        return self.call(tap, hook, (), {}, always=always)
+        return self.call(tap, hook, (), {}) if always or not self.is_off(tap) else None
 
-    def call(
-        self, tap: str, hook: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, always: bool
-    ) -> Any:
-        """`run` for a hook with arguments."""
-        if (self.paused or tap in self._disabled) and not always:
-            return None
+    def is_off(self, tap: str) -> bool:
+        """True if hooks of a tap that observe something are not called: it is disabled, or observation is paused."""
+        return self.paused or tap in self._disabled
+
+    def call(self, tap: str, hook: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a hook; None if it fails, which disables its tap."""
         running = self._running
         outer, running.hook = running.hook, True
         try:

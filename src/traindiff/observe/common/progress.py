@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,6 +132,11 @@ class Progress:
         return self.steps.get(optimizer, self.first_step)
 
     @property
+    def is_in_pipeline(self) -> bool:
+        """True if this rank has stages of a pipeline."""
+        return self.chunk is not None or self.num_stages > 1
+
+    @property
     def current_batch(self) -> Batch | None:
         """The batch that is being computed: after a forward pass, in the loss and in activation checkpointing, too."""
         return self.batch or (None if self.evaluating else self.latest_batch)
@@ -181,7 +185,7 @@ class Progress:
             The first row, and the spacing of the rows; see `Shard`.
         """
         counted = self._rows.get(site, 0)
-        self._rows[site] = counted + rows
+        self.count(site, rows)
         if self.interleaved and self.data_size > 1 and rows % samples == 0:
             together = rows // samples
             return counted * self.data_size + self.data_rank * together, (together, together * self.data_size)
@@ -190,8 +194,17 @@ class Progress:
             return (counted - within) * self.data_size + self.data_rank * self.chunk.count * rows + within, None
         return counted * self.data_size + self.data_rank * rows, None
 
-    @contextmanager
-    def forward(self, batch: Batch | None, *, evaluating: bool, continues: bool = False) -> Iterator[None]:
+    def counted(self, site: tuple[str, ...]) -> int:
+        """The rows of a site that `rows` has counted in this step so far."""
+        return self._rows.get(site, 0)
+
+    def count(self, site: tuple[str, ...], rows: int) -> None:
+        """Count rows of a site, as `rows` does."""
+        self._rows[site] = self._rows.get(site, 0) + rows
+
+    def forward(
+        self, batch: Batch | None, *, evaluating: bool, continues: bool = False
+    ) -> AbstractContextManager[None]:
         """Inside the root's forward pass. The first one after a backward begins the next micro-step.
 
         Args:
@@ -210,11 +223,7 @@ class Progress:
             self.latest_batch, self.samples = batch, batch.size
             if self.chunk is not None:
                 self._batches_of_chunks[self.chunk.stage, self.micro_step] = batch
-        try:
-            with self._while(batch=batch, evaluating=evaluating, in_forward=True):
-                yield
-        finally:
-            self.forward_done = self.forward_done or not evaluating
+        return _Forward(self, batch=batch, evaluating=evaluating, in_forward=True)
 
     def begin_evaluation(self) -> None:
         """Note that what follows evaluates the loss again: it is no further micro-step of the evaluation before."""
@@ -239,27 +248,15 @@ class Progress:
         micro_step = self._chunks[0] + chunk.number
         calls = self._calls_of_chunks.setdefault((chunk.stage, micro_step), {})
         batch = self._batches_of_chunks.get((chunk.stage, micro_step))
-        return self._while(chunk=chunk, micro_step=micro_step, _calls=calls, latest_batch=batch)
+        return _While(self, chunk=chunk, micro_step=micro_step, _calls=calls, latest_batch=batch)
 
     def before_all_chunks(self) -> AbstractContextManager[None]:
         """Inside it, observations come before everything on which a stage works."""
-        return self._while(chunk=None)
+        return _While(self, chunk=None)
 
     def hiding(self) -> AbstractContextManager[None]:
         """Inside calls of the model's modules that are no part of the training."""
-        return self._while(hidden=True, observing=False)
-
-    @contextmanager
-    def _while(self, **values: Any) -> Iterator[None]:
-        """Inside it, some attributes have other values."""
-        outer = {name: getattr(self, name) for name in values}
-        for name, value in values.items():
-            setattr(self, name, value)
-        try:
-            yield
-        finally:
-            for name, value in outer.items():
-                setattr(self, name, value)
+        return _While(self, hidden=True, observing=False)
 
     def end_step(self, optimizer: str, *, observing: bool) -> None:
         """Note that a call of `optimizer` has ended; `observing` tells whether the next step is recorded."""
@@ -277,3 +274,29 @@ class Progress:
             self._chunks = (0, 0)
             self._calls_of_chunks.clear()
             self._batches_of_chunks.clear()
+
+
+class _While(AbstractContextManager[None]):
+    """Inside it, some attributes have other values; quicker than a generator, as several are entered in each step."""
+
+    def __init__(self, progress: Progress, **values: Any) -> None:
+        self._progress = progress
+        self._values = values
+
+    def __enter__(self) -> None:
+        progress, values = self._progress, self._values
+        self._outer = {name: getattr(progress, name) for name in values}
+        for name, value in values.items():
+            setattr(progress, name, value)
+
+    def __exit__(self, *_: object) -> None:
+        for name, value in self._outer.items():
+            setattr(self._progress, name, value)
+
+
+class _Forward(_While):
+    """Inside the root's forward pass."""
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self._progress.forward_done |= not self._values["evaluating"]

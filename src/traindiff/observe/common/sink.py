@@ -47,12 +47,28 @@ class Sink(Protocol):
         region: Region | None = None,
         scaled: bool | None = None,
         term: int | None = None,
-    ) -> None:
+    ) -> Observation | None:
         """Summarize `tensor` now. Defaults come from `progress`, and mean the whole tensor.
 
         If other ranks hold the rest of a larger tensor, `region` is the part that this one holds, and `shard` is about
         the larger one. `scaled` tells whether the loss scale is in it; by default that follows from phase and stage.
         `term` is the number of a term of a sum; by default, ranks that share the batch have a term each.
+
+        Returns:
+            The row that was made, if the tensor was observed the shortest way: then `known` may keep what is known.
+        """
+
+    def known(self, row: Observation | None, tensor: Tensor) -> Any:
+        """What is known of a tensor from the row that `emit` returned; None if nothing is.
+
+        It holds for tensors that look the same, at the same site and in the same place of the batch.
+        """
+
+    def again(self, known: Any, tensor: Tensor, *, micro_step: int) -> bool:
+        """Do what `emit` does, but faster, for a tensor of which something is `known`.
+
+        Returns:
+            False, and nothing is done, if the tensor looks otherwise, or more is to be done than before.
         """
 
     def unobserved(
@@ -76,8 +92,13 @@ class Sink(Protocol):
             about: What its other arguments depend on.
         """
 
-    def guarded(self, tap: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """A safe `hook`: an error in it disables the tap and never reaches the training."""
+    def guarded(
+        self, tap: str, hook: Callable[..., Any], *, idle: Callable[[], bool] | None = None
+    ) -> Callable[..., Any]:
+        """A safe `hook`: an error in it disables the tap and never reaches the training.
+
+        It is left out where `idle` tells that it has nothing to do; that asks torch nothing.
+        """
 
     def altering(self, tap: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         """The same for a hook that changes the training: its result is used, unless that is None."""
@@ -109,7 +130,7 @@ class ObservationBuffer(ABC):
         self._bytes = 0
 
     @abstractmethod
-    def emit(self, *args: Any, **kwargs: Any) -> None:
+    def emit(self, *args: Any, **kwargs: Any) -> Any:
         """Summarize a tensor now and keep the observation."""
 
     def unobserved(

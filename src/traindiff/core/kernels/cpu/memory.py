@@ -7,7 +7,7 @@ it by `add_runs`, and `finish` it, all on one thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -108,6 +108,16 @@ def begin() -> int:
 def write_summary(dtype: str, address: int, plan: Plan, summary: int) -> None:
     """`run_summary`, written to an address."""
     whole(dtype)(address, plan.run_address, _scratch.state, summary)
+
+
+def writer(dtype: str, plan: Plan) -> Callable[[int, int], None]:
+    """`write_summary` for one dtype and plan: given the address of the elements, and that of the summary."""
+    write, scratch, run = whole(dtype), _scratch, plan  # which owns what its address points to
+
+    def write_row(address: int, summary: int) -> None:
+        write(address, run.run_address, scratch.state, summary)
+
+    return write_row
 
 
 def run_summary(dtype: str, address: int, plan: Plan) -> np.void:

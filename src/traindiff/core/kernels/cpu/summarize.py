@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -60,6 +62,19 @@ def add_to(rows: Rows, tensor: torch.Tensor, shard: Shard) -> bool:
         return False
     memory.write_summary(NAMES[tensor.dtype], first, plan, rows.place())
     return True
+
+
+def writer(tensor: torch.Tensor, shard: Shard) -> Callable[[int, int], None] | None:
+    """A function that writes the summary of any tensor that looks like this one, given two addresses.
+
+    Returns:
+        The function, which takes the address of the first element and that of the row; None if the tensor is not one
+        stretch of memory.
+    """
+    plan = memory.plan_of(shard)
+    if not (reads(tensor) and tensor.is_contiguous() and plan.contiguous and plan.size):
+        return None
+    return memory.writer(NAMES[tensor.dtype], plan)
 
 
 def _add(tensor: torch.Tensor, name: str, shard: Shard, plan: memory.Plan, state: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from traindiff.core.observation import BOUNDARY, RECOMPUTED, Merge
 from traindiff.core.shards import Region, Shard
 from traindiff.core.torch_compat.execution import from_compiled_code, inside_backward
 from traindiff.observe.common.batch_axis import batch_first
-from traindiff.observe.common.progress import Chunk
+from traindiff.observe.common.progress import Batch, Chunk
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.context import TapContext
 
@@ -25,6 +26,12 @@ PARTIAL = (
 )
 
 LEAF = "compiled code returned a parameter or an input itself, whose gradient is seen as that of the parameter alone"
+
+_MOST_KNOWN = 1 << 14
+"""Outputs of which something is known, before all of it is forgotten: a bound of memory."""
+
+_MOST_LOOKS = 3
+"""How often it is found out how an output looks, because it has changed; after that it goes the slow way."""
 
 
 class Activations:
@@ -40,6 +47,7 @@ class Activations:
 
     def __init__(self, context: TapContext, *, tap: str) -> None:
         self._sink = context.sink
+        self._progress = context.sink.progress
         self._batch_axis = context.batch_axis
         self._forward = "forward" in context.observe
         self._backward = "backward" in context.observe
@@ -48,18 +56,25 @@ class Activations:
         self._guarded = partial(context.sink.guarded, tap)
         self._on_leaves: dict[tuple[str, str, int, int], RemovableHandle] = {}
         self._compiled: dict[tuple[str, str], list[_Gradient]] = {}
+        self._outputs: dict[tuple[str, str, str, int, int], _Output] = {}
 
     def observe(self, path: str, found: Sequence[tuple[str, Tensor]]) -> bool:
         """Record the tensors that a module returned, by slot; returns True if this pass is observed."""
-        stage = self._stage(beside_roots=self._is_beside_roots())
+        stage = self._stage(maybe_beside_roots=True)
         if stage is None:
             return False
-        call = self._sink.progress.next_call(path, stage)
+        progress = self._progress
+        call = progress.next_call(path, stage)
         alone = len(found) == 1 or sum(tensor.requires_grad for _, tensor in found) == 1
         for slot, tensor in found:
-            gradient = self._tensor(tensor, path=path, slot=slot, stage=stage, call=call)
+            known = self._outputs.get((path, slot, stage, call, progress.micro_step))
+            if known is not None and self._again(known, tensor):
+                output = known
+            else:
+                output = self._look(tensor, path=path, slot=slot, stage=stage, call=call)
             if not (self._backward and tensor.requires_grad):
                 continue
+            gradient = _Gradient(self._sink, output)
             if alone or not from_compiled_code(tensor):
                 self._hook_gradient(tensor, gradient)
             else:
@@ -76,18 +91,18 @@ class Activations:
         if self._stage() != "":
             return
         for slot, tensor in found:
-            gradient = self._tensor(tensor, path=f"stage[{chunk.stage}]", slot=slot, stage=BOUNDARY, call=0)
+            output = self._look(tensor, path=f"stage[{chunk.stage}]", slot=slot, stage=BOUNDARY, call=0)
             if self._backward and tensor.requires_grad:
-                self._hook_gradient(tensor, gradient)
+                self._hook_gradient(tensor, _Gradient(self._sink, output))
 
     def compiled_output(self, path: str, tensor: Tensor, slot: str) -> bool:
         """Record an output in compiled code, as `observe` does; calls are counted per tensor, each has its operator."""
-        progress = self._sink.progress
+        progress = self._progress
         stage = self._stage()
         if stage is None:
             return False
         call = progress.next_call(f"{path} {slot}", stage)
-        gradient = self._tensor(tensor, path=path, slot=slot, stage=stage, call=call)
+        gradient = _Gradient(self._sink, self._look(tensor, path=path, slot=slot, stage=stage, call=call))
         waiting = self._compiled.setdefault((path, slot), [])
         if waiting and waiting[-1].step != progress.step:
             waiting.clear()  # no gradient came in the last step
@@ -112,49 +127,79 @@ class Activations:
             handle.remove()
         self._on_leaves.clear()
 
-    def _is_beside_roots(self) -> bool:
-        """True if the training loop is calling a non-root module directly, e.g. its loss, or a part of the model."""
-        return not self._sink.progress.in_forward and not inside_backward()
+    def _stage(self, *, maybe_beside_roots: bool = False) -> str | None:
+        """The stage of an output that a module returns now; None if it is not observed.
 
-    def _stage(self, *, beside_roots: bool = False) -> str | None:
-        """The stage of an output that a module returns now; None if it is not observed."""
-        progress = self._sink.progress
-        evaluating = progress.evaluating or (beside_roots and not torch.is_grad_enabled())
-        if not progress.observing or (evaluating and not self._evaluation):
+        Args:
+            maybe_beside_roots: The training loop may be calling the module itself, e.g. its loss, or a part of the
+                model: outside the forward passes of the roots.
+        """
+        progress = self._progress
+        if not progress.observing:
             return None
-        return "evaluation" if evaluating else RECOMPUTED if inside_backward() else ""
+        inside = inside_backward()
+        beside_roots = maybe_beside_roots and not progress.in_forward and not inside
+        if progress.evaluating or (beside_roots and not torch.is_grad_enabled()):
+            return "evaluation" if self._evaluation else None
+        return RECOMPUTED if inside else ""
 
-    def _tensor(self, tensor: Tensor, *, path: str, slot: str, stage: str, call: int) -> _Gradient:
-        """Record an output; returns the hook that records its gradient."""
-        progress = self._sink.progress
+    def _again(self, known: _Output, tensor: Tensor) -> bool:
+        """Record an output like one of which all is known; False, and nothing is recorded, if it is not like it."""
+        progress = self._progress
+        if known.forward is None or known.batch is not progress.current_batch or progress.is_in_pipeline:
+            return False
+        if known.rows and progress.counted(known.site) != known.counted:
+            return False
+        if not self._sink.again(known.forward, tensor, micro_step=progress.micro_step):
+            return False
+        if known.rows:
+            progress.count(known.site, known.rows)
+        return True
+
+    def _look(self, tensor: Tensor, *, path: str, slot: str, stage: str, call: int) -> _Output:
+        """Record an output; returns what is known of it."""
+        progress = self._progress
         site = ("forward", stage, path, slot, str(call))
+        counted = progress.counted(site)
         regions = self._regions(tensor, path, slot)
         shape = regions.value.shape if regions else shape_of(tensor)
         axis, shard = self._batch_axis.split(shape, path=path, slot=slot, site=site, progress=progress)
         batch = progress.current_batch
         samples = batch.size if batch else 1
         scalar = tensor.dim() == 0 and batch is not None
+        row = None
         if self._forward:
             # A number per micro-batch (a loss inside the model) is a term of a mean over them.
-            self._sink.emit(
+            row = self._sink.emit(
                 batch_first(tensor, axis), phase="forward", path=path, slot=slot, stage=stage, call=call,
                 shard=shard, merge="mean" if scalar else "shard", weight=samples if scalar else 1,
                 region=regions.value.batch_first(axis) if regions else None,
             )  # fmt: skip
         # Each micro-batch contributes a share to the gradient of a tensor without a batch axis.
         shared = batch is not None and not shard.batched
-        return _Gradient(
-            sink=self._sink, path=path, slot=slot, call=call, axis=axis, shard=shard,
-            step=progress.step, micro_step=progress.micro_step, merge="sum" if shared else "shard",
+        found = _Output(
+            path=path, slot=slot, call=call, axis=axis, shard=shard, merge="sum" if shared else "shard",
             stage=BOUNDARY if stage == BOUNDARY else "", region=regions.gradient.batch_first(axis) if regions else None,
+            site=site, batch=batch, counted=counted, rows=progress.counted(site) - counted,
         )  # fmt: skip
+        if row is None or axis or progress.is_in_pipeline:
+            return found
+        place = (path, slot, stage, call, progress.micro_step)
+        before = self._outputs.get(place)
+        if before is None or not before.is_like(found):
+            if len(self._outputs) >= _MOST_KNOWN:
+                self._outputs.clear()
+            self._outputs[place] = found
+            return found
+        if before.times_forward < _MOST_LOOKS:
+            before.times_forward += 1
+            before.forward = self._sink.known(row, tensor)
+        return before
 
     def _hook_gradient(self, tensor: Tensor, gradient: _Gradient) -> None:
         handle = tensor.register_hook(self._guarded(gradient))
         if tensor.is_leaf:
-            # A pipeline runs several micro-batches forward before it runs the first one back.
-            round_ = 0 if self._sink.progress.chunk is None else gradient.micro_step
-            self._hooked_leaf((gradient.path, gradient.slot, gradient.call, round_), handle)
+            self._hooked_leaf(gradient.site, handle)
 
     def _hooked_leaf(self, site: tuple[str, str, int, int], handle: RemovableHandle) -> None:
         """Note a hook on a parameter or an input, which may outlive the step; other tensors go with the graph."""
@@ -163,37 +208,92 @@ class Activations:
         self._on_leaves[site] = handle
 
 
-@dataclass(slots=True, kw_only=True)
-class _Gradient:
-    """The hook on one activation, which records its gradient."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Output:
+    """What is known of one output of a module, at one call in a micro-step.
 
-    sink: Sink
+    Attributes:
+        path, slot, call, axis, shard, merge, region, stage: Of its gradient.
+        site: Its key in the count of rows; `rows` of it were counted after `counted` others.
+        batch: The batch that was worked on.
+        forward: What is known of the output itself, from the second time on that it is the same.
+        backward: What is known of its gradient.
+        times_forward: How often `forward` was found out, because it had changed; `times_backward`, the same.
+    """
+
     path: str
     slot: str
     call: int
     axis: int
     shard: Shard
-    step: int
-    micro_step: int
     merge: Merge
     region: Region | None
-    stage: str = ""
-    times: int = 0
+    stage: str
+    site: tuple[str, ...]
+    batch: Batch | None
+    counted: int
+    rows: int
+    forward: Any = None
+    backward: Any = None
+    times_forward: int = 0
+    times_backward: int = 0
+
+    def is_like(self, other: _Output) -> bool:
+        """True if the other output has the same place in the same batch."""
+        return (self.batch, self.counted, self.rows, self.shard) == (
+            other.batch, other.counted, other.rows, other.shard
+        )  # fmt: skip
+
+
+class _Gradient:
+    """The hook on one activation, which records its gradient.
+
+    Args:
+        sink: Receives it.
+        output: What is known of the activation, which was made in this micro-step.
+
+    Attributes:
+        output: See above.
+        step: The step in which it was made.
+        times: The number of gradients so far.
+    """
+
+    __slots__ = ("_micro_step", "_sink", "output", "step", "times")
+
+    def __init__(self, sink: Sink, output: _Output) -> None:
+        self._sink = sink
+        self.output = output
+        self.step = sink.progress.step
+        self._micro_step = sink.progress.micro_step
+        self.times = 0
 
     def __call__(self, gradient: Tensor | None) -> None:
         if gradient is None:
             return  # autograd passes the node, for another of its outputs
-        progress = self.sink.progress
-        if progress.chunk is not None and (progress.step, progress.micro_step) != (self.step, self.micro_step):
+        sink, output, progress = self._sink, self.output, self._sink.progress
+        if progress.chunk is not None and (progress.step, progress.micro_step) != (self.step, self._micro_step):
             return  # the hook is on a leaf, which another micro-batch has, too
         if progress.chunk is not None and progress.chunk.again and self.times:
             return
+        times, self.times = self.times, self.times + 1
+        if not progress.observing:
+            return
+        known = None if times else output.backward
+        if known is not None and sink.again(known, gradient, micro_step=self._micro_step):
+            return
         # A second backward through the same graph brings another term, not a new gradient.
-        stage = f"again[{self.times}]" if self.times else self.stage
-        self.times += 1
-        if self.sink.progress.observing:
-            self.sink.emit(
-                batch_first(gradient, self.axis), phase="backward", path=self.path, slot=self.slot,
-                stage=stage, call=self.call, micro_step=self.micro_step, shard=self.shard, merge=self.merge,
-                region=self.region,
-            )  # fmt: skip
+        row = sink.emit(
+            batch_first(gradient, output.axis), phase="backward", path=output.path, slot=output.slot,
+            stage=f"again[{times}]" if times else output.stage, call=output.call, micro_step=self._micro_step,
+            shard=output.shard, merge=output.merge, region=output.region,
+        )  # fmt: skip
+        if output.forward is not None and not times and output.times_backward < _MOST_LOOKS:
+            output.times_backward += 1
+            output.backward = sink.known(row, gradient)
+
+    @property
+    def site(self) -> tuple[str, str, int, int]:
+        """What tells it from the other hooks that a leaf may have."""
+        # A pipeline runs several micro-batches forward before it runs the first one back.
+        round_ = 0 if self._sink.progress.chunk is None else self._micro_step
+        return self.output.path, self.output.slot, self.output.call, round_

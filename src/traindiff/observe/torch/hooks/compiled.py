@@ -25,6 +25,7 @@ from traindiff.core.torch_compat.execution import (
     compile_with_hooks,
     exclude_from_compilation,
     forget_compiled_code,
+    is_dynamo_compiling,
     is_exporting,
     keep_out_of_cuda_graphs,
     register_ordered_effect,
@@ -181,7 +182,7 @@ class _Traced(InertOnCopy):
         self._hook = hook
 
     def __call__(self, *args: Any) -> None:
-        if torch.compiler.is_compiling() and not is_exporting():  # an exported model is used without traindiff
+        if is_dynamo_compiling() and not is_exporting():  # an exported model is used without traindiff
             self._hook(*args)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from inspect import getattr_static
+from operator import contains, getitem
 from typing import Any
 
 import torch
@@ -151,7 +152,7 @@ class FollowedModules:
 
     _places: list[_Place] = field(default_factory=list)
     _growing: list[Following] = field(default_factory=list)
-    _looked_at: dict[bool, list[tuple[dict[str, Any], str, int]]] = field(default_factory=dict)
+    _looked_at: dict[bool, tuple[Sequence[dict[str, Any]], Sequence[str], Sequence[int]]] = field(default_factory=dict)
 
     def follow(self, modules: Iterable[tuple[str, nn.Module]], how: Following) -> ExitStack:
         """Follow some modules, given by path. Close the result to end it."""
@@ -185,9 +186,13 @@ class FollowedModules:
             places = [one for one in self._places if everywhere or one.how.calls_follow]
             if not all(one.is_attached for one in places):
                 return False
-            looked_at = self._looked_at[everywhere] = [where for one in places for where in one.hooks.places]
+            found = [where for one in places for where in one.hooks.places]
+            looked_at = self._looked_at[everywhere] = (
+                [attributes for attributes, _, _ in found], [name for _, name, _ in found], [key for *_, key in found]
+            )  # fmt: skip
+        owners, names, keys = looked_at
         try:
-            return all(key in attributes[name] for attributes, name, key in looked_at)
+            return all(map(contains, map(getitem, owners, names), keys))
         except (KeyError, TypeError):  # the dict of hooks is gone
             return False
 

@@ -201,7 +201,7 @@ def emit_clipping(sink: Sink, *, norm: float | Tensor | None, limit: float | Ten
     emit(as_tensor(limit), slot="max_value" if norm is None else "max_norm", merge="mean")
 
 
-def _emit_norm(emit: Callable[..., None], norm: Any) -> None:
+def _emit_norm(emit: Callable[..., Any], norm: Any) -> None:
     """Record a norm; squared if each rank has the norm of its own part, so that ranks can be added up."""
     placements = getattr(norm, "placements", ())
     if not any(placement.is_partial() for placement in placements):

@@ -14,10 +14,9 @@ from types import FrameType, FunctionType
 from typing import Any
 
 from torch import nn
-from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
-from traindiff.core.torch_compat.execution import exclude_from_compilation, script_compiler
+from traindiff.core.torch_compat.execution import script_compiler
 from traindiff.core.torch_compat.training import FORWARD_HOOKS, FORWARD_PRE_HOOKS
 from traindiff.observe.common.listeners import Listeners
 
@@ -47,28 +46,6 @@ class InertOnCopy:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return getattr, (nullcontext(), "__exit__")  # accepts any arguments, and returns None
-
-
-class Unless(InertOnCopy):
-    """A hook that is left out where it has nothing to do, which is quicker to ask than to guard it.
-
-    Args:
-        idle: Tells whether it has nothing to do. It asks torch nothing.
-        hook: The guarded hook.
-    """
-
-    __slots__ = ("_hook", "_idle")
-
-    def __init__(self, idle: Callable[[], bool], hook: Callable[..., Any]) -> None:
-        self._idle = idle
-        self._hook = hook
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the hook if it has something to do; compiled code has other observers."""
-        return None if is_compiling() or self._idle() else self._hook(*args, **kwargs)
-
-
-exclude_from_compilation(Unless.__call__, callees=True)
 
 
 class _NoHook(InertOnCopy):

@@ -25,7 +25,6 @@ from traindiff.observe.torch.hooks.followed_modules import (
     takes_hooks,
 )
 from traindiff.observe.torch.hooks.gradient_paths import GradientPaths
-from traindiff.observe.torch.hooks.inert_on_copy import Unless
 from traindiff.observe.torch.hooks.nested import tensors
 
 COMPILED = (
@@ -57,10 +56,12 @@ class _ModuleOutputs:
 
     def attach(self) -> None:
         guarded, modules = self._guarded, self._context.targets.modules
-        for event in (self._context.events.after_step, self._context.events.at_end):
-            event.append(guarded(self._silent.report))
-        self._context.events.after_step.append(guarded(self._silent.end_step))
-        self._context.events.after_step.append(guarded(self._paths.describe))
+        events, idle = self._context.events, self._is_idle
+        for event in (events.after_step, events.at_end):
+            event.append(guarded(self._silent.report, idle=idle))
+        events.before_step.append(guarded(self._silent.begin_step, idle=idle))
+        events.after_step.append(guarded(self._silent.end_step))
+        events.after_step.append(guarded(self._paths.describe, idle=idle))
         self._context.undo.callback(self._activations.let_go)
         taking = [(path, module) for path, module in modules.items() if takes_hooks(module)]
         how = Following(hook=self._hook, lost=self._lost, grows=True)
@@ -68,11 +69,10 @@ class _ModuleOutputs:
 
     def _hook(self, path: str, module: nn.Module, hooks: HeldHooks) -> None:
         site, guarded = path_in_whole(path), self._guarded
-        hook = guarded(partial(self._output, site))
+        output = partial(self._output, site) if site else self._root_output
         if not site:
-            hook = guarded(self._root_output)
             hooks.before_forward(module, guarded(self._root_input))
-        hooks.after_forward(module, Unless(self._is_idle, hook))
+        hooks.after_forward(module, guarded(output, idle=self._is_idle))
         observer = ModuleObserver(
             output=guarded(partial(self._compiled_output, path)),
             gradient=guarded(partial(self._activations.compiled_gradient, path)),
@@ -167,6 +167,9 @@ class SilentModules:
                     self.unseen(path, QUIET, how=MAYBE_UNSEEN)
             self._heard |= self._now
         self._now.clear()
+
+    def begin_step(self) -> None:
+        """Note which gradients are still there of the step before. Most trainings have cleared them."""
         self._left.clear()
         for module in self._modules.values():
             for parameter in parameters_of(module).values():

@@ -180,6 +180,8 @@ class OptimizerReplayTap:
 
     def after_step(self, *_: Any) -> None:
         """Replay the step and record the comparison."""
+        if not self._copied and self._lbfgs is None:
+            return
         try:
             if self._lbfgs is not None:
                 self._replay_lbfgs(self._lbfgs)

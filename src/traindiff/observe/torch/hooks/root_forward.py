@@ -18,7 +18,6 @@ from traindiff.observe.common.progress import Progress
 from traindiff.observe.torch.hooks.compiled import CallObserver, tap_compiled_calls
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.followed_modules import Following, HeldHooks, takes_hooks
-from traindiff.observe.torch.hooks.inert_on_copy import Unless
 from traindiff.observe.torch.hooks.nested import tensors
 
 
@@ -102,7 +101,7 @@ class RootForwardTap:
     def _hook_part(self, path: str, part: nn.Module, hooks: HeldHooks) -> None:
         guarded = partial(self._sink.guarded, "root_forward")
         self._paths[id(part)] = path
-        begin, end = Unless(self._has_begun, guarded(self._begin_part)), Unless(self._is_whole, guarded(self._end_part))
+        begin, end = guarded(self._begin_part, idle=self._has_begun), guarded(self._end_part, idle=self._is_whole)
         hooks.before_forward(part, begin, with_kwargs=True, prepend=True)
         hooks.after_forward(part, end, with_kwargs=True, always_call=True)
 

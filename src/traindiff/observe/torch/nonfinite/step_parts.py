@@ -83,6 +83,13 @@ class StepParts:
     def unobserved(self, *_: Any, **__: Any) -> None:
         """Parts without numbers cannot be judged."""
 
+    def known(self, row: Any, tensor: Any) -> None:
+        """`Sink.known`: nothing, so each tensor is judged by itself."""
+
+    def again(self, known: Any, tensor: Any, *, micro_step: int) -> bool:  # noqa: ARG002
+        """`Sink.again`: nothing is known of any tensor."""
+        return False
+
     def repeated(self, known: Any, tensors: Any, emit: Callable[[], None], *, about: Any = None) -> None:  # noqa: ARG002
         """`Sink.repeated`: each tensor by itself."""
         emit()

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
-from operator import is_
+from itertools import chain
+from operator import is_, methodcaller
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from traindiff.observe.torch.session.observations import Containment
 from traindiff.observe.torch.session.targets import Targets
 from traindiff.observe.torch.sharding.layout import Layout
 from traindiff.observe.torch.sharding.registry import ENGINES
+
+_values = methodcaller("values")
 
 _LISTED = "traindiff show RECORDING lists the sites that there are."
 
@@ -183,7 +186,6 @@ class Upkeep:
         self._on_change = on_change
         # An engine that exchanges parameters for its own says itself what they are.
         self._replaces_parameters = not (list(context.targets.layout.flat) or context.targets.gathering)
-        self._tree: list[tuple[nn.Module, list[Any]]] = []
         self._note()
 
     def attach(self) -> None:
@@ -229,20 +231,19 @@ class Upkeep:
 
     def _note(self) -> None:
         """Remember the tree. Its parts are kept alive, so that no other object gets the id of one."""
-        self._tree = [(module, self._parts(module)) for module in self._targets.root.modules()]
+        self._tree = [*self._targets.root.modules()]
+        self._counts, self._parts = self._look()
 
     def _is_changed(self) -> bool:
-        for module, parts in self._tree:
-            found = self._parts(module)
-            if len(found) != len(parts) or not all(map(is_, found, parts)):
-                return True
-        return False
+        counts, parts = self._look()
+        return counts != self._counts or not all(map(is_, parts, self._parts))
 
-    def _parts(self, module: nn.Module) -> list[Any]:
-        parts: list[Any] = [*children_of(module).values()]
+    def _look(self) -> tuple[list[int], list[Any]]:
+        """The parts of all modules, one after the other, and how many each module has. It is quick; see above."""
+        held: list[dict[str, Any]] = [*map(children_of, self._tree)]
         if self._replaces_parameters:
-            parts += parameters_of(module).values()
-        return parts
+            held += map(parameters_of, self._tree)
+        return [*map(len, held)], [*chain.from_iterable(map(_values, held))]
 
     def _new_modules(self) -> bool:
         modules: Any = self._targets.modules

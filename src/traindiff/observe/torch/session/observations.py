@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from traindiff.core.kernels.store import SummaryStore
 from traindiff.core.kernels.torch_arrays import detail_of, dtype_name, shape_of, sparse_parts
@@ -24,14 +23,21 @@ from traindiff.core.observation import (
 from traindiff.core.settings import RecordSettings
 from traindiff.core.shards import Region, Shard
 from traindiff.core.summary import Detail
-from traindiff.core.torch_compat.execution import exclude_from_compilation, is_capturing, is_tracing
+from traindiff.core.torch_compat.execution import (
+    exclude_from_compilation,
+    is_capturing,
+    is_dynamo_compiling,
+    is_tracing,
+)
 from traindiff.core.torch_compat.training import arrived, has_arrived, is_asynchronous, versions_of
 from traindiff.errors import UnsupportedTensorError
 from traindiff.observe.common.faults import Faults
 from traindiff.observe.common.progress import Progress
-from traindiff.observe.common.sink import ROW_BYTES, ObservationBuffer, Step
+from traindiff.observe.common.sink import MOST_BYTES, ROW_BYTES, ObservationBuffer, Step
 from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy
-from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
+from traindiff.observe.torch.hooks.known_tensor import KnownTensor
+from traindiff.observe.torch.hooks.known_tensor import known as known_tensor
+from traindiff.observe.torch.hooks.out_of_sight import called_out_of_sight, out_of_sight
 from traindiff.observe.torch.hooks.repeated import PLAIN, Plan, Repeated, learned
 from traindiff.observe.torch.perturb.replica import NAME as REPLICA
 from traindiff.observe.torch.session.teacher_forcing import ForcedValues
@@ -52,26 +58,36 @@ _CAPTURED = (
 class _Guard(InertOnCopy):
     """A hook made harmless."""
 
-    __slots__ = ("_alters", "_always", "_containment", "_hook", "_tap")
+    __slots__ = ("_alters", "_always", "_containment", "_hook", "_idle", "_tap")
 
     def __init__(
-        self, containment: Containment, tap: str, hook: Callable[..., Any], *, always: bool, alters: bool
+        self,
+        containment: Containment,
+        tap: str,
+        hook: Callable[..., Any],
+        *,
+        always: bool = False,
+        alters: bool = False,
+        idle: Callable[[], bool] | None = None,
     ) -> None:
         self._containment = containment
         self._tap = tap
         self._hook = hook
         self._always = always
         self._alters = alters
+        self._idle = idle
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling() or is_tracing():
-            return None  # compiled code is observed by operators; see traindiff.observe.torch.hooks.compiled
+        # Compiled code is observed by operators; see traindiff.observe.torch.hooks.compiled.
+        if is_dynamo_compiling() or (self._idle is not None and self._idle()) or is_tracing():
+            return None
         if is_capturing() and not self._always:
             self._containment.leave_out_graph()
             return None
-        alters = self._alters
-        with out_of_sight(functions=not alters):
-            result = self._containment.call(self._tap, self._hook, args, kwargs, always=self._always)
+        alters, containment, tap = self._alters, self._containment, self._tap
+        if containment.is_off(tap) and not self._always:
+            return None
+        result = called_out_of_sight(containment.call, tap, self._hook, args, kwargs, functions=not alters)
         return result if alters else None
 
 
@@ -93,13 +109,23 @@ class Containment(Faults):
         with out_of_sight():
             return super().run(tap, hook, always=always)
 
-    def guarded(self, tap: str, hook: Callable[..., Any], *, always: bool = False) -> Callable[..., Any]:
-        """`Faults.guarded`; the result returns None, which tells torch to change nothing."""
-        return _Guard(self, tap, hook, always=always, alters=False)
+    def guarded(
+        self, tap: str, hook: Callable[..., Any], *, always: bool = False, idle: Callable[[], bool] | None = None
+    ) -> Callable[..., Any]:
+        """`Faults.guarded`; the result returns None, which tells torch to change nothing.
+
+        Args:
+            tap: See `Faults.guarded`.
+            hook: See there.
+            always: See there.
+            idle: Tells whether the hook has nothing to do, which is quicker to ask than to guard it. It asks torch
+                nothing.
+        """
+        return _Guard(self, tap, hook, always=always, idle=idle)
 
     def altering(self, tap: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         """`hook`, made harmless. Its result replaces the tensor that torch gave it, unless the result is None."""
-        return _Guard(self, tap, hook, always=False, alters=True)
+        return _Guard(self, tap, hook, alters=True)
 
     def leave_out_graph(self) -> None:
         """Say once that a CUDA graph is not observed: hooks run when it is captured, and not when it is replayed."""
@@ -111,6 +137,8 @@ class Containment(Faults):
             return _CAPTURED
         return _REPLICA_FAILED if tap.startswith(REPLICA) else super().template(tap)
 
+
+_row: Callable[[Any], Observation] = Observation._make
 
 OVERWRITTEN = "it was written to before anybody waited for the collective that computes it"
 
@@ -183,13 +211,15 @@ class Observations(ObservationBuffer):
         scaled: bool | None = None,
         term: int | None = None,
         late: bool = False,
-    ) -> None:
+    ) -> Observation | None:
         """`Sink.emit`; `late` files the tensor under the step that has just ended."""
-        if region is None and self._straight(
-            tensor, phase=phase, path=path, slot=slot, stage=stage, call=call, micro_step=micro_step,
-            optimizer=optimizer, shard=shard, merge=merge, weight=weight, scaled=scaled, term=term, late=late,
+        if region is None and (
+            row := self._straight(
+                tensor, phase=phase, path=path, slot=slot, stage=stage, call=call, micro_step=micro_step,
+                optimizer=optimizer, shard=shard, merge=merge, weight=weight, scaled=scaled, term=term, late=late,
+            )
         ):  # fmt: skip
-            return
+            return row
         if phase in _SPARSE_PHASES and (parts := sparse_parts(tensor)):
             with self._not_forcing(f"{path} {slot}", "it is sparse"):
                 for name, dense in parts:
@@ -198,7 +228,7 @@ class Observations(ObservationBuffer):
                         micro_step=micro_step, optimizer=optimizer, late=late,
                         scaled=scaled if name == "values" else False,
                     )  # fmt: skip
-            return
+            return None
         self._read_arrived()
         if self._bounds and (phase, path) == ("loss", LOSS_SCALE):
             self._loss_scale = tensor
@@ -221,45 +251,84 @@ class Observations(ObservationBuffer):
                 self._in_flight.append((part.tensor, seen, versions_of(part.tensor)))
             else:
                 self._keep(part.tensor, seen)
+        return None
+
+    def known(self, row: Observation | None, tensor: Tensor) -> KnownTensor | None:
+        """`Sink.known`."""
+        return None if row is None else known_tensor(row, tensor, self.layout)
+
+    def again(self, known: KnownTensor, tensor: Tensor, *, micro_step: int) -> bool:
+        """`Sink.again`."""
+        if known.layout is not self.layout or self._is_special_now or not known.looks(tensor):
+            return False
+        progress = self.progress
+        name = progress.optimizer
+        step = progress.number_of(name)
+        observations, summaries, _ = self._of_step(name, step)
+        if known.write is not None:
+            known.write(tensor.data_ptr(), summaries.place())
+        elif not self._summaries.add_to(summaries, tensor, known.shard):
+            return False
+        observations.append(
+            _row(
+                (
+                    step, micro_step, name, *known.site, progress.next_order(), *known.rest,
+                    known.has_scale and progress.loss_scaled, "", progress.evaluation if known.of_evaluation else 0,
+                )
+            )
+        )  # fmt: skip
+        self._bytes += ROW_BYTES
+        if self._bytes > MOST_BYTES:
+            self._on_full()
+        return True
 
     @property
     def _goes_straight(self) -> bool:
         """True if a plain tensor is its own part on this rank, and nothing is kept of it but its summary."""
         layout = self.layout
-        special = self._detail or self._bounds or layout.parameters or self._forced is not None
-        return not (special or layout.data.alike > 1 or self.last_seen is not None or "deepspeed" in sys.modules)
+        special = self._detail or self._bounds or layout.parameters or layout.data.alike > 1
+        return not (special or self._is_special_now)
+
+    @property
+    def _is_special_now(self) -> bool:
+        """True if more is done at the moment than to summarize what is observed."""
+        return (
+            bool(self._in_flight)
+            or self._forced is not None
+            or self.last_seen is not None
+            or "deepspeed" in sys.modules
+        )
 
     def _straight(
         self, tensor: Tensor, *, phase: str, path: str, slot: str, stage: str, call: int, micro_step: int | None,
         optimizer: str | None, shard: Shard | None, merge: Merge, weight: float, scaled: bool | None,
         term: int | None, late: bool,
-    ) -> bool:  # fmt: skip
-        """Observe a plain tensor the shortest way, with the same outcome as any other; False if there is none."""
-        if type(tensor) not in PLAIN or self._in_flight or not self._goes_straight:
-            return False
+    ) -> Observation | None:  # fmt: skip
+        """Observe a plain tensor the shortest way, with the same outcome as any other; None if there is none."""
+        if type(tensor) not in PLAIN or not self._goes_straight:
+            return None
         progress, layout = self.progress, self.layout
         shard = shard or Shard.whole(tuple(tensor.shape))
         name = optimizer or progress.optimizer
         step = progress.number_of(name) - late
         observations, summaries, _ = self._of_step(name, step)
         if not self._summaries.add_to(summaries, tensor, shard):
-            return False
+            return None
         if scaled is None:
             scaled = progress.loss_scaled and is_before_unscaling(phase=phase, stage=stage, slot=slot)
         evaluation = progress.late_evaluation if late else progress.evaluation
         factor = 1.0 if layout.data.factor == 1.0 else layout.factor(phase=phase, stage=stage, slot=slot)
-        observations.append(
-            Observation(
-                step, progress.micro_step if micro_step is None else micro_step, name, phase, stage, path, slot, call,
-                progress.next_order(late=late), dtype_name(tensor), shard, merge, weight, factor,
-                layout.data.term if term is None else term, scaled, "",
-                evaluation if evaluation and is_of_evaluation(phase, stage) else 0,
-            )
+        row = Observation(
+            step, progress.micro_step if micro_step is None else micro_step, name, phase, stage, path, slot, call,
+            progress.next_order(late=late), dtype_name(tensor), shard, merge, weight, factor,
+            layout.data.term if term is None else term, scaled, "",
+            evaluation if evaluation and is_of_evaluation(phase, stage) else 0,
         )  # fmt: skip
+        observations.append(row)
         self._bytes += ROW_BYTES
         if self._is_full:
             self._on_full()
-        return True
+        return row
 
     def repeated(
         self, known: Repeated, tensors: Sequence[Tensor | None] | None, emit: Callable[[], None], *, about: Any = None
@@ -278,10 +347,7 @@ class Observations(ObservationBuffer):
     @property
     def _may_repeat(self) -> bool:
         """False if more is done with an observation than to keep its summary, or if its place may change."""
-        special = self._detail or self._bounds or self._in_flight or self._forced is not None
-        progress = self.progress
-        in_pipeline = progress.chunk is not None or progress.num_stages > 1
-        return not (special or in_pipeline or self.last_seen is not None or "deepspeed" in sys.modules)
+        return not (self._detail or self._bounds or self._is_special_now or self.progress.is_in_pipeline)
 
     def _learn(self, tensors: Sequence[Tensor | None], emit: Callable[[], None], about: Any) -> Plan | None:
         """Observe the tensors the slow way; returns what is known of them now."""

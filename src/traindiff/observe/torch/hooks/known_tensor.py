@@ -1,0 +1,54 @@
+"""What is known of a tensor that comes in each step: all of its row but where the step is, and the numbers.
+
+The slow way defines what is recorded: `Observations.emit`. It returns the row that it has made if a tensor that looks
+the same gives the same row again, and `KnownTensor` keeps of that row what does not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from traindiff.core.kernels.registry import AT_ONCE
+from traindiff.core.observation import Observation, is_of_evaluation
+from traindiff.core.torch_compat.alike import looks_like_one
+from traindiff.observe.torch.sharding.layout import Layout, is_before_unscaling
+
+
+class KnownTensor:
+    """One tensor that comes in each step.
+
+    Attributes:
+        layout: How this rank's tensors lay; what is known holds for this object.
+        looks: Tells whether a tensor looks like the one from which this was learned.
+        site: Its phase, stage, path, slot and call.
+        rest: Its dtype, shard, merge, weight, factor and term.
+        has_scale: Whether it contains the loss scale, if there is one.
+        of_evaluation: Whether it belongs to one evaluation of the loss.
+        shard: Which elements of the global tensor it holds.
+        write: Writes the summary of such a tensor to memory, given the addresses of both; None where that takes more.
+    """
+
+    __slots__ = ("has_scale", "layout", "looks", "of_evaluation", "rest", "shard", "site", "write")
+
+    def __init__(self, seen: Observation, looks: Callable[[Any], bool], layout: Layout, write: Any) -> None:
+        self.layout = layout
+        self.looks = looks
+        self.site = (seen.phase, seen.stage, seen.path, seen.slot, seen.call)
+        self.rest = (seen.dtype, seen.shard, seen.merge, seen.weight, seen.factor, seen.term)
+        self.has_scale = is_before_unscaling(phase=seen.phase, stage=seen.stage, slot=seen.slot)
+        self.of_evaluation = is_of_evaluation(seen.phase, seen.stage)
+        self.shard = seen.shard
+        self.write = write
+
+
+def known(seen: Observation, tensor: Tensor, layout: Layout) -> KnownTensor | None:
+    """What is known of a tensor from its row; None if this torch cannot tell quickly how a tensor looks."""
+    looks = looks_like_one(tensor)
+    if looks is None:
+        return None
+    kernel = next((found for one in AT_ONCE if (found := one.load()) is not None), None)
+    write = kernel.writer(tensor, seen.shard) if kernel is not None and tensor.is_cpu else None
+    return KnownTensor(seen, looks, layout, write)
