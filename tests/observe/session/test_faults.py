@@ -25,7 +25,7 @@ Loses = dict[str, Any]
 
 FAULTS: dict[str, tuple[str, list[Loses]]] = {
     "module_outputs": (
-        "traindiff.observe.torch.hooks.activations.Activations._tensor",
+        "traindiff.observe.torch.hooks.activations.Activations._look",
         [{"phase": "forward"}, {"phase": "backward"}],
     ),
     "batch": ("traindiff.observe.torch.hooks.root_forward.RootForwardTap._random_state", [{"phase": "batch"}]),
@@ -133,14 +133,14 @@ def test_a_training_whose_warnings_are_errors_goes_on_too(
 
 def test_a_fault_that_comes_late_keeps_what_was_seen_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[None] = []
-    original = Activations._tensor
+    original = Activations.observe
 
     def fail_at_last(*args: Any, **kwargs: Any) -> Any:
         calls.append(None)
         return broken() if len(calls) == 20 else original(*args, **kwargs)
 
     train(tmp_path / "whole")
-    monkeypatch.setattr(Activations, "_tensor", fail_at_last)
+    monkeypatch.setattr(Activations, "observe", fail_at_last)
     with pytest.warns(traindiff.TraindiffWarning):
         train(tmp_path / "run")
 

@@ -331,6 +331,14 @@ def has_dispatch_modes() -> bool:
     return int(_num_modes()) > 0
 
 
+_num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+
+
+def has_function_modes() -> bool:
+    """True if a `TorchFunctionMode` is on this thread's stack. There is no public way to ask."""
+    return _num_function_modes() > 0
+
+
 def put_dispatch_modes(modes: Iterable[Any]) -> None:
     """Put dispatch modes on this thread's stack, above those that are there."""
     for mode in modes:

@@ -64,8 +64,10 @@ class Sink(Protocol):
         It holds for tensors that look the same, at the same site and in the same place of the batch.
         """
 
-    def again(self, known: Any, tensor: Tensor, *, micro_step: int) -> bool:
+    def again(self, known: Any, tensor: Tensor, *, micro_step: int, guarded: bool = True) -> bool:
         """Do what `emit` does, but faster, for a tensor of which something is `known`.
+
+        Without a guard, that is only done where it takes no operator of torch.
 
         Returns:
             False, and nothing is done, if the tensor looks otherwise, or more is to be done than before.
@@ -93,11 +95,17 @@ class Sink(Protocol):
         """
 
     def guarded(
-        self, tap: str, hook: Callable[..., Any], *, idle: Callable[[], bool] | None = None
+        self,
+        tap: str,
+        hook: Callable[..., Any],
+        *,
+        idle: Callable[[], bool] | None = None,
+        quick: Callable[..., bool] | None = None,
     ) -> Callable[..., Any]:
         """A safe `hook`: an error in it disables the tap and never reaches the training.
 
-        It is left out where `idle` tells that it has nothing to do; that asks torch nothing.
+        It is left out where `idle` tells that it has nothing to do; that asks torch nothing. Or where `quick` has done
+        what it does, without an operator of torch.
         """
 
     def altering(self, tap: str, hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -197,7 +197,7 @@ class Activations:
         return before
 
     def _hook_gradient(self, tensor: Tensor, gradient: _Gradient) -> None:
-        handle = tensor.register_hook(self._guarded(gradient))
+        handle = tensor.register_hook(self._guarded(gradient, quick=gradient.quick))
         if tensor.is_leaf:
             self._hooked_leaf(gradient.site, handle)
 
@@ -267,6 +267,16 @@ class _Gradient:
         self._micro_step = sink.progress.micro_step
         self.times = 0
 
+    def quick(self, gradient: Tensor | None) -> bool:
+        """Record the gradient if all is known of it; False, and nothing is recorded, if not."""
+        known, progress = self.output.backward, self._sink.progress
+        if known is None or gradient is None or self.times or progress.chunk is not None or not progress.observing:
+            return False
+        if not self._sink.again(known, gradient, micro_step=self._micro_step, guarded=False):
+            return False
+        self.times = 1
+        return True
+
     def __call__(self, gradient: Tensor | None) -> None:
         if gradient is None:
             return  # autograd passes the node, for another of its outputs
@@ -278,9 +288,9 @@ class _Gradient:
         times, self.times = self.times, self.times + 1
         if not progress.observing:
             return
-        known = None if times else output.backward
+        known = None if times or progress.chunk is not None else output.backward
         if known is not None and sink.again(known, gradient, micro_step=self._micro_step):
-            return
+            return  # the guard has not done it: on a GPU, or in a mode
         # A second backward through the same graph brings another term, not a new gradient.
         row = sink.emit(
             batch_first(gradient, output.axis), phase="backward", path=output.path, slot=output.slot,

@@ -23,32 +23,28 @@ class KnownTensor:
     Attributes:
         layout: How this rank's tensors lay; what is known holds for this object.
         looks: Tells whether a tensor looks like the one from which this was learned.
-        site: Its phase, stage, path, slot and call.
-        rest: Its dtype, shard, merge, weight, factor and term.
+        row: The row of that one.
         has_scale: Whether it contains the loss scale, if there is one.
         of_evaluation: Whether it belongs to one evaluation of the loss.
-        shard: Which elements of the global tensor it holds.
         write: Writes the summary of such a tensor to memory, given the addresses of both; None where that takes more.
     """
 
-    __slots__ = ("has_scale", "layout", "looks", "of_evaluation", "rest", "shard", "site", "write")
+    __slots__ = ("has_scale", "layout", "looks", "of_evaluation", "row", "write")
 
-    def __init__(self, seen: Observation, looks: Callable[[Any], bool], layout: Layout, write: Any) -> None:
+    def __init__(self, row: Observation, looks: Callable[[Any], bool], layout: Layout, write: Any) -> None:
         self.layout = layout
         self.looks = looks
-        self.site = (seen.phase, seen.stage, seen.path, seen.slot, seen.call)
-        self.rest = (seen.dtype, seen.shard, seen.merge, seen.weight, seen.factor, seen.term)
-        self.has_scale = is_before_unscaling(phase=seen.phase, stage=seen.stage, slot=seen.slot)
-        self.of_evaluation = is_of_evaluation(seen.phase, seen.stage)
-        self.shard = seen.shard
+        self.row = row
+        self.has_scale = is_before_unscaling(phase=row.phase, stage=row.stage, slot=row.slot)
+        self.of_evaluation = is_of_evaluation(row.phase, row.stage)
         self.write = write
 
 
-def known(seen: Observation, tensor: Tensor, layout: Layout) -> KnownTensor | None:
+def known(row: Observation, tensor: Tensor, layout: Layout) -> KnownTensor | None:
     """What is known of a tensor from its row; None if this torch cannot tell quickly how a tensor looks."""
     looks = looks_like_one(tensor)
     if looks is None:
         return None
     kernel = next((found for one in AT_ONCE if (found := one.load()) is not None), None)
-    write = kernel.writer(tensor, seen.shard) if kernel is not None and tensor.is_cpu else None
-    return KnownTensor(seen, looks, layout, write)
+    write = kernel.writer(tensor, row.shard) if kernel is not None and tensor.is_cpu else None
+    return KnownTensor(row, looks, layout, write)

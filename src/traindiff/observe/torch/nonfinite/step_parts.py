@@ -86,7 +86,7 @@ class StepParts:
     def known(self, row: Any, tensor: Any) -> None:
         """`Sink.known`: nothing, so each tensor is judged by itself."""
 
-    def again(self, known: Any, tensor: Any, *, micro_step: int) -> bool:  # noqa: ARG002
+    def again(self, known: Any, tensor: Any, *, micro_step: int, guarded: bool = True) -> bool:  # noqa: ARG002
         """`Sink.again`: nothing is known of any tensor."""
         return False
 

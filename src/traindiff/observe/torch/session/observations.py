@@ -25,6 +25,7 @@ from traindiff.core.shards import Region, Shard
 from traindiff.core.summary import Detail
 from traindiff.core.torch_compat.execution import (
     exclude_from_compilation,
+    has_function_modes,
     is_capturing,
     is_dynamo_compiling,
     is_tracing,
@@ -58,7 +59,7 @@ _CAPTURED = (
 class _Guard(InertOnCopy):
     """A hook made harmless."""
 
-    __slots__ = ("_alters", "_always", "_containment", "_hook", "_idle", "_tap")
+    __slots__ = ("_alters", "_always", "_containment", "_hook", "_idle", "_quick", "_tap")
 
     def __init__(
         self,
@@ -69,6 +70,7 @@ class _Guard(InertOnCopy):
         always: bool = False,
         alters: bool = False,
         idle: Callable[[], bool] | None = None,
+        quick: Callable[..., bool] | None = None,
     ) -> None:
         self._containment = containment
         self._tap = tap
@@ -76,16 +78,21 @@ class _Guard(InertOnCopy):
         self._always = always
         self._alters = alters
         self._idle = idle
+        self._quick = quick
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Compiled code is observed by operators; see traindiff.observe.torch.hooks.compiled.
-        if is_dynamo_compiling() or (self._idle is not None and self._idle()) or is_tracing():
-            return None
-        if is_capturing() and not self._always:
-            self._containment.leave_out_graph()
+        if is_dynamo_compiling() or (self._idle is not None and self._idle()):
             return None
         alters, containment, tap = self._alters, self._containment, self._tap
         if containment.is_off(tap) and not self._always:
+            return None
+        if self._quick is not None and not has_function_modes() and self._quick(*args):
+            return None
+        if is_tracing():
+            return None
+        if is_capturing() and not self._always:
+            containment.leave_out_graph()
             return None
         result = called_out_of_sight(containment.call, tap, self._hook, args, kwargs, functions=not alters)
         return result if alters else None
@@ -110,7 +117,13 @@ class Containment(Faults):
             return super().run(tap, hook, always=always)
 
     def guarded(
-        self, tap: str, hook: Callable[..., Any], *, always: bool = False, idle: Callable[[], bool] | None = None
+        self,
+        tap: str,
+        hook: Callable[..., Any],
+        *,
+        always: bool = False,
+        idle: Callable[[], bool] | None = None,
+        quick: Callable[..., bool] | None = None,
     ) -> Callable[..., Any]:
         """`Faults.guarded`; the result returns None, which tells torch to change nothing.
 
@@ -120,8 +133,10 @@ class Containment(Faults):
             always: See there.
             idle: Tells whether the hook has nothing to do, which is quicker to ask than to guard it. It asks torch
                 nothing.
+            quick: Does what the hook does if that takes no operator of torch and cannot fail; False, and nothing is
+                done, if not. It is called unguarded.
         """
-        return _Guard(self, tap, hook, always=always, idle=idle)
+        return _Guard(self, tap, hook, always=always, idle=idle, quick=quick)
 
     def altering(self, tap: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         """`hook`, made harmless. Its result replaces the tensor that torch gave it, unless the result is None."""
@@ -137,8 +152,6 @@ class Containment(Faults):
             return _CAPTURED
         return _REPLICA_FAILED if tap.startswith(REPLICA) else super().template(tap)
 
-
-_row: Callable[[Any], Observation] = Observation._make
 
 OVERWRITTEN = "it was written to before anybody waited for the collective that computes it"
 
@@ -257,26 +270,21 @@ class Observations(ObservationBuffer):
         """`Sink.known`."""
         return None if row is None else known_tensor(row, tensor, self.layout)
 
-    def again(self, known: KnownTensor, tensor: Tensor, *, micro_step: int) -> bool:
+    def again(self, known: KnownTensor, tensor: Tensor, *, micro_step: int, guarded: bool = True) -> bool:
         """`Sink.again`."""
         if known.layout is not self.layout or self._is_special_now or not known.looks(tensor):
             return False
-        progress = self.progress
-        name = progress.optimizer
-        step = progress.number_of(name)
-        observations, summaries, _ = self._of_step(name, step)
+        if not guarded and (known.write is None or self._bytes + ROW_BYTES > MOST_BYTES):
+            return False
+        progress, row = self.progress, known.row
+        step = progress.steps.get(row.optimizer, progress.first_step)
+        observations, summaries, _ = self._steps.get((row.optimizer, step)) or self._of_step(row.optimizer, step)
         if known.write is not None:
             known.write(tensor.data_ptr(), summaries.place())
-        elif not self._summaries.add_to(summaries, tensor, known.shard):
+        elif not self._summaries.add_to(summaries, tensor, row.shard):
             return False
-        observations.append(
-            _row(
-                (
-                    step, micro_step, name, *known.site, progress.next_order(), *known.rest,
-                    known.has_scale and progress.loss_scaled, "", progress.evaluation if known.of_evaluation else 0,
-                )
-            )
-        )  # fmt: skip
+        scaled, evaluation = known.has_scale and progress.loss_scaled, progress.evaluation if known.of_evaluation else 0
+        observations.append_again((row, step, micro_step, progress.next_order(), scaled, evaluation))
         self._bytes += ROW_BYTES
         if self._bytes > MOST_BYTES:
             self._on_full()
