@@ -19,6 +19,7 @@ from tests.observe.hooks.test_undisturbed import assert_bitwise_equal
 from tests.observe.hooks.trainings import TRAININGS, Outcome
 from traindiff.core.tap_registry import OBSERVABLE
 from traindiff.observe.torch.hooks.activations import Activations
+from traindiff.observe.torch.session.observations import Observations
 from traindiff.storage.written_files import WrittenFiles
 
 Loses = dict[str, Any]
@@ -300,3 +301,22 @@ def test_an_interrupt_inside_a_tap_reaches_the_training(tmp_path: Path, monkeypa
 
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "run")
+
+
+def test_a_fault_in_the_quick_way_disables_the_tap_and_goes_no_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken_without_a_guard(self: Observations, known: Any, tensor: Any, **about: Any) -> bool:
+        if about.get("guarded") is False:
+            broken()
+        return again(self, known, tensor, **about)
+
+    again = Observations.again
+    expected = train(tmp_path / "whole")
+    monkeypatch.setattr(Observations, "again", broken_without_a_guard)
+    with pytest.warns(traindiff.TraindiffWarning, match="module_outputs"):
+        actual = train(tmp_path / "run")
+
+    assert_bitwise_equal(actual, expected)
+    with pytest.raises(BrokenError):
+        train(tmp_path / "strict", strict=True)

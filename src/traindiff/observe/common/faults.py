@@ -77,14 +77,17 @@ class Faults:
         outer, running.hook = running.hook, True
         try:
             return hook(*args, **kwargs)
-        except Exception as error:  # whatever it is, the training goes on
-            if self._strict or self._passes(error):
-                raise
-            message = str(error) if isinstance(error, LostFilesError) else f"{type(error).__name__}: {error}"
-            self.disable(tap, message, error)
-            return None
+        except Exception as error:  # noqa: BLE001  whatever it is, the training goes on
+            return self.failed(tap, error)
         finally:
             running.hook = outer
+
+    def failed(self, tap: str, error: Exception) -> None:
+        """Disable a tap because of an error, which is raised instead where that is wanted."""
+        if self._strict or self._passes(error):
+            raise error
+        message = str(error) if isinstance(error, LostFilesError) else f"{type(error).__name__}: {error}"
+        self.disable(tap, message, error)
 
     def guarded(self, tap: str, hook: Callable[..., Any], *, always: bool = False) -> Callable[..., Any]:
         """`hook`, made harmless: an error in it disables the tap and never reaches the training.

@@ -87,8 +87,12 @@ class _Guard(InertOnCopy):
         alters, containment, tap = self._alters, self._containment, self._tap
         if containment.is_off(tap) and not self._always:
             return None
-        if self._quick is not None and not has_function_modes() and self._quick(*args):
-            return None
+        if self._quick is not None and not has_function_modes():
+            try:
+                if self._quick(*args):
+                    return None
+            except Exception as error:  # noqa: BLE001  whatever it is, the training goes on
+                return containment.failed(tap, error)
         if is_tracing():
             return None
         if is_capturing() and not self._always:
@@ -133,8 +137,7 @@ class Containment(Faults):
             always: See there.
             idle: Tells whether the hook has nothing to do, which is quicker to ask than to guard it. It asks torch
                 nothing.
-            quick: Does what the hook does if that takes no operator of torch and cannot fail; False, and nothing is
-                done, if not. It is called unguarded.
+            quick: Does what the hook does if that takes no operator of torch; False, and nothing is done, if not.
         """
         return _Guard(self, tap, hook, always=always, idle=idle, quick=quick)
 
