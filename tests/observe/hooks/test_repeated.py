@@ -125,8 +125,23 @@ def edited(step: int, model: Mixed, _: Optimizer) -> None:
         model.scalar.data.add_(1.0)
 
 
+def other_settings(step: int, _: Mixed, optimizer: Optimizer) -> None:
+    """Settings of the optimizer change: one number, numbers in a list that stays the same, their kind, one more."""
+    group = optimizer.param_groups[0]
+    if step == 2:
+        group["lr"] = 2e-2
+        group["more"] = [1.0, 2.0]
+    if step in (3, 5):
+        group["more"][1] *= 3.0
+    if step == 4:
+        group["lr"] = torch.tensor(3e-2)
+    if step == 5:
+        group["lr"].mul_(0.5)
+
+
 CHANGES = (
     nothing, frozen_and_unfrozen, frozen_in_turn, unused, other_data, replaced, dropped, loaded, more_state, edited,
+    other_settings,
 )  # fmt: skip
 
 

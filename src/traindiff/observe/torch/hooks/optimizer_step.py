@@ -69,6 +69,8 @@ class OptimizerTap:
         self._selects = context.targets.selects
         self._held = HeldParameters(context, name)
         self._repeated: defaultdict[str, Repeated] = defaultdict(Repeated)
+        # By group and name: a setting as it was last recorded, and the numbers in it.
+        self._settings: dict[tuple[int, str], tuple[Any, list[tuple[str, Tensor]]]] = {}
         self._observe = context.observe
         self._sink = context.sink
         self._on_end = on_end
@@ -387,10 +389,26 @@ class OptimizerTap:
         return parameter.grad if gradient is None else gradient
 
     def _hyper_parameters(self) -> None:
+        before, self._settings = self._settings, {}
         for number, entry in enumerate(self.optimizer.param_groups):
             for key, value in entry.items():
-                if key not in IMPLEMENTATION_CHOICES:
-                    self._numbers(value, path=f"{self.name}.groups[{number}]", slot=key)
+                if key in IMPLEMENTATION_CHOICES:
+                    continue
+                place = number, key
+                same = place in before and before[place][0] is value and _is_fixed(value)
+                self._settings[place] = before[place] if same else (value, list(_numbers_in(value, key)))
+        found = [
+            (f"{self.name}.groups[{number}]", slot, tensor)
+            for (number, _), (_, tensors_in_it) in self._settings.items()
+            for slot, tensor in tensors_in_it
+        ]
+
+        def emit() -> None:
+            for path, slot, tensor in found:
+                self._numbers(tensor, path=path, slot=slot)
+
+        about = tuple((path, slot) for path, slot, _ in found)
+        self._sink.repeated(self._repeated["settings"], [tensor for *_, tensor in found], emit, about=about)
 
     def _state(self, parameter: Tensor, pieces: Sequence[Piece]) -> None:
         for key, value in self.state_of(parameter).items():
@@ -410,12 +428,22 @@ class OptimizerTap:
         return state
 
     def _numbers(self, value: Any, *, path: str, slot: str) -> None:
-        if isinstance(value, (Tensor, int, float)):
-            tensor = value if isinstance(value, Tensor) else as_tensor(value)
-            self._sink.emit(tensor, phase="optimizer", path=path, slot=slot, optimizer=self.name)
-        elif isinstance(value, (tuple, list)):
-            for index, one in enumerate(value):
-                self._numbers(one, path=path, slot=f"{slot}[{index}]")
+        for where, tensor in _numbers_in(value, slot):
+            self._sink.emit(tensor, phase="optimizer", path=path, slot=where, optimizer=self.name)
 
     def _emit_pieces(self, tensor: Tensor, pieces: Sequence[Piece], *, phase: str, slot: str, **about: Any) -> None:
         emit_pieces(self._sink, tensor, pieces, phase=phase, slot=slot, optimizer=self.name, **about)
+
+
+def _numbers_in(value: Any, slot: str) -> Iterator[tuple[str, Tensor]]:
+    """The numbers in a setting, by slot."""
+    if isinstance(value, (Tensor, int, float)):
+        yield slot, value if isinstance(value, Tensor) else as_tensor(value)
+    elif isinstance(value, (tuple, list)):
+        for index, one in enumerate(value):
+            yield from _numbers_in(one, f"{slot}[{index}]")
+
+
+def _is_fixed(value: Any) -> bool:
+    """True if a setting holds the same numbers, or tensors, as long as it is the same object."""
+    return isinstance(value, (Tensor, int, float)) or (isinstance(value, tuple) and all(map(_is_fixed, value)))
