@@ -63,15 +63,10 @@ class Activations:
         stage = self._stage(maybe_beside_roots=True)
         if stage is None:
             return False
-        progress = self._progress
-        call = progress.next_call(path, stage)
+        call = self._progress.next_call(path, stage)
         alone = len(found) == 1 or sum(tensor.requires_grad for _, tensor in found) == 1
         for slot, tensor in found:
-            known = self._outputs.get((path, slot, stage, call, progress.micro_step))
-            if known is not None and self._again(known, tensor):
-                output = known
-            else:
-                output = self._look(tensor, path=path, slot=slot, stage=stage, call=call)
+            output = self._output(tensor, path, slot, stage, call)
             if not (self._backward and tensor.requires_grad):
                 continue
             gradient = _Gradient(self._sink, output)
@@ -91,7 +86,7 @@ class Activations:
         if self._stage() != "":
             return
         for slot, tensor in found:
-            output = self._look(tensor, path=f"stage[{chunk.stage}]", slot=slot, stage=BOUNDARY, call=0)
+            output = self._output(tensor, f"stage[{chunk.stage}]", slot, BOUNDARY, 0)
             if self._backward and tensor.requires_grad:
                 self._hook_gradient(tensor, _Gradient(self._sink, output))
 
@@ -102,7 +97,7 @@ class Activations:
         if stage is None:
             return False
         call = progress.next_call(f"{path} {slot}", stage)
-        gradient = _Gradient(self._sink, self._look(tensor, path=path, slot=slot, stage=stage, call=call))
+        gradient = _Gradient(self._sink, self._output(tensor, path, slot, stage, call))
         waiting = self._compiled.setdefault((path, slot), [])
         if waiting and waiting[-1].step != progress.step:
             waiting.clear()  # no gradient came in the last step
@@ -143,6 +138,13 @@ class Activations:
             return "evaluation" if self._evaluation else None
         return RECOMPUTED if inside else ""
 
+    def _output(self, tensor: Tensor, path: str, slot: str, stage: str, call: int) -> _Output:
+        """Record an output; returns what is known of it."""
+        known = self._outputs.get((path, slot, stage, call, self._progress.micro_step))
+        if known is not None and self._again(known, tensor):
+            return known
+        return self._look(tensor, path=path, slot=slot, stage=stage, call=call)
+
     def _again(self, known: _Output, tensor: Tensor) -> bool:
         """Record an output like one of which all is known; False, and nothing is recorded, if it is not like it."""
         progress = self._progress
@@ -157,7 +159,7 @@ class Activations:
         return True
 
     def _look(self, tensor: Tensor, *, path: str, slot: str, stage: str, call: int) -> _Output:
-        """Record an output; returns what is known of it."""
+        """Record an output of which not all is known; returns what is known of it now."""
         progress = self._progress
         site = ("forward", stage, path, slot, str(call))
         counted = progress.counted(site)
@@ -191,6 +193,7 @@ class Activations:
                 self._outputs.clear()
             self._outputs[place] = found
             return found
+        before.batch = batch  # equal, and maybe another object
         if before.times_forward < _MOST_LOOKS:
             before.times_forward += 1
             before.forward = self._sink.known(row, tensor)
