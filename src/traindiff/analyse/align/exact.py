@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from traindiff.analyse.align.batch_indices import may_count_within
 from traindiff.analyse.align.other_values import values_text
@@ -364,9 +365,14 @@ class SettingChanges:
     def __init__(self) -> None:
         self._told: set[tuple[str, float, float]] = set()
         self._before: Mapping[tuple[str, str], float] = {}  # the baseline's, in the step before
+        self._looked_at: Any = None  # settings of both sides in the step before, by group
 
     def findings(self, sides: tuple[Side, Side], tables: Tables, *, step: int) -> list[Finding]:
         """Settings that differ in a step and did not differ so before."""
+        looked_at = [(side.groups, _by_group(table)) for table, side in zip(tables, sides, strict=True)]
+        if looked_at == self._looked_at:
+            return []  # what differs was told in the step before
+        self._looked_at = looked_at
         baseline, candidate = (settings_of(table, side.groups) for table, side in zip(tables, sides, strict=True))
         fresh = []
         for finding in check_hyper_parameters(baseline, candidate, step=step):
@@ -399,6 +405,13 @@ def _same_setting(baseline: float, candidate: float) -> bool:
     return math.isclose(baseline, candidate, rel_tol=4.0 * UNIT_ROUNDOFF["float32"]) or (
         math.isnan(baseline) and math.isnan(candidate)
     )
+
+
+def _by_group(table: StepTable) -> list[tuple[Any, str, str, float]]:
+    """The settings of a step, as they are recorded."""
+    return [
+        (key.group, key.path, key.slot, number(entry.summary)) for key, entry in table.items() if key.group is not None
+    ]
 
 
 def settings_of(table: StepTable, groups: Groups) -> Settings:
