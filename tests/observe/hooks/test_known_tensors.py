@@ -14,6 +14,7 @@ from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
 import traindiff
+from tests.observe.hooks.reading import rows
 from tests.observe.hooks.test_repeated import go_the_slow_way
 from tests.observe.hooks.trainings import TRAININGS
 from traindiff.observe.torch.session.observations import Observations
@@ -215,3 +216,74 @@ def test_shapes_that_differ_in_each_step_are_not_found_out_again_and_again(
             optimizer.step()
             optimizer.zero_grad()
     assert 0 < len(found_out) <= 3 * 2 * 3, "an output that looks otherwise each time is found out three times at most"
+
+
+class Odd(nn.Module):
+    """Returns a tensor that is ordinary until it is told to return another kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind = "dense"
+
+    def forward(self) -> Tensor:
+        found = torch.arange(20.0).reshape(4, 5)
+        if self.kind == "nested":
+            return torch.nested.nested_tensor([found])
+        if self.kind == "zero":
+            return torch._efficientzerotensor(4, 5)  # type: ignore[attr-defined]
+        if self.kind == "freed part":
+            found = torch.arange(25.0).reshape(5, 5)[1:]
+        if self.kind.startswith("freed"):
+            found.untyped_storage().resize_(0)
+        return found
+
+
+ODD = {
+    "nested": "a nested tensor has no dense elements",
+    "zero": "it has no memory: that was freed, or is not there yet",
+    "freed": "it has no memory: that was freed, or is not there yet",
+    "freed part": "it has no memory: that was freed, or is not there yet",
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("way", ["quick", "slow"])
+def test_outputs_that_cannot_be_read_any_more_are_told_and_the_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, way: str
+) -> None:
+    if way == "slow":
+        go_the_slow_way(monkeypatch)
+    model = nn.Sequential(nn.Linear(5, 5), Odd())
+    optimizer = AdamW(model.parameters())
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        for step in range(6):
+            model[0](torch.ones(4, 5)).sum().backward()
+            model[1].kind = kind if step == 4 else "dense"  # type: ignore[assignment]
+            model[1]()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = [seen.unobserved for seen, _ in rows(tmp_path / "run", phase="forward", path="1", slot="output[0]")]
+    assert found == ["", "", "", "", ODD[kind], ""]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_states_whose_memory_was_freed_are_told_and_the_training_goes_on(tmp_path: Path) -> None:
+    model = nn.Linear(5, 5)
+    optimizer = AdamW(model.parameters())
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        for step in range(6):
+            model(torch.ones(4, 5)).sum().backward()
+            optimizer.step()
+            optimizer.state[model.bias]["more"] = kept = torch.ones(3)
+            if step == 4:
+                kept.untyped_storage().resize_(0)
+            optimizer.zero_grad()
+    found = [seen.unobserved for seen, _ in rows(tmp_path / "run", phase="optimizer", path="bias", slot="more")]
+    assert found == [
+        "",
+        "",
+        "",
+        "",
+        "it has no memory: that was freed, or is not there yet",
+    ]  # as the next step left it

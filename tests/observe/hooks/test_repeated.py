@@ -168,9 +168,9 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     repeat = Observations._repeat
 
-    def counted(self: Observations, plan: object, tensors: list[Tensor]) -> None:
+    def counted(self: Observations, plan: object, tensors: list[Tensor], *addresses: object) -> None:
         found.append(len(tensors))
-        repeat(self, plan, tensors)  # type: ignore[arg-type]
+        repeat(self, plan, tensors, *addresses)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Observations, "_repeat", counted)
     return found

@@ -17,6 +17,9 @@ from traindiff.errors import UnsupportedTensorError
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Dtypes by size in bytes. Before torch 2.3 only uint8 is unsigned; NumPy reads the same bits as unsigned."""
 
+LOWEST_ADDRESS = 1 << 32
+"""Tensors below it may have lost their memory: then the address is 0, and the place of the first element after it."""
+
 _ABSTRACT = frozenset({"FakeTensor", "FunctionalTensor"})
 
 
@@ -38,8 +41,29 @@ def check_supported(tensor: torch.Tensor) -> None:
         raise UnsupportedTensorError("a tensor on the meta device has no elements")
     if type(tensor).__name__ in _ABSTRACT:
         raise UnsupportedTensorError(f"a {type(tensor).__name__} has no elements")
+    _check_memory(tensor)
     if tensor.element_size() not in _INTEGERS and not tensor.is_complex():
         raise UnsupportedTensorError(f"dtype {dtype_name(tensor)} is not supported")
+
+
+def lacks_memory(tensor: torch.Tensor) -> bool:
+    """True if a strided tensor with elements has no memory for them: it was freed, or never there (`ZeroTensor`).
+
+    False inside a transform of `torch.func`, where there is no single memory.
+    """
+    if not tensor.numel():
+        return False
+    try:
+        held, first = tensor.untyped_storage().nbytes(), tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return False
+    begin = tensor.storage_offset() * tensor.element_size()
+    return first in (0, begin) or held < begin + tensor.element_size()
+
+
+def _check_memory(tensor: torch.Tensor) -> None:
+    if lacks_memory(tensor):
+        raise UnsupportedTensorError("it has no memory: that was freed, or is not there yet")
 
 
 def is_abstract(tensor: torch.Tensor) -> bool:
@@ -126,12 +150,16 @@ def address(tensor: torch.Tensor) -> int:
     """The memory address of the tensor's first element.
 
     Raises:
-        UnsupportedTensorError: Its elements cannot be read: it is a fake tensor, or inside a transform of `torch.func`.
+        UnsupportedTensorError: Its elements cannot be read: it is a fake tensor, it is inside a transform of
+            `torch.func`, or its memory was freed.
     """
     try:
-        return tensor.data_ptr()
+        found = tensor.data_ptr()
     except RuntimeError as error:
         raise UnsupportedTensorError(f"its elements cannot be read: {error}") from error
+    if found < LOWEST_ADDRESS:
+        _check_memory(tensor)
+    return found
 
 
 def elements(tensor: torch.Tensor) -> Elements:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,12 +22,26 @@ def looks_like(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[Any]], boo
         None if this torch has no such check.
     """
     check, count = _check(*tensors), len(tensors)
-    return None if check is None else lambda others: len(others) == count and check(*others)
+    if check is None:
+        return None
+
+    def looks(others: Sequence[Any]) -> bool:
+        try:
+            return len(others) == count and not any(map(_is_nested, others)) and check(*others)
+        except AttributeError:  # no tensor
+            return False
+
+    return looks
 
 
 def looks_like_one(tensor: torch.Tensor) -> Callable[[Any], bool] | None:
-    """`looks_like` for one object, which is not in a sequence."""
-    return _check(tensor)
+    """`looks_like` for one tensor, which is not in a sequence."""
+    check = _check(tensor)
+    return None if check is None else lambda other: not other.is_nested and check(other)
+
+
+_is_nested = attrgetter("is_nested")
+"""To be asked first: given a nested tensor, which has no strides, torch's check would end the process."""
 
 
 def _check(*tensors: torch.Tensor) -> Callable[..., bool] | None:

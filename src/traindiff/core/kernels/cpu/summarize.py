@@ -13,6 +13,7 @@ from traindiff.core.kernels.parts import parts_of, run_length
 from traindiff.core.kernels.rows import Rows
 from traindiff.core.kernels.torch_arrays import address
 from traindiff.core.shards import Shard
+from traindiff.errors import UnsupportedTensorError
 
 NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
 """Dtypes that the kernel reads."""
@@ -57,8 +58,8 @@ def add_to(rows: Rows, tensor: torch.Tensor, shard: Shard) -> bool:
     if not (plan.contiguous and plan.size):
         return False
     try:
-        first = tensor.data_ptr()
-    except RuntimeError:  # inside a transform of `torch.func`
+        first = address(tensor)
+    except UnsupportedTensorError:
         return False
     memory.write_summary(NAMES[tensor.dtype], first, plan, rows.place())
     return True

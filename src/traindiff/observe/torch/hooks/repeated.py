@@ -19,7 +19,7 @@ from torch import Tensor, nn, strided
 from traindiff.core.kernels.registry import TABLES
 from traindiff.core.kernels.rows import Deferred, Rows
 from traindiff.core.kernels.store import DeviceTable, SummaryStore
-from traindiff.core.kernels.torch_arrays import dtype_name
+from traindiff.core.kernels.torch_arrays import LOWEST_ADDRESS, dtype_name, lacks_memory
 from traindiff.core.observation import Observation, is_of_evaluation
 from traindiff.core.summary import empty
 from traindiff.core.torch_compat.alike import looks_like
@@ -96,27 +96,34 @@ class Plan:
     optimizer: str
     parts: tuple[_Part, ...]
 
-    def fits(self, tensors: Sequence[Tensor | None], about: Any) -> bool:
-        """True if the tensors give these rows."""
+    def addresses(self, tensors: Sequence[Tensor | None], about: Any) -> array[int] | None:
+        """The address of each tensor, 0 where there is none; None if the tensors do not give these rows."""
         if about != self.about:
-            return False
-        if not self.absent:
-            return self.looks(tensors)
-        if tuple(place for place, one in enumerate(tensors) if one is None) != self.absent:
-            return False
-        return self.looks([one for one in tensors if one is not None])
-
-    def addresses(self, part: _Part, tensors: Sequence[Tensor | None]) -> array[int]:
-        """The address of each tensor of a part; 0 where there is none."""
-        if part.count != len(tensors):
-            tensors = tensors[part.first : part.first + part.count]
+            return None
+        present = tensors
         if self.absent:
-            return array("Q", [0 if one is None else one.data_ptr() for one in tensors])
-        return array("Q", map(Tensor.data_ptr, tensors))  # type: ignore[arg-type]
+            if tuple(place for place, one in enumerate(tensors) if one is None) != self.absent:
+                return None
+            present = [one for one in tensors if one is not None]
+        if not self.looks(present):
+            return None
+        if self.absent:
+            found = array("Q", [0 if one is None else one.data_ptr() for one in tensors])
+        else:
+            found = array("Q", map(Tensor.data_ptr, tensors))  # type: ignore[arg-type]
+        if min(found) < LOWEST_ADDRESS and any(
+            at < LOWEST_ADDRESS and one is not None and lacks_memory(one)
+            for at, one in zip(found, tensors, strict=True)
+        ):
+            return None
+        return found
 
-    def write(self, part: _Part, tensors: Sequence[Tensor | None], rows: Rows, store: SummaryStore) -> None:
+    def write(
+        self, part: _Part, tensors: Sequence[Tensor | None], addresses: array[int], rows: Rows, store: SummaryStore
+    ) -> None:
         """Add the summaries of a part to `rows`; the store makes those that the table does not."""
-        addresses = self.addresses(part, tensors)
+        if part.count != len(addresses):
+            addresses = addresses[part.first : part.first + part.count]
         others = [(place, self._other(seen, tensors[part.first + place], store)) for place, seen in part.others]
         number = len(rows)
         first = rows.place(part.count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -10,7 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from traindiff.core.kernels.store import SummaryStore
-from traindiff.core.kernels.torch_arrays import detail_of, dtype_name, shape_of, sparse_parts
+from traindiff.core.kernels.torch_arrays import (
+    LOWEST_ADDRESS,
+    detail_of,
+    dtype_name,
+    lacks_memory,
+    shape_of,
+    sparse_parts,
+)
 from traindiff.core.observation import (
     LOSS_SCALE,
     OPERATOR_STAGES,
@@ -279,11 +287,14 @@ class Observations(ObservationBuffer):
             return False
         if not guarded and (known.write is None or self._bytes + ROW_BYTES > MOST_BYTES):
             return False
+        address = tensor.data_ptr()
+        if address < LOWEST_ADDRESS and lacks_memory(tensor):
+            return False
         progress, row = self.progress, known.row
         step = progress.steps.get(row.optimizer, progress.first_step)
         observations, summaries, _ = self._steps.get((row.optimizer, step)) or self._of_step(row.optimizer, step)
         if known.write is not None:
-            known.write(tensor.data_ptr(), summaries.place())
+            known.write(address, summaries.place())
         elif not self._summaries.add_to(summaries, tensor, row.shard):
             return False
         scaled, evaluation = known.has_scale and progress.loss_scaled, progress.evaluation if known.of_evaluation else 0
@@ -349,9 +360,12 @@ class Observations(ObservationBuffer):
         plan, known.plan = known.plan, None
         if tensors is None or not self._may_repeat:
             emit()
-        elif plan is not None and plan.layout is self.layout and plan.fits(tensors, about):
+        elif (
+            plan is not None and plan.layout is self.layout
+            and (addresses := plan.addresses(tensors, about)) is not None
+        ):  # fmt: skip
             known.plan = plan
-            self._repeat(plan, tensors)
+            self._repeat(plan, tensors, addresses)
         else:
             known.plan = self._learn(tensors, emit, about)
 
@@ -375,13 +389,13 @@ class Observations(ObservationBuffer):
         seen = observations[start:]
         return learned(tensors, seen, about, progress=self.progress, layout=self.layout, store=self._summaries)
 
-    def _repeat(self, plan: Plan, tensors: Sequence[Tensor | None]) -> None:
+    def _repeat(self, plan: Plan, tensors: Sequence[Tensor | None], addresses: array[int]) -> None:
         """Observe tensors of which everything but their numbers is known."""
         progress = self.progress
         step = progress.number_of(plan.optimizer)
         for part in plan.parts:
             observations, summaries, _ = self._of_step(plan.optimizer, step)
-            plan.write(part, tensors, summaries, self._summaries)
+            plan.write(part, tensors, addresses, summaries, self._summaries)
             order = progress.next_orders(part.count)
             observations.extend(
                 part.columns_in(step=step, micro_step=progress.micro_step, evaluation=progress.evaluation, order=order)
