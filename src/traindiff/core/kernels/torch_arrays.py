@@ -46,23 +46,8 @@ def check_supported(tensor: torch.Tensor) -> None:
         raise UnsupportedTensorError(f"dtype {dtype_name(tensor)} is not supported")
 
 
-def lacks_memory(tensor: torch.Tensor) -> bool:
-    """True if a strided tensor with elements has no memory for them: it was freed, or never there (`ZeroTensor`).
-
-    False inside a transform of `torch.func`, where there is no single memory.
-    """
-    if not tensor.numel():
-        return False
-    try:
-        held, first = tensor.untyped_storage().nbytes(), tensor.data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return False
-    begin = tensor.storage_offset() * tensor.element_size()
-    return first in (0, begin) or held < begin + tensor.element_size()
-
-
 def _check_memory(tensor: torch.Tensor) -> None:
-    if lacks_memory(tensor):
+    if is_freed(tensor, unknown=False):
         raise UnsupportedTensorError("it has no memory: that was freed, or is not there yet")
 
 
@@ -71,18 +56,24 @@ def is_abstract(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "meta" or type(tensor).__name__ in _ABSTRACT
 
 
-def is_freed(tensor: torch.Tensor) -> bool:
-    """True if a strided tensor has no memory: an engine has freed it, as FSDP does between uses, so to read it crashes.
+def is_freed(tensor: torch.Tensor, *, unknown: bool = True) -> bool:
+    """True if a strided tensor has no memory, so to read it crashes: an engine has freed it, as FSDP does between uses.
 
-    Also true inside a transform of `torch.func`, where there is no single memory.
+    Or it was never there, as for torch's `ZeroTensor`.
+
+    Args:
+        tensor: A tensor.
+        unknown: The answer inside a transform of `torch.func`, where there is no single memory.
     """
     if not tensor.numel():
         return False
     try:
         held = tensor.untyped_storage().nbytes()
+        begin = tensor.storage_offset() * tensor.element_size()
+        lacks = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.data_ptr() in (0, begin)
     except RuntimeError:
-        return True
-    return held < (tensor.storage_offset() + 1) * tensor.element_size()
+        return unknown
+    return lacks or held < begin + tensor.element_size()
 
 
 _COMPRESSED: Mapping[torch.layout, tuple[str, str]] = {

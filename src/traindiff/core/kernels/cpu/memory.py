@@ -112,10 +112,10 @@ def write_summary(dtype: str, address: int, plan: Plan, summary: int) -> None:
 
 def writer(dtype: str, plan: Plan) -> Callable[[int, int], None]:
     """`write_summary` for one dtype and plan: given the address of the elements, and that of the summary."""
-    write, scratch, run = whole(dtype), _scratch, plan.run_address
+    write, scratch = whole(dtype), _scratch
 
-    def write_row(address: int, summary: int, owner: Plan = plan) -> None:  # noqa: ARG001  which keeps `run` alive
-        write(address, run, scratch.state, summary)
+    def write_row(address: int, summary: int) -> None:
+        write(address, plan.run_address, scratch.state, summary)
 
     return write_row
 

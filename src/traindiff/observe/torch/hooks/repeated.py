@@ -19,7 +19,7 @@ from torch import Tensor, nn, strided
 from traindiff.core.kernels.registry import TABLES
 from traindiff.core.kernels.rows import Deferred, Rows
 from traindiff.core.kernels.store import DeviceTable, SummaryStore
-from traindiff.core.kernels.torch_arrays import LOWEST_ADDRESS, dtype_name, lacks_memory
+from traindiff.core.kernels.torch_arrays import LOWEST_ADDRESS, dtype_name, is_freed
 from traindiff.core.observation import Observation, is_of_evaluation
 from traindiff.core.summary import empty
 from traindiff.core.torch_compat.alike import looks_like
@@ -112,8 +112,7 @@ class Plan:
         else:
             found = array("Q", map(Tensor.data_ptr, tensors))  # type: ignore[arg-type]
         if min(found) < LOWEST_ADDRESS and any(
-            at < LOWEST_ADDRESS and one is not None and lacks_memory(one)
-            for at, one in zip(found, tensors, strict=True)
+            at < LOWEST_ADDRESS and one is not None and is_freed(one) for at, one in zip(found, tensors, strict=True)
         ):
             return None
         return found

@@ -15,7 +15,7 @@ from traindiff.core.kernels.torch_arrays import (
     LOWEST_ADDRESS,
     detail_of,
     dtype_name,
-    lacks_memory,
+    is_freed,
     shape_of,
     sparse_parts,
 )
@@ -288,7 +288,7 @@ class Observations(ObservationBuffer):
         if not guarded and (known.write is None or self._bytes + ROW_BYTES > MOST_BYTES):
             return False
         address = tensor.data_ptr()
-        if address < LOWEST_ADDRESS and lacks_memory(tensor):
+        if address < LOWEST_ADDRESS and is_freed(tensor):
             return False
         progress, row = self.progress, known.row
         step = progress.steps.get(row.optimizer, progress.first_step)
