@@ -157,8 +157,6 @@ class CopiesAgree(Rule):
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """Findings of a step."""
-        if self.facts.num_ranks < 2:
-            return
         self._apart.look(table, step=step)
         for key, entry in table.items():
             if (key.phase, key.stage, key.slot) == ("param", BEFORE, "value"):
