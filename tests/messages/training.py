@@ -48,7 +48,7 @@ def broken(*_: object, **__: object) -> NoReturn:
 
 @situation("a part of traindiff fails")
 def _(here: Path, patched: pytest.MonkeyPatch) -> str:
-    patched.setattr("traindiff.observe.torch.hooks.activations.Activations._tensor", broken)
+    patched.setattr("traindiff.observe.torch.hooks.activations.Activations._look", broken)
     record(here / "run")
     return why_not_observed(here / "run")
 
@@ -188,6 +188,11 @@ def _unreadable() -> dict[str, Callable[[], Tensor]]:
         with FakeTensorMode():
             return torch.ones(3)
 
+    def freed() -> Tensor:
+        found = torch.ones(3)
+        found.untyped_storage().resize_(0)
+        return found
+
     return {
         "mkldnn": lambda: torch.eye(3).to_mkldnn(),
         "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
@@ -195,6 +200,7 @@ def _unreadable() -> dict[str, Callable[[], Tensor]]:
         "meta": lambda: torch.ones(3, device="meta"),
         "fake": fake,
         "float4": lambda: torch.empty(4, dtype=torch.float4_e2m1fn_x2),
+        "freed": freed,
     }
 
 
