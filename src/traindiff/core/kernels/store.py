@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -69,6 +69,16 @@ class SummaryStore:
         except UnsupportedTensorError:
             return False
         return True
+
+    def writer(self, tensor: Tensor, shard: Shard) -> Callable[[int, int], None] | None:
+        """A function that writes the summary of a tensor that looks like this one, given the addresses of both.
+
+        None where `add_to` takes more than that, as on a GPU.
+        """
+        found: Callable[[int, int], None] | None = None
+        if self._shortest is not None:
+            found = self._shortest.writer(tensor, shard)
+        return found
 
     def add(self, tensor: Tensor, shard: Shard) -> np.void | Deferred:
         """The summary of a tensor; see `traindiff.core.kernels.summarize`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -150,6 +151,15 @@ def address(tensor: torch.Tensor) -> int:
         raise UnsupportedTensorError(f"its elements cannot be read: {error}") from error
     if found < LOWEST_ADDRESS:
         _check_memory(tensor)
+    return found
+
+
+def addresses(tensors: Sequence[torch.Tensor]) -> array[int] | None:
+    """The address of the first element of each of many strided tensors; None if one of them has lost its memory."""
+    found = array("Q", map(Tensor.data_ptr, tensors))
+    maybe = min(found, default=LOWEST_ADDRESS) < LOWEST_ADDRESS
+    if maybe and any(at < LOWEST_ADDRESS and is_freed(one) for at, one in zip(found, tensors, strict=True)):
+        return None
     return found
 
 

@@ -52,10 +52,8 @@ def add_to(rows: Rows, tensor: torch.Tensor, shard: Shard) -> bool:
     Returns:
         False, and nothing is added, for any other tensor.
     """
-    if not (reads(tensor) and tensor.is_contiguous()):
-        return False
-    plan = memory.plan_of_same(shard)
-    if not (plan.contiguous and plan.size):
+    plan = _plan_of_stretch(tensor, shard)
+    if plan is None:
         return False
     try:
         first = address(tensor)
@@ -72,10 +70,16 @@ def writer(tensor: torch.Tensor, shard: Shard) -> Callable[[int, int], None] | N
         The function, which takes the address of the first element and that of the row; None if the tensor is not one
         stretch of memory.
     """
-    plan = memory.plan_of(shard)
-    if not (reads(tensor) and tensor.is_contiguous() and plan.contiguous and plan.size):
+    plan = _plan_of_stretch(tensor, shard)
+    return None if plan is None else memory.writer(NAMES[tensor.dtype], plan)
+
+
+def _plan_of_stretch(tensor: torch.Tensor, shard: Shard) -> memory.Plan | None:
+    """The plan of a tensor that is one stretch of memory; None for any other."""
+    if not (reads(tensor) and tensor.is_contiguous()):
         return None
-    return memory.writer(NAMES[tensor.dtype], plan)
+    plan = memory.plan_of_same(shard)
+    return plan if plan.contiguous and plan.size else None
 
 
 def _add(tensor: torch.Tensor, name: str, shard: Shard, plan: memory.Plan, state: int) -> None:

@@ -270,12 +270,12 @@ class _Gradient:
         self._micro_step = sink.progress.micro_step
         self.times = 0
 
-    def quick(self, gradient: Tensor | None) -> bool:
+    def quick(self, gradient: Tensor | None, *, guarded: bool = False) -> bool:
         """Record the gradient if all is known of it; False, and nothing is recorded, if not."""
         known, progress = self.output.backward, self._sink.progress
         if known is None or gradient is None or self.times or progress.chunk is not None or not progress.observing:
             return False
-        if not self._sink.again(known, gradient, micro_step=self._micro_step, guarded=False):
+        if not self._sink.again(known, gradient, micro_step=self._micro_step, guarded=guarded):
             return False
         self.times = 1
         return True
@@ -283,6 +283,8 @@ class _Gradient:
     def __call__(self, gradient: Tensor | None) -> None:
         if gradient is None:
             return  # autograd passes the node, for another of its outputs
+        if self.quick(gradient, guarded=True):
+            return  # not without a guard: on a GPU, or in a mode
         sink, output, progress = self._sink, self.output, self._sink.progress
         if progress.chunk is not None and (progress.step, progress.micro_step) != (self.step, self._micro_step):
             return  # the hook is on a leaf, which another micro-batch has, too
@@ -291,9 +293,6 @@ class _Gradient:
         times, self.times = self.times, self.times + 1
         if not progress.observing:
             return
-        known = None if times or progress.chunk is not None else output.backward
-        if known is not None and sink.again(known, gradient, micro_step=self._micro_step):
-            return  # the guard has not done it: on a GPU, or in a mode
         # A second backward through the same graph brings another term, not a new gradient.
         row = sink.emit(
             batch_first(gradient, output.axis), phase="backward", path=output.path, slot=output.slot,

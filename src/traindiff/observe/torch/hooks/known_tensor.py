@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from traindiff.core.kernels.registry import AT_ONCE
+from traindiff.core.kernels.store import SummaryStore
 from traindiff.core.observation import Observation, is_of_evaluation
 from traindiff.core.torch_compat.alike import looks_like_one
 from traindiff.observe.torch.sharding.layout import Layout, is_before_unscaling
@@ -40,11 +40,7 @@ class KnownTensor:
         self.write = write
 
 
-def known(row: Observation, tensor: Tensor, layout: Layout) -> KnownTensor | None:
+def known_tensor(row: Observation, tensor: Tensor, layout: Layout, store: SummaryStore) -> KnownTensor | None:
     """What is known of a tensor from its row; None if this torch cannot tell quickly how a tensor looks."""
     looks = looks_like_one(tensor)
-    if looks is None:
-        return None
-    kernel = next((found for one in AT_ONCE if (found := one.load()) is not None), None)
-    write = kernel.writer(tensor, row.shard) if kernel is not None and tensor.is_cpu else None
-    return KnownTensor(row, looks, layout, write)
+    return None if looks is None else KnownTensor(row, looks, layout, store.writer(tensor, row.shard))

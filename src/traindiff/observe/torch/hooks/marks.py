@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from array import array
 from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from traindiff.core.kernels.registry import WORDS
-from traindiff.core.kernels.torch_arrays import is_freed
+from traindiff.core.kernels.torch_arrays import addresses, is_freed
 from traindiff.core.observation import FLIPPED
 from traindiff.core.shards import Piece
 from traindiff.core.torch_compat.alike import looks_like
@@ -96,10 +95,10 @@ class Together:
         """The marks of the tensors, one after the other; None if some look otherwise than they did, or are freed."""
         if not self._looks(tensors):
             return None
-        addresses = array("Q", map(Tensor.data_ptr, tensors))
-        if 0 in addresses and any(not at and one.nbytes for at, one in zip(addresses, tensors, strict=True)):
+        at = addresses(tensors)
+        if at is None:
             return None
-        found: NDArray[np.uint8] = self._marks.read(addresses)
+        found: NDArray[np.uint8] = self._marks.read(at)
         return found
 
     def parts(self, marks: NDArray[np.uint8]) -> list[bytes]:

@@ -59,7 +59,7 @@ class _ModuleOutputs:
         events, idle = self._context.events, self._is_idle
         for event in (events.after_step, events.at_end):
             event.append(guarded(self._silent.report, idle=idle))
-        events.after_call.append(guarded(self._silent.begin_step, idle=idle))
+        events.after_call.append(guarded(self._silent.note_left, idle=idle))
         events.after_step.append(guarded(self._silent.end_step))
         events.after_step.append(guarded(self._paths.describe, idle=idle))
         self._context.undo.callback(self._activations.let_go)
@@ -168,7 +168,7 @@ class SilentModules:
             self._heard |= self._now
         self._now.clear()
 
-    def begin_step(self, optimizer: str) -> None:
+    def note_left(self, optimizer: str) -> None:
         """Note the gradients that a step leaves, if the next one is recorded."""
         if optimizer != self._sink.progress.optimizer:
             return

@@ -19,7 +19,8 @@ from torch import Tensor, nn, strided
 from traindiff.core.kernels.registry import TABLES
 from traindiff.core.kernels.rows import Deferred, Rows
 from traindiff.core.kernels.store import DeviceTable, SummaryStore
-from traindiff.core.kernels.torch_arrays import LOWEST_ADDRESS, dtype_name, is_freed
+from traindiff.core.kernels.torch_arrays import addresses as addresses_of
+from traindiff.core.kernels.torch_arrays import dtype_name
 from traindiff.core.observation import Observation, is_of_evaluation
 from traindiff.core.summary import empty
 from traindiff.core.torch_compat.alike import looks_like
@@ -100,21 +101,15 @@ class Plan:
         """The address of each tensor, 0 where there is none; None if the tensors do not give these rows."""
         if about != self.about:
             return None
-        present = tensors
+        present: Sequence[Any] = tensors
         if self.absent:
             if tuple(place for place, one in enumerate(tensors) if one is None) != self.absent:
                 return None
             present = [one for one in tensors if one is not None]
-        if not self.looks(present):
+        if not self.looks(present) or (found := addresses_of(present)) is None:
             return None
-        if self.absent:
-            found = array("Q", [0 if one is None else one.data_ptr() for one in tensors])
-        else:
-            found = array("Q", map(Tensor.data_ptr, tensors))  # type: ignore[arg-type]
-        if min(found) < LOWEST_ADDRESS and any(
-            at < LOWEST_ADDRESS and one is not None and is_freed(one) for at, one in zip(found, tensors, strict=True)
-        ):
-            return None
+        for place in self.absent:
+            found.insert(place, 0)
         return found
 
     def write(

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from traindiff.core.kernels.store import SummaryStore
 from traindiff.core.kernels.torch_arrays import (
-    LOWEST_ADDRESS,
+    address,
     detail_of,
     dtype_name,
-    is_freed,
     shape_of,
     sparse_parts,
 )
@@ -44,8 +43,7 @@ from traindiff.observe.common.faults import Faults
 from traindiff.observe.common.progress import Progress
 from traindiff.observe.common.sink import MOST_BYTES, ROW_BYTES, ObservationBuffer, Step
 from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy
-from traindiff.observe.torch.hooks.known_tensor import KnownTensor
-from traindiff.observe.torch.hooks.known_tensor import known as known_tensor
+from traindiff.observe.torch.hooks.known_tensor import KnownTensor, known_tensor
 from traindiff.observe.torch.hooks.out_of_sight import called_out_of_sight, out_of_sight
 from traindiff.observe.torch.hooks.repeated import PLAIN, Plan, Repeated, learned
 from traindiff.observe.torch.perturb.replica import NAME as REPLICA
@@ -279,7 +277,7 @@ class Observations(ObservationBuffer):
 
     def known(self, row: Observation | None, tensor: Tensor) -> KnownTensor | None:
         """`Sink.known`."""
-        return None if row is None else known_tensor(row, tensor, self.layout)
+        return None if row is None else known_tensor(row, tensor, self.layout, self._summaries)
 
     def again(self, known: KnownTensor, tensor: Tensor, *, micro_step: int, guarded: bool = True) -> bool:
         """`Sink.again`."""
@@ -287,20 +285,21 @@ class Observations(ObservationBuffer):
             return False
         if not guarded and (known.write is None or self._bytes + ROW_BYTES > MOST_BYTES):
             return False
-        address = tensor.data_ptr()
-        if address < LOWEST_ADDRESS and is_freed(tensor):
+        try:
+            first = address(tensor)
+        except UnsupportedTensorError:  # which the slow way tells
             return False
         progress, row = self.progress, known.row
         step = progress.steps.get(row.optimizer, progress.first_step)
         observations, summaries, _ = self._steps.get((row.optimizer, step)) or self._of_step(row.optimizer, step)
         if known.write is not None:
-            known.write(address, summaries.place())
+            known.write(first, summaries.place())
         elif not self._summaries.add_to(summaries, tensor, row.shard):
             return False
         scaled, evaluation = known.has_scale and progress.loss_scaled, progress.evaluation if known.of_evaluation else 0
         observations.append_again((row, step, micro_step, progress.next_order(), scaled, evaluation))
         self._bytes += ROW_BYTES
-        if self._bytes > MOST_BYTES:
+        if self._is_full:
             self._on_full()
         return True
 
