@@ -25,6 +25,10 @@ from traindiff.core.shards import Shard
 EXPECTED = "expected"
 """Slot of what inputs and gradients of outputs give: one vector for each micro-step and rank."""
 
+LAYERS = "layers"
+"""Slot of the same of the calls of layers that were seen in compiled code, beside what backward passes contributed as
+`EXPECTED`. Compiled code may use the parameter in other ways, too."""
+
 GIVEN = "given"
 """Slot of what the gradient of the parameter gives, before it is unscaled or clipped: one vector for each shard."""
 
@@ -62,8 +66,8 @@ size, and the one that rounding explains; the number of terms of an element; the
 element of the first axis."""
 
 __all__ = [
-    "CHECKED", "CONTRIBUTED", "CONVERTED", "EDITED", "EXPECTED", "GIVEN", "GROWTH", "OF_INPUT", "OF_OUTPUT", "PROBES",
-    "ROUNDED", "SIZE", "TERMS", "elements", "signs", "signs_of",
+    "CHECKED", "CONTRIBUTED", "CONVERTED", "EDITED", "EXPECTED", "GIVEN", "GROWTH", "LAYERS", "OF_INPUT", "OF_OUTPUT",
+    "PROBES", "ROUNDED", "SIZE", "TERMS", "elements", "signs", "signs_of",
 ]  # fmt: skip
 
 

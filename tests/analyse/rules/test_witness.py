@@ -435,7 +435,7 @@ def test_how_much_was_witnessed_is_told_with_the_reasons(tmp_path: Path) -> None
     assert verdict.verdict == "healthy"
     assert "Witnessed are the gradients of 98.8% of 688 parameters." in verdict.notes
     (unknown,) = [note for note in verdict.notes if note.startswith("Of 0.6%, the witness knows what backward passes ")]
-    assert unknown.endswith("(compiled code, hooks, penalties, parametrizations, some functions): slope.")
+    assert unknown.endswith("(functions in compiled code, hooks, penalties, parametrizations, some functions): slope.")
     assert (
         "Not witnessed: hooked, because it has a hook, which may change its gradient after it is added."
         in verdict.notes

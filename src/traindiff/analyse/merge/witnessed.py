@@ -22,6 +22,7 @@ from traindiff.core.witness import (
     EXPECTED,
     GIVEN,
     GROWTH,
+    LAYERS,
     PROBES,
     ROUNDED,
     TERMS,
@@ -34,6 +35,9 @@ Vector = NDArray[np.float64]
 NO_DTYPES: Mapping[str, str] = MappingProxyType({})
 
 _LARGEST_ROUNDOFF = 2.0**-3
+
+AGREES = 4.0
+"""Multiple of what rounding explains up to which two contributions agree; right ones stay below 2."""
 
 
 class Term(NamedTuple):
@@ -56,6 +60,22 @@ class Term(NamedTuple):
     growth: float
 
 
+class InCompiled(NamedTuple):
+    """What compiled code contributed, against what the calls of layers in it should contribute.
+
+    Attributes:
+        error: Root mean square of the difference.
+        allowed: Its root mean square that rounding explains.
+        micro_step: The micro-step.
+        rank: The rank, if there are several.
+    """
+
+    error: float
+    allowed: float
+    micro_step: int
+    rank: int | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Witnessed:
     """The gradient of one parameter in one step, with what is expected of it.
@@ -69,7 +89,9 @@ class Witnessed:
         allowed: Root mean square of the difference that rounding explains.
         edited: Whether the training wrote to the gradient between the backward pass and the optimizer.
         contributed: Whether it is expected to be the sum of what backward passes contributed, and nothing is known of
-            what these should be.
+            what these should be. What compiled code contributed is known if `worst_in_compiled` agrees.
+        worst_in_compiled: Of what compiled code contributed, the micro-step and rank where it is furthest from what the
+            layers give; None if not all of it can be compared.
     """
 
     entry: MergedSite
@@ -80,6 +102,7 @@ class Witnessed:
     allowed: float
     edited: bool
     contributed: bool
+    worst_in_compiled: InCompiled | None
 
     @property
     def right(self) -> str:
@@ -112,7 +135,8 @@ def witnessed(table: StepTable, reduced_in: Mapping[str, str] = NO_DTYPES) -> li
             continue
         before = table.get(SiteKey("grad", "reduced", key.path, "grad"))
         size = _norm(before) or _norm(gradient) / (factor or 1.0)
-        one = _witnessed(entry, given, gradient, size, reduced_in.get(key.path, gradient.dtype))
+        layers = table.get(key._replace(slot=LAYERS))
+        one = _witnessed(entry, given, layers, gradient, size, reduced_in.get(key.path, gradient.dtype))
         if one is not None:
             found.append(one)
     return found
@@ -123,8 +147,9 @@ def _norm(entry: MergedSite | None) -> float:
 
 
 def _witnessed(
-    expected: MergedSite, given: MergedSite, gradient: MergedSite, size: float, reduced_in: str
-) -> Witnessed | None:
+    expected: MergedSite, given: MergedSite, layers: MergedSite | None, gradient: MergedSite, size: float,
+    reduced_in: str,
+) -> Witnessed | None:  # fmt: skip
     terms = _terms(expected.parts)
     copies = _copies(given.parts)
     total = np.sum([one.sums for one in terms], axis=0)
@@ -132,16 +157,41 @@ def _witnessed(
     if not terms or not copies or not np.isfinite([total, *vectors]).all() or not np.isfinite(size):
         return None
     size = max(size, rms(total))
+    roundoff = UNIT_ROUNDOFF.get(gradient.dtype, 0.0)
+    worst = None if layers is None or layers.unobserved else _worst(terms, _terms(layers.parts), size, roundoff)
+    agrees = worst is not None and worst.error <= AGREES * worst.allowed
     return Witnessed(
         entry=gradient,
         terms=terms,
         given=[(ranks, vector[:PROBES]) for ranks, vector in copies],
         expected=total,
         size=size,
-        allowed=_allowed(terms, size, UNIT_ROUNDOFF.get(gradient.dtype, 0.0), UNIT_ROUNDOFF.get(reduced_in, 0.0)),
+        allowed=_allowed(terms, size, roundoff, UNIT_ROUNDOFF.get(reduced_in, 0.0)),
         edited=any(vector[EDITED] for _, vector in copies),
-        contributed=any(vector[CONTRIBUTED] for _, vector in copies),
+        contributed=any(vector[CONTRIBUTED] for _, vector in copies) and not agrees,
+        worst_in_compiled=worst,
     )
+
+
+def _worst(terms: Sequence[Term], layers: Sequence[Term], size: float, roundoff: float) -> InCompiled | None:
+    """Where what was contributed is furthest from what layers give, as multiples of what rounding explains."""
+    pairs = [*zip(terms, layers, strict=False)]
+    if len(terms) != len(layers) or any((one.micro_step, one.rank) != (two.micro_step, two.rank) for one, two in pairs):
+        return None
+    several = len({one.rank for one in terms}) > 1
+    found = [
+        InCompiled(
+            error=rms(one.sums - two.sums),
+            allowed=math.hypot(one.errors, _allowed([two], max(size, rms(two.sums)), roundoff, 0.0)),
+            micro_step=one.micro_step,
+            rank=one.rank if several else None,
+        )
+        for one, two in pairs
+        if np.isfinite(two.sums).all()
+    ]
+    if len(found) < len(pairs):
+        return None
+    return max(found, key=lambda one: one.error / (one.allowed or math.ulp(0.0)))
 
 
 def _terms(parts: Iterable[RankPart]) -> list[Term]:

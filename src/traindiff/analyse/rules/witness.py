@@ -11,6 +11,7 @@ from traindiff.analyse.rules.ranks_apart import RanksApart
 from traindiff.analyse.rules.rule import Contents, Limit, Rule
 from traindiff.analyse.rules.witness_causes import Before, Cause, cause_of, micro_step_weights, on_ranks
 from traindiff.analyse.rules.witness_changes import SAME_FACTOR, Wrong, change_of_all
+from traindiff.analyse.rules.witness_compiled import CompiledCode
 from traindiff.analyse.rules.witness_coverage import Coverage
 from traindiff.core.observation import BY_HAND, CARRIED, FLIPPED, WITNESS
 
@@ -26,7 +27,8 @@ class GradientsFollow(Rule):
     `(g·a)(x·b)`: x is what the layer was given, g the gradient of what it returned (Freivalds 1977). The root mean
     square of the differences is the size of the error of the gradient, whatever made it. It is held against the
     rounding of this gradient. If nothing tells what the operations on a parameter should contribute, the gradient is
-    compared with the sum of what backward passes contributed to it. See `traindiff explain witness`.
+    compared with the sum of what backward passes contributed to it. So it is in compiled code, whose layers may prove
+    what it contributed: if they did in one step and not in another, it is a warning. See `traindiff explain witness`.
 
     Not findings: a factor that is common to all gradients, or any change of all gradients, if the training itself wrote
     to them after the backward pass (clipping by hand, noise); and a sum over ranks by hand in place of their mean. A
@@ -66,12 +68,14 @@ class GradientsFollow(Rule):
         self._edited: set[str] = set()  # gradients that the training wrote to, in some step so far
         self._alone: set[str] = set()  # gradients that are the only ones of their optimizer
         self._coverage = Coverage()
+        self._compiled = CompiledCode()
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """Findings of a step."""
         self._apart.look(table, step=step)
         found = witnessed(table, self.facts.reduced_in)
         self._coverage.see(table, found)
+        self._compiled.see(found, step=step, kind=self.kinds[0])
         limit = self.limit("roundings") / self.strictness
         told = {key.path for key in table if key.phase == "grad" and key.stage in (CARRIED, FLIPPED)}
         wrong = [
@@ -126,6 +130,7 @@ class GradientsFollow(Rule):
         yield from self._apart.left()
         meant = self._all_changed | (self._alone if self._changed else set())
         yield from (one for path, one in self._perhaps.items() if path not in meant)
+        yield from self._compiled.left()
         if self._uneven is not None:
             yield self._uneven
 

@@ -67,7 +67,7 @@ class Coverage:
             yield (
                 f"Of {self._share(self._contributed):.1%}, the witness knows what backward passes contributed, but not "
                 "what these should contribute, because not all that is done with them is of a kind that it knows "
-                "(compiled code, hooks, penalties, parametrizations, some functions): "
+                "(functions in compiled code, hooks, penalties, parametrizations, some functions): "
                 f"{listed_text(sorted(self._contributed), 'parameter')}."
             )
         by_reason: dict[str, list[str]] = {}

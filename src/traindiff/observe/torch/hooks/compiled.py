@@ -66,6 +66,20 @@ class CallObserver:
     end: Callable[[], None] = lambda: None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerObserver:
+    """Observes calls of a layer in compiled code.
+
+    Attributes:
+        called: Called with the tensor that a call of a linear layer was given, and what it returned.
+        returned: Called in backward passes, with the gradient of the output of a call, and the tensor that the call was
+            given.
+    """
+
+    called: Callable[[Tensor, Tensor], None] = lambda *_: None
+    returned: Callable[[Tensor, Tensor], None] = lambda *_: None
+
+
 @dataclass(slots=True, kw_only=True)
 class _Observed:
     """The observers of a module or optimizer, and the hooks on it."""
@@ -76,6 +90,7 @@ class _Observed:
 
 _modules: dict[int, _Observed] = {}
 _calls: dict[int, _Observed] = {}  # of roots and optimizers
+_layers: dict[int, _Observed] = {}
 _numbers = count()
 _tracing: list[ExitStack] = []  # per recording the same: closed, it restores the compiler's settings
 
@@ -100,6 +115,17 @@ def tap_compiled_calls(owner: nn.Module | Optimizer, observer: CallObserver) -> 
             hooks.after_step(owner, _Traced(_end_hook))
 
     return _attach(owner, observer, _calls, hook)
+
+
+def tap_compiled_layer(module: nn.Module, observer: LayerObserver) -> ExitStack:
+    """Have `observer` called with what a module is given and returns, if that is one tensor each.
+
+    Backward passes have saved what layers were given, so nothing is kept for it.
+    """
+    hook = _Traced(_layer_hook)
+    return _attach(
+        module, observer, _layers, lambda hooks: hooks.after_forward(module, hook, with_kwargs=True, prepend=True)
+    )
 
 
 def tap_compiled_inspection(observer: ModuleObserver) -> ExitStack:
@@ -163,7 +189,7 @@ def _attach(
 
 def _detach(module: nn.Module | Optimizer, key: int, observer: Any, registry: dict[int, _Observed]) -> None:
     _remove(observer, key, registry)
-    if not any(key in one for one in (_modules, _calls)):
+    if not any(key in one for one in (_modules, _calls, _layers)):
         module.__dict__.pop(NUMBER, None)  # compiled code is guarded by it, and compiled anew without us
 
 
@@ -197,6 +223,17 @@ def _observe(tensor: Tensor, number: Tensor | None, slot: str) -> None:
         torch.ops.traindiff.observe_no_gradient(number, slot)
     elif tensor.requires_grad:
         tensor.register_hook(lambda gradient: torch.ops.traindiff.observe_gradient(gradient, number, slot))
+
+
+def _layer_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    given = [tensor for _, tensor in [*tensors(args, "input"), *tensors(kwargs, "input")]]
+    if len(given) != 1 or not isinstance(output, Tensor):
+        return
+    x, number = given[0], module._traindiff_number
+    if isinstance(module, nn.Linear):
+        torch.ops.traindiff.observe_product(x, output, number)
+    if output.requires_grad and not output.is_leaf:
+        output.register_hook(lambda gradient: torch.ops.traindiff.observe_layer(gradient, x, number))
 
 
 def _begin_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -244,6 +281,11 @@ def _tell_of_tensor(function: str, x: Tensor | None, module: Tensor | None, slot
         _tell(_modules, function, module, x, slot)
 
 
+def _tell_of_layer(function: str, first: Tensor | None, second: Tensor, module: Tensor) -> None:
+    if first is not None:  # else backward did not come this way
+        _tell(_layers, function, module, first, second)
+
+
 def _tell_of_inputs(module: Tensor, inputs: list[Tensor], slots: str, evaluating: bool) -> None:  # noqa: FBT001
     found = list(zip(slots.split("\n") if slots else [], inputs, strict=True))
     _tell(_calls, "begin", module, found, evaluating=evaluating)
@@ -256,6 +298,8 @@ _OPERATORS: dict[str, tuple[str, Callable[..., None]]] = {
     "observe": ("Tensor x, Tensor? module, str slot", partial(_tell_of_tensor, "output")),
     "observe_gradient": ("Tensor x, Tensor? module, str slot", partial(_tell_of_tensor, "gradient")),
     "observe_no_gradient": ("Tensor? module, str slot", partial(_tell, _modules, "no_gradient")),
+    "observe_product": ("Tensor x, Tensor output, Tensor module", partial(_tell_of_layer, "called")),
+    "observe_layer": ("Tensor gradient, Tensor x, Tensor module", partial(_tell_of_layer, "returned")),
     "begin": ("Tensor module, Tensor[] inputs, str slots, bool evaluating", _tell_of_inputs),
     "begin_step": ("Tensor optimizer", partial(_tell, _calls, "begin")),
     "end": ("Tensor owner", partial(_tell, _calls, "end")),

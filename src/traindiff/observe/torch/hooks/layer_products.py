@@ -17,6 +17,7 @@ from traindiff.core.torch_compat.execution import inside_backward
 from traindiff.core.torch_compat.training import parameters_of
 from traindiff.core.witness import OF_INPUT, OF_OUTPUT, SIZE
 from traindiff.errors import UnsupportedTensorError
+from traindiff.observe.torch.hooks.compiled import LayerObserver, tap_compiled_layer
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.followed_modules import Following, HeldHooks, takes_hooks
 from traindiff.observe.torch.products.rounding import precision_of_products
@@ -93,9 +94,10 @@ class _LayerProducts:
         if isinstance(module, nn.MultiheadAttention):
             self._attention.hook(path_in_whole(path), module, hooks, self._guarded)
         elif type(module).forward is nn.Linear.forward and "forward" not in vars(module):
-            hooks.after_forward(
-                module, self._guarded(partial(self._called, path_in_whole(path))), with_kwargs=True, prepend=True
-            )
+            called = self._guarded(partial(self._called, path_in_whole(path)))
+            hooks.after_forward(module, called, with_kwargs=True, prepend=True)
+            observer = LayerObserver(called=lambda given, output: called(module, (given,), {}, output))
+            hooks.undo.enter_context(tap_compiled_layer(module, observer))
 
     def _called(self, path: str, module: Any, args: tuple[Any, ...], named: Mapping[str, Any], output: Any) -> None:
         if self._is_hidden():

@@ -21,8 +21,9 @@ from traindiff.core.torch_compat.execution import (
     version_of,
 )
 from traindiff.core.torch_compat.training import ACCUMULATION_HOOKS, GRADIENT_HOOKS, has_communication_hook
-from traindiff.core.witness import EXPECTED, GIVEN, SIZE
+from traindiff.core.witness import EXPECTED, GIVEN, LAYERS, SIZE
 from traindiff.errors import UnsupportedTensorError
+from traindiff.observe.torch.hooks.compiled import LayerObserver, tap_compiled_layer
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.followed_modules import Following, HeldHooks, takes_hooks
 from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy
@@ -116,6 +117,8 @@ class _Witness:
             hook = self._guarded(partial(self._called, path))
             hooks.before_forward(module, self._guarded(partial(self._called_again, path)), with_kwargs=True)
             hooks.after_forward(module, hook, with_kwargs=True, prepend=True)
+            observer = LayerObserver(returned=self._guarded(partial(self._returned_in_compiled, path, module)))
+            hooks.undo.enter_context(tap_compiled_layer(module, observer))
 
     def _called(
         self, path: str, module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any], output: Any
@@ -186,6 +189,15 @@ class _Witness:
                 self._late.append(use)
             else:
                 self._add(use, micro_step, gradient)
+
+    def _returned_in_compiled(self, path: str, module: nn.Module, gradient: Tensor, given: Tensor) -> None:
+        """In compiled code, the gradient of the output of a call is there. The graph does not show its uses."""
+        if not self._running:
+            return
+        with suppress(NotWitnessedError, UnsupportedTensorError):
+            for use in self._layers.uses(path, module, (given,), {}, gradient):
+                if self._graph.takes_contributions(use.leaf):
+                    self._expect(use.path).layers.add(self._sink.progress.micro_step, use, gradient)
 
     def _add(self, use: Use, micro_step: int, gradient: Tensor) -> None:
         try:
@@ -371,12 +383,13 @@ class _Witness:
             if expected.reason:
                 self._say(tap, path, expected.reason)
             else:
-                found += [(path, *one) for one in expected.vectors()]
+                found += [(path, EXPECTED, *one) for one in expected.terms.vectors()]
+                found += [(path, LAYERS, *one) for one in expected.layers.vectors()]
         data = self._context.targets.layout.data
-        for (path, micro_step, is_own, _), vector in zip(found, rooted([one[-1] for one in found]), strict=True):
+        for (path, slot, micro_step, is_own, _), vector in zip(found, rooted([one[-1] for one in found]), strict=True):
             term = own_term(data.term, data.num_terms) if is_own else data.term
             self._sink.emit(
-                vector, phase="grad", stage=WITNESS, path=path, slot=EXPECTED, micro_step=micro_step,
+                vector, phase="grad", stage=WITNESS, path=path, slot=slot, micro_step=micro_step,
                 optimizer=tap.name, shard=_WHOLE, merge="sum", term=term,
             )  # fmt: skip
 
@@ -390,7 +403,7 @@ class _Witness:
                     is_of_model = piece.path in self._context.targets.paths
                     self._say(tap, piece.path, OTHERWISE if is_of_model else OF_NO_MODULE)
                 continue
-            if expected.reason or not expected.terms:  # `_emit_expected` has added them up
+            if expected.reason or not expected.terms:
                 continue
             left = expected.left.get(id(parameter))
             edited = expected.edited or (left is not None and _is_written(gradient, *left))

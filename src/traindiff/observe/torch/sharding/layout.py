@@ -13,7 +13,7 @@ from traindiff.core.kernels.torch_arrays import shape_of
 from traindiff.core.observation import WITNESS, Merge
 from traindiff.core.shards import Box, DeclaredShard, Piece, Region, Regions, Shard
 from traindiff.core.torch_compat.training import localized_layout
-from traindiff.core.witness import EXPECTED
+from traindiff.core.witness import EXPECTED, LAYERS
 from traindiff.observe.torch.sharding.data_parallel import DataParallel, Pipeline, find_data_parallel
 from traindiff.observe.torch.sharding.declarations import Declarations
 from traindiff.observe.torch.sharding.distributed_tensor import is_distributed, region_of, region_placed
@@ -215,7 +215,7 @@ def regions_of_parameters(layout: Layout, parameters: Mapping[str, Tensor]) -> d
 def is_before_the_reduction(*, phase: str, stage: str, slot: str) -> bool:
     """True if data-parallel ranks have different values of such a tensor: each of its own share of the loss."""
     if phase == "grad":
-        return stage == "micro" or (stage, slot) == (WITNESS, EXPECTED)
+        return stage == "micro" or (stage == WITNESS and slot in (EXPECTED, LAYERS))
     return phase == "backward" or (phase, slot) == ("loss", "backward")
 
 

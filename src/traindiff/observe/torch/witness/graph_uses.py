@@ -69,6 +69,10 @@ class GraphUses:
         """True if a leaf is followed here, so calls of layers that use it do not count."""
         return self._ways.get(leaf, _CALLS) != _CALLS
 
+    def takes_contributions(self, leaf: int) -> bool:
+        """True if what this backward pass contributes to a leaf is taken as it is."""
+        return self._ways.get(leaf) == _LEAF
+
     def follow(
         self, graph: Graph, inputs: Collection[int] | None, changed: Collection[int], *, is_part: bool = False
     ) -> None:

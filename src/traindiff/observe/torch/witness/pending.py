@@ -17,12 +17,52 @@ _MOST = 64
 
 
 @dataclass(slots=True)
+class Terms:
+    """What uses of one parameter contribute to its gradient."""
+
+    _sums: dict[tuple[int, bool], Tensor] = field(default_factory=dict)  # see `vectors`
+    _latest: list[tuple[int, Use, Products]] = field(default_factory=list)  # micro-step, use, and what it contributes
+
+    def __bool__(self) -> bool:
+        """True if there is a use."""
+        return bool(self._sums or self._latest)
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._sums.clear()
+        self._latest.clear()
+
+    def add(self, micro_step: int, use: Use, gradient: Tensor) -> None:
+        """Add what a use contributes in a backward pass, given the gradient of its output."""
+        self._latest.append((micro_step, use, use.products(gradient)))
+        if len(self._latest) >= _MOST:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Add up what was added since."""
+        for micro_step, use, found in self._latest:  # together, because the code for it is then in the cache
+            vector, before = use.vector(found), self._sums.get((micro_step, use.is_own))
+            self._sums[micro_step, use.is_own] = vector if before is None else before + vector
+        self._latest.clear()
+
+    def vectors(self) -> Iterator[tuple[int, bool, Tensor]]:
+        """Micro-step, whether the term is this rank's own, and the vector with squared errors; see `rooted`.
+
+        Ranks that work on the same samples may have terms of their own.
+        """
+        self._settle()
+        for (micro_step, is_own), vector in sorted(self._sums.items(), key=lambda one: one[0]):
+            yield micro_step, is_own, vector
+
+
+@dataclass(slots=True)
 class Expected:
     """What is expected of the gradient of one parameter.
 
     Attributes:
-        terms: By micro-step, and by whether ranks that work on the same samples have terms of their own: a vector with
-            squared errors. `settle` brings it up to date.
+        terms: What is expected.
+        layers: If `terms` are what backward passes contributed: what the calls of layers that were seen in compiled
+            code should contribute. There may be other uses.
         reason: Why it cannot be checked; empty if it can.
         is_read: An optimizer has read the gradient: what comes now begins anew.
         contributed: What backward passes contributed was taken as it is.
@@ -31,8 +71,8 @@ class Expected:
         edited: The training wrote to the gradient between two backward passes.
     """
 
-    terms: dict[tuple[int, bool], Tensor] = field(default_factory=dict)
-    _latest: list[tuple[int, Use, Products]] = field(default_factory=list)  # micro-step, use, and what it contributes
+    terms: Terms = field(default_factory=Terms)
+    layers: Terms = field(default_factory=Terms)
     reason: str = ""
     is_read: bool = False
     contributed: bool = False
@@ -42,34 +82,19 @@ class Expected:
     @property
     def is_empty(self) -> bool:
         """Nothing has contributed to the gradient so far."""
-        return not (self.terms or self._latest or self.reason)
+        return not (self.terms or self.reason)
 
     def begin(self) -> None:
         """Forget what was read, or cleared."""
         self.terms.clear()
-        self._latest.clear()
+        self.layers.clear()
         self.left.clear()
         self.reason, self.is_read, self.contributed, self.edited = "", False, False, False
 
     def add(self, micro_step: int, use: Use, gradient: Tensor) -> None:
         """Add what a use of the parameter contributes in a backward pass, given the gradient of the output."""
-        self._latest.append((micro_step, use, use.products(gradient)))
+        self.terms.add(micro_step, use, gradient)
         self.contributed |= use.is_contribution
-        if len(self._latest) >= _MOST:
-            self.settle()
-
-    def settle(self) -> None:
-        """Add up to `terms` what was added since."""
-        for micro_step, use, found in self._latest:  # together, because the code for it is then in the cache
-            vector, before = use.vector(found), self.terms.get((micro_step, use.is_own))
-            self.terms[micro_step, use.is_own] = vector if before is None else before + vector
-        self._latest.clear()
-
-    def vectors(self) -> Iterator[tuple[int, bool, Tensor]]:
-        """Micro-step, whether the term is this rank's own, and the vector with squared errors; see `rooted`."""
-        self.settle()
-        for (micro_step, is_own), vector in sorted(self.terms.items(), key=lambda one: one[0]):
-            yield micro_step, is_own, vector
 
 
 def rooted(vectors: Sequence[Tensor]) -> Sequence[Tensor]:
