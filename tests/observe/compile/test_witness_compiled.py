@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
+from torch.nn.utils import spectral_norm
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import traindiff
 from tests.observe.compile.compiling import torch_may_warn
@@ -45,6 +48,22 @@ class Layers(nn.Module):
         x = self.group_norm(self.wide(self.batch_norm(self.narrow(x)))).mT
         x = x + checkpoint(self.inner, self.norm(x), use_reentrant=False)
         return self.head(functional.relu(self.head(self.norm(x))))
+
+
+class Frozen(nn.Module):
+    """One layer that is trained, in front of several that are not; one of these trains its bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.inner = nn.ModuleList(nn.Linear(8, 8).requires_grad_(False) for _ in range(4))
+        self.inner[0].bias.requires_grad_(True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for one in self.inner:
+            x = torch.relu(one(1.5 * x) + x)
+        return x
 
 
 class Tied(nn.Module):
@@ -171,11 +190,14 @@ def test_a_gradient_that_it_computed_wrongly_once_is_told(
 
     verdict = traindiff.check(tmp_path / "run", rules="wrong-gradient")
     assert wrong.calls == 8
-    (finding,) = [*verdict.findings, *verdict.warnings]
-    assert (finding.step, finding.micro_step, finding.kind) == (step, micro_step, "wrong-gradient")
-    assert finding.path == ("table.weight" if kind is Layers else "inner.bias")
-    assert "What compiled code contributed to the gradient is not what the inputs and outputs" in finding.message
-    assert 0.003 < finding.difference < 0.03
+    assert (verdict.verdict, [*verdict.warnings]) == ("healthy", [])
+    path = "table.weight" if kind is Layers else "inner.bias"
+    (note,) = [one for one in verdict.notes if one.startswith("In a step, compiled code contributed something else")]
+    assert f" to the gradient of {path} than " in note
+    found = re.search(r"unlike in 3 others \(step (\d), micro-step (\d): relative error (\S+); rounding", note)
+    assert found is not None
+    assert (int(found[1]), int(found[2])) == (step, micro_step)
+    assert 0.003 < float(found[3]) < 0.03
 
 
 def test_it_is_silent_of_what_the_graph_shows(tmp_path: Path) -> None:
@@ -240,3 +262,127 @@ def test_a_wrong_product_of_the_forward_pass_is_told_with_its_row(tmp_path: Path
     (finding,) = traindiff.check(tmp_path / "run", rules="product-wrong").findings
     assert (finding.step, finding.path, finding.phase) == (1, "inner", "forward")
     assert "in row (2, 3)" in finding.message
+
+
+class Gated(nn.Module):
+    """Uses a weight in a function, whose part is zero in some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gate = nn.Linear(8, 8), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate * functional.linear(self.inner(x).tanh(), self.inner.weight)
+
+
+class Teacher(nn.Module):
+    """Calls its layers with other weights, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = {name: 1.5 * value for name, value in self.inner.named_parameters()}
+        with torch.no_grad():
+            target = torch.func.functional_call(self.inner, other, (x,))
+        return self.inner(x) - target + torch.func.functional_call(self.inner, other, (x,))
+
+
+class Ensemble(nn.Module):
+    """Calls layers under vmap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), nn.Parameter(torch.ones(3, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(self.inner)(x.unflatten(0, (3, 2))) * self.scale[..., None]
+
+
+class Modes(nn.Module):
+    """Is in training mode when it is called, and not in its backward pass; a hook clips what comes back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), spectral_norm(nn.Linear(8, 8)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.inner(x)
+        if found.requires_grad:
+            found.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        return found * found
+
+
+@pytest.mark.filterwarnings("ignore:.*spectral_norm")
+@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+@pytest.mark.parametrize("kind", [Gated, Teacher, Ensemble, Modes])
+def test_legal_trainings_are_healthy(tmp_path: Path, kind: type[nn.Module], backend: str) -> None:
+    model = built(kind)
+    call = torch.compile(model, backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(0)
+    with traindiff.record(tmp_path / "run", model, optimizer, observe=(*OBSERVED, "forward"), strict=True):
+        for step in range(5):
+            loss = call(torch.randn(6, 8, generator=generator)).square().mean()
+            if step == 2:
+                model.eval()
+                with torch.no_grad():
+                    call(torch.randn(6, 8, generator=generator))
+                loss = loss * 0.0 if kind is Gated else loss
+            loss.backward()
+            model.train()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    verdict = traindiff.check(tmp_path / "run", rules="wrong-gradient,product-wrong,product-inaccurate")
+    assert (verdict.verdict, [*verdict.warnings]) == ("healthy", [])
+    assert not [note for note in verdict.notes if note.startswith("In ")]
+
+
+def test_the_inputs_of_layers_that_are_not_trained_are_not_kept(tmp_path: Path) -> None:
+    def kept(*, recorded: bool) -> int:
+        model = built(Frozen)
+        found: dict[int, int] = {}
+        session = (
+            traindiff.record(tmp_path / "run", model, observe=OBSERVED, strict=True) if recorded else nullcontext()
+        )
+        with session:
+            output = torch.compile(model, backend="aot_eager")(torch.randn(100, 8))
+            for one in output.grad_fn.saved_tensors:
+                found[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+        return sum(found.values())
+
+    assert kept(recorded=True) <= kept(recorded=False) + 100
+
+
+def test_selective_checkpointing_around_compiled_layers(tmp_path: Path) -> None:
+    model: Any = built(Layers).inner
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.compile(backend="aot_eager")
+    chosen = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    with traindiff.record(tmp_path / "run", model, optimizer, observe=(*OBSERVED, "forward"), strict=True):
+        for _ in range(2):
+            checkpoint(model, torch.randn(6, 8), use_reentrant=False, context_fn=chosen).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    verdict = traindiff.check(tmp_path / "run", rules="wrong-gradient,product-wrong")
+    assert (verdict.verdict, [*verdict.warnings]) == ("healthy", [])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_outputs_that_a_later_hook_changes_first_are_not_checked(tmp_path: Path, *, compiled: bool) -> None:
+    model: Any = built(Layers).inner
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    call = torch.compile(model, backend="aot_eager") if compiled else model
+    with traindiff.record(tmp_path / "run", model, optimizer, observe=OBSERVED, strict=True):
+        for step in range(4):
+            if step == 2:
+                model[0].register_forward_hook(lambda *about: 2.0 * about[2], prepend=True)
+            call(torch.randn(6, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    verdict = traindiff.check(tmp_path / "run", rules="wrong-gradient,product-wrong")
+    assert (verdict.verdict, [*verdict.warnings]) == ("healthy", [])

@@ -28,7 +28,7 @@ class GradientsFollow(Rule):
     square of the differences is the size of the error of the gradient, whatever made it. It is held against the
     rounding of this gradient. If nothing tells what the operations on a parameter should contribute, the gradient is
     compared with the sum of what backward passes contributed to it. So it is in compiled code, whose layers may prove
-    what it contributed: if they did in one step and not in another, it is a warning. See `traindiff explain witness`.
+    what it contributed; if they do so in most steps only, a note says it. See `traindiff explain witness`.
 
     Not findings: a factor that is common to all gradients, or any change of all gradients, if the training itself wrote
     to them after the backward pass (clipping by hand, noise); and a sum over ranks by hand in place of their mean. A
@@ -75,7 +75,7 @@ class GradientsFollow(Rule):
         self._apart.look(table, step=step)
         found = witnessed(table, self.facts.reduced_in)
         self._coverage.see(table, found)
-        self._compiled.see(found, step=step, kind=self.kinds[0])
+        self._compiled.see(found, step=step)
         limit = self.limit("roundings") / self.strictness
         told = {key.path for key in table if key.phase == "grad" and key.stage in (CARRIED, FLIPPED)}
         wrong = [
@@ -130,7 +130,6 @@ class GradientsFollow(Rule):
         yield from self._apart.left()
         meant = self._all_changed | (self._alone if self._changed else set())
         yield from (one for path, one in self._perhaps.items() if path not in meant)
-        yield from self._compiled.left()
         if self._uneven is not None:
             yield self._uneven
 
@@ -143,6 +142,7 @@ class GradientsFollow(Rule):
         for sentence, steps in self._changed.items():
             yield sentence.format(steps=f"{len(steps)} step{'s' if len(steps) > 1 else ''}, first {steps[0]}")
         yield from self._coverage.notes()
+        yield from self._compiled.notes()
 
     def _known(self, one: Witnessed, step: int) -> Before | None:
         """The step before, if it was recorded."""

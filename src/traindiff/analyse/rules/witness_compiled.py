@@ -2,47 +2,53 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.site import finding_at
-from traindiff.analyse.merge.witnessed import AGREES, Witnessed
+from traindiff.analyse.merge.witnessed import AGREES, Witnessed, rms
 
 _APART = 4.0 * AGREES
 """Multiple of what rounding explains from which on a contribution is certainly another one."""
 
 
 class CompiledCode:
-    """Contributions that were right in other steps.
+    """Contributions that were right in most steps.
 
-    Compiled code may use a parameter beside the calls of layers in it, and no graph shows that. Where both agree in one
-    step, there is no such use in that step. A difference in another step is told, and may be such a use.
+    Compiled code may use a parameter beside the calls of layers in it, and no graph shows that. Where both agree, there
+    is no such use. A difference in few steps is told in a note: it may be such a use, whose gradient is zero in others.
     """
 
     def __init__(self) -> None:
-        self._right: set[str] = set()
-        self._wrong: dict[str, Finding] = {}  # the first of each parameter
+        self._right: Counter[str] = Counter()
+        self._wrong: Counter[str] = Counter()
+        self._first: dict[str, str] = {}
 
-    def see(self, found: Sequence[Witnessed], *, step: int, kind: str) -> None:
+    def see(self, found: Sequence[Witnessed], *, step: int) -> None:
         """Look at the gradients of a step."""
         for one in found:
             path, worst = one.entry.key.path, one.worst_in_compiled
-            if worst is None:
+            if worst is None or not rms(one.expected):
                 continue
             if worst.error <= AGREES * worst.allowed:
-                self._right.add(path)
-            elif worst.error > _APART * worst.allowed and path not in self._wrong:
-                size = one.size or 1.0
-                self._wrong[path] = finding_at(
-                    one.entry, step=step, kind=kind, rank=worst.rank, micro_step=worst.micro_step,
-                    message="What compiled code contributed to the gradient is not what the inputs and outputs of its "
-                    f"layer give: relative error {worst.error / size:.2g}; rounding explains "
-                    f"{worst.allowed / size:.1g}. In other steps it was. Did it compute this wrongly, or use the "
-                    "parameter in another way, too?",
-                    difference=worst.error / size, floor=AGREES * worst.allowed / size,
-                    evidence={"cause": "compiled", "factor": 1.0, "edited": one.edited, "may_be_meant": True},
-                )  # fmt: skip
+                self._right[path] += 1
+            elif worst.error > _APART * worst.allowed:
+                self._wrong[path] += 1
+                if path not in self._first:
+                    rank = "" if worst.rank is None else f", rank {worst.rank}"
+                    micro_step = f", micro-step {worst.micro_step}" if len(one.terms) > 1 else ""
+                    self._first[path] = (
+                        f"step {step}{micro_step}{rank}: relative error {worst.error / one.size:.2g}; rounding "
+                        f"explains {worst.allowed / one.size:.1g}"
+                    )
 
-    def left(self) -> Iterator[Finding]:
-        """The differences in parameters that compiled code used in no other way in another step."""
-        yield from (one for path, one in self._wrong.items() if path in self._right)
+    def notes(self) -> Iterator[str]:
+        """A sentence about each parameter to which compiled code seldom contributed something else."""
+        for path, first in self._first.items():
+            right, wrong = self._right[path], self._wrong[path]
+            if wrong < right:
+                steps = "a step" if wrong == 1 else f"{wrong} steps, first"
+                yield (
+                    f"In {steps}, compiled code contributed something else to the gradient of {path} than the inputs "
+                    f"and outputs of its layer give, unlike in {right} other{'s' if right > 1 else ''} ({first}). It "
+                    "computed this wrongly, or a hook on the output or another use of the parameter changed it there."
+                )

@@ -402,9 +402,33 @@ def register_ordered_effect(operator: Any) -> None:
     The public way, `custom_op(...).register_effect`, exists only for operators made by `custom_op`, whose
     calls cost 38 us each where those of a plain library operator cost 6.5.
     """
-    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+    from torch._higher_order_ops import effects
 
-    _register_effectful_op(operator, _EffectType.ORDERED)
+    effects._register_effectful_op(operator, effects._EffectType.ORDERED)
+    table = effects.with_effects.python_key_table
+    if not isinstance(table, _HiddenFromModes):
+        effects.with_effects.python_key_table = _HiddenFromModes(table)
+
+
+class _HiddenFromModes(dict[Any, Any]):
+    """The ways in which modes handle calls of operators with effects; modes that have none do not see ours.
+
+    The code of `aot_eager` runs such calls under the modes of its caller, such as selective activation checkpointing,
+    and torch raises where a mode has no way to handle them.
+    """
+
+    def __contains__(self, kind: object) -> bool:
+        return super().__contains__(kind) or (isinstance(kind, type) and issubclass(kind, TorchDispatchMode))
+
+    def __missing__(self, kind: Any) -> Callable[..., Any]:
+        def run(mode: Any, token: Any, operator: Any, *args: Any, **named: Any) -> Any:
+            from torch._higher_order_ops.effects import with_effects
+
+            if getattr(operator, "namespace", "") == "traindiff":
+                return with_effects(token, operator, *args, **named)
+            raise NotImplementedError(f"There was no rule registered for with_effects and mode {mode}.")
+
+        return run
 
 
 def forget_compiled_code() -> None:

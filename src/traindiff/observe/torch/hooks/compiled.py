@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
 from traindiff.core.torch_compat.execution import (
@@ -31,7 +32,7 @@ from traindiff.core.torch_compat.execution import (
     register_ordered_effect,
 )
 from traindiff.observe.torch.hooks.followed_modules import HeldHooks
-from traindiff.observe.torch.hooks.inert_on_copy import NUMBER, InertOnCopy, has_hooks_of_others
+from traindiff.observe.torch.hooks.inert_on_copy import NUMBER, InertOnCopy, has_hooks_of_others, is_first_hook
 from traindiff.observe.torch.hooks.nested import tensors
 from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
 
@@ -71,13 +72,14 @@ class LayerObserver:
     """Observes calls of a layer in compiled code.
 
     Attributes:
-        called: Called with the tensor that a call of a linear layer was given, and what it returned.
-        returned: Called in backward passes, with the gradient of the output of a call, and the tensor that the call was
-            given.
+        called: Called with the tensor that a call of a linear layer was given, the weight and the bias with which it
+            computed, and what it returned. The module may hold other ones when the compiled code runs.
+        returned: Called in backward passes, with the gradient of the output of a call, the tensor that the call was
+            given, or None if the module has no weight that is trained, and whether the module was in training mode.
     """
 
-    called: Callable[[Tensor, Tensor], None] = lambda *_: None
-    returned: Callable[[Tensor, Tensor], None] = lambda *_: None
+    called: Callable[[Tensor, Tensor, Tensor | None, Tensor], None] = lambda *_: None
+    returned: Callable[[Tensor, Tensor | None, bool], None] = lambda *_: None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,7 +122,7 @@ def tap_compiled_calls(owner: nn.Module | Optimizer, observer: CallObserver) -> 
 def tap_compiled_layer(module: nn.Module, observer: LayerObserver) -> ExitStack:
     """Have `observer` called with what a module is given and returns, if that is one tensor each.
 
-    Backward passes have saved what layers were given, so nothing is kept for it.
+    Backward passes have saved what layers with trained weights were given, so nothing is kept for it.
     """
     hook = _Traced(_layer_hook)
     return _attach(
@@ -227,13 +229,16 @@ def _observe(tensor: Tensor, number: Tensor | None, slot: str) -> None:
 
 def _layer_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     given = [tensor for _, tensor in [*tensors(args, "input"), *tensors(kwargs, "input")]]
-    if len(given) != 1 or not isinstance(output, Tensor):
+    if len(given) != 1 or not isinstance(output, Tensor) or not is_first_hook(module):
         return
-    x, number = given[0], module._traindiff_number
-    if isinstance(module, nn.Linear):
-        torch.ops.traindiff.observe_product(x, output, number)
-    if output.requires_grad and not output.is_leaf:
-        output.register_hook(lambda gradient: torch.ops.traindiff.observe_layer(gradient, x, number))
+    number, is_training = module._traindiff_number, module.training
+    if isinstance(module, nn.Linear) and not is_parametrized(module):
+        torch.ops.traindiff.observe_product(given[0], module.weight, module.bias, output, number)
+    held = [one for one in module._parameters.values() if one is not None and one.requires_grad]
+    if held and output.requires_grad and not output.is_leaf:
+        weight = module._parameters.get("weight")
+        x = given[0] if weight is not None and weight.requires_grad else None
+        output.register_hook(lambda g: torch.ops.traindiff.observe_layer(g, x, number, is_training))
 
 
 def _begin_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -259,6 +264,7 @@ def operators() -> torch.library.Library:
         library.define(f"{name}({arguments}) -> ()")
         library.impl(name, run, "CompositeExplicitAutograd")
         library.impl(name, _do_nothing, "Meta")
+        library.impl(name, _do_nothing, "FuncTorchBatched")  # under vmap, where no tensor can be read
         register_ordered_effect(getattr(torch.ops.traindiff, name).default)
     exclude_from_compilation(_Traced.__call__, callees=True)
     return library
@@ -281,9 +287,13 @@ def _tell_of_tensor(function: str, x: Tensor | None, module: Tensor | None, slot
         _tell(_modules, function, module, x, slot)
 
 
-def _tell_of_layer(function: str, first: Tensor | None, second: Tensor, module: Tensor) -> None:
-    if first is not None:  # else backward did not come this way
-        _tell(_layers, function, module, first, second)
+def _tell_of_product(x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, module: Tensor) -> None:
+    _tell(_layers, "called", module, x, weight, bias, output)
+
+
+def _tell_of_layer(gradient: Tensor | None, x: Tensor | None, module: Tensor, training: bool) -> None:  # noqa: FBT001
+    if gradient is not None:  # else backward did not come this way
+        _tell(_layers, "returned", module, gradient, x, training)
 
 
 def _tell_of_inputs(module: Tensor, inputs: list[Tensor], slots: str, evaluating: bool) -> None:  # noqa: FBT001
@@ -298,8 +308,8 @@ _OPERATORS: dict[str, tuple[str, Callable[..., None]]] = {
     "observe": ("Tensor x, Tensor? module, str slot", partial(_tell_of_tensor, "output")),
     "observe_gradient": ("Tensor x, Tensor? module, str slot", partial(_tell_of_tensor, "gradient")),
     "observe_no_gradient": ("Tensor? module, str slot", partial(_tell, _modules, "no_gradient")),
-    "observe_product": ("Tensor x, Tensor output, Tensor module", partial(_tell_of_layer, "called")),
-    "observe_layer": ("Tensor gradient, Tensor x, Tensor module", partial(_tell_of_layer, "returned")),
+    "observe_product": ("Tensor x, Tensor weight, Tensor? bias, Tensor output, Tensor module", _tell_of_product),
+    "observe_layer": ("Tensor gradient, Tensor? x, Tensor module, bool training", _tell_of_layer),
     "begin": ("Tensor module, Tensor[] inputs, str slots, bool evaluating", _tell_of_inputs),
     "begin_step": ("Tensor optimizer", partial(_tell, _calls, "begin")),
     "end": ("Tensor owner", partial(_tell, _calls, "end")),

@@ -55,6 +55,14 @@ class _NoHook(InertOnCopy):
         pass
 
 
+def is_first_hook(module: nn.Module) -> bool:
+    """True if no other hook has changed what a module returned before hooks of this kind see it.
+
+    These hooks are put in front of others when they are registered; others may be put in front of them later.
+    """
+    return all(isinstance(hook, InertOnCopy) for hook in [*module._forward_hooks.values()][:1])
+
+
 def has_hooks_of_others(module: nn.Module) -> bool:
     """True if a module has hooks on its forward pass that are not of this kind."""
     hooks = (vars(module).get(name) or {} for name in (FORWARD_HOOKS, FORWARD_PRE_HOOKS))

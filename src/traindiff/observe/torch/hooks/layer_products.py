@@ -20,6 +20,7 @@ from traindiff.errors import UnsupportedTensorError
 from traindiff.observe.torch.hooks.compiled import LayerObserver, tap_compiled_layer
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.followed_modules import Following, HeldHooks, takes_hooks
+from traindiff.observe.torch.hooks.inert_on_copy import is_first_hook
 from traindiff.observe.torch.products.rounding import precision_of_products
 from traindiff.observe.torch.witness.attention import AttentionCalls
 from traindiff.observe.torch.witness.layer_products import (
@@ -96,20 +97,31 @@ class _LayerProducts:
         elif type(module).forward is nn.Linear.forward and "forward" not in vars(module):
             called = self._guarded(partial(self._called, path_in_whole(path)))
             hooks.after_forward(module, called, with_kwargs=True, prepend=True)
-            observer = LayerObserver(called=lambda given, output: called(module, (given,), {}, output))
+            in_compiled = self._guarded(partial(self._called_in_compiled, path_in_whole(path)))
+            observer = LayerObserver(called=in_compiled)
             hooks.undo.enter_context(tap_compiled_layer(module, observer))
 
     def _called(self, path: str, module: Any, args: tuple[Any, ...], named: Mapping[str, Any], output: Any) -> None:
-        if self._is_hidden():
+        if self._is_hidden() or not is_first_hook(module):
             return
-        given = args[0] if args else next(iter(named.values()), None)
-        if not self._check_quickly(path, given, module, output):
+        given, own = args[0] if args else next(iter(named.values()), None), parameters_of(module)
+        quick = own.get("weight")  # which code does not compute
+        if quick is None or not self._check_quickly(path, given, quick, own.get("bias"), output):
             if not isinstance(given, Tensor) or (weight := plain_weight(module)) is None:
                 return
-            if self._check(path, given, weight, module.bias, output):
-                if self._latest.get(path) == given.shape:  # it may come again
-                    self._prepared[path] = prepared(given, weight, module.bias, output)
-                self._latest[path] = given.shape
+            self._check_fully(path, given, weight, module.bias, output)
+
+    def _called_in_compiled(
+        self, path: str, given: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor
+    ) -> None:
+        if not self._is_hidden() and not self._check_quickly(path, given, weight, bias, output):
+            self._check_fully(path, given, weight, bias, output)
+
+    def _check_fully(self, path: str, given: Tensor, weight: Tensor, bias: Any, output: Any) -> None:
+        if self._check(path, given, weight, bias, output):
+            if self._latest.get(path) == given.shape:  # it may come again
+                self._prepared[path] = prepared(given, weight, bias, output)
+            self._latest[path] = given.shape
 
     def _called_in_attention(
         self, path: str, _: nn.Module, given: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor
@@ -122,7 +134,7 @@ class _LayerProducts:
         progress = self._sink.progress
         return not progress.observing or progress.evaluating or progress.hidden or inside_backward()
 
-    def _check_quickly(self, path: str, given: Any, module: nn.Module, output: Any) -> bool:
+    def _check_quickly(self, path: str, given: Any, weight: Tensor, bias: Any, output: Any) -> bool:
         """Check a call that looks like those before; False if it does not, or if its product may be wrong."""
         step = self._sink.progress.number_of(self._sink.progress.optimizer)
         if step != self._read_in:
@@ -132,10 +144,7 @@ class _LayerProducts:
         known = self._prepared.get(path)
         if known is None:
             return False
-        own = parameters_of(module)  # has no weight that code computes
-        if (weight := own.get("weight")) is None:
-            return False
-        found = known.output(given, weight, own.get("bias"), output)
+        found = known.output(given, weight, bias, output)
         if found is None or float(found[0][0]) > _SUSPECT:
             return False
         vector, by_output = found

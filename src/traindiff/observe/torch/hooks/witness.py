@@ -26,7 +26,7 @@ from traindiff.errors import UnsupportedTensorError
 from traindiff.observe.torch.hooks.compiled import LayerObserver, tap_compiled_layer
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.followed_modules import Following, HeldHooks, takes_hooks
-from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy
+from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy, is_first_hook
 from traindiff.observe.torch.hooks.nested import as_dense
 from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
 from traindiff.observe.torch.witness.attention import AttentionCalls
@@ -35,7 +35,7 @@ from traindiff.observe.torch.witness.given import given_vector
 from traindiff.observe.torch.witness.graph import graph_of
 from traindiff.observe.torch.witness.graph_uses import GraphUses
 from traindiff.observe.torch.witness.layers import Layers, is_known, own_term
-from traindiff.observe.torch.witness.normalized import Normalized
+from traindiff.observe.torch.witness.normalized import Normalized, reads_no_buffers
 from traindiff.observe.torch.witness.pending import Expected, rooted
 from traindiff.observe.torch.witness.probes import Probes
 from traindiff.observe.torch.witness.use import Use
@@ -123,7 +123,7 @@ class _Witness:
     def _called(
         self, path: str, module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any], output: Any
     ) -> None:
-        if not self._is_wanted(output):
+        if not self._is_wanted(output) or not is_first_hook(module):
             return
         if inside_backward() and keeps_saved_tensors_elsewhere():
             return  # the second forward pass of activation checkpointing: gradients come back through the first one
@@ -190,12 +190,24 @@ class _Witness:
             else:
                 self._add(use, micro_step, gradient)
 
-    def _returned_in_compiled(self, path: str, module: nn.Module, gradient: Tensor, given: Tensor) -> None:
+    def _returned_in_compiled(
+        self,
+        path: str,
+        module: nn.Module,
+        gradient: Tensor,
+        given: Tensor | None,
+        training: bool,  # noqa: FBT001
+    ) -> None:
         """In compiled code, the gradient of the output of a call is there. The graph does not show its uses."""
         if not self._running:
             return
+        if module.training != training or not reads_no_buffers(module):
+            for name, own in module.named_parameters(recurse=False):
+                self._expect(self._layers.name_of(path, name, own)).sees_layers = False
+            return
+        x = gradient if given is None else given  # of a bias, nothing depends on it
         with suppress(NotWitnessedError, UnsupportedTensorError):
-            for use in self._layers.uses(path, module, (given,), {}, gradient):
+            for use in self._layers.uses(path, module, (x,), {}, gradient):
                 if self._graph.takes_contributions(use.leaf):
                     self._expect(use.path).layers.add(self._sink.progress.micro_step, use, gradient)
 
@@ -384,7 +396,8 @@ class _Witness:
                 self._say(tap, path, expected.reason)
             else:
                 found += [(path, EXPECTED, *one) for one in expected.terms.vectors()]
-                found += [(path, LAYERS, *one) for one in expected.layers.vectors()]
+                if expected.sees_layers:
+                    found += [(path, LAYERS, *one) for one in expected.layers.vectors()]
         data = self._context.targets.layout.data
         for (path, slot, micro_step, is_own, _), vector in zip(found, rooted([one[-1] for one in found]), strict=True):
             term = own_term(data.term, data.num_terms) if is_own else data.term

@@ -121,8 +121,11 @@ class Layers:
         own = getattr(owner, name, None)
         if not isinstance(own, Tensor) or not own.requires_grad:
             return None
-        found = self.targets.names.get(id(own)) or self.targets.first_name(canonical_path(f"{path}.{name}".strip(".")))
-        return self.held_tensor(found, own, *others)
+        return self.held_tensor(self.name_of(path, name, own), own, *others)
+
+    def name_of(self, path: str, name: str, own: Tensor) -> str:
+        """The canonical path of a parameter of a module, given the module's path."""
+        return self.targets.names.get(id(own)) or self.targets.first_name(canonical_path(f"{path}.{name}".strip(".")))
 
     def held_tensor(self, found: str, tensor: Tensor, *others: Tensor) -> Held | None:
         """The same for the tensor of a parameter.

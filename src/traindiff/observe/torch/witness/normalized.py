@@ -176,6 +176,12 @@ def _uses_own_statistics(module: Any) -> bool:
     return bool(module.training or module.running_mean is None) if isinstance(module, AnyBatchNorm) else True
 
 
+def reads_no_buffers(module: Any) -> bool:
+    """False if a module is a normalization that uses running statistics, which change until the backward pass."""
+    is_tracking = isinstance(module, (AnyBatchNorm, AnyInstanceNorm)) and module.running_mean is not None
+    return bool(module.training) or not is_tracking
+
+
 def is_batched(module: Any, given: Tensor) -> bool:
     """True if the input of a normalization has a batch axis; an InstanceNorm also takes one sample."""
     if isinstance(module, AnyInstanceNorm):

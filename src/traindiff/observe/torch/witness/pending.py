@@ -63,6 +63,7 @@ class Expected:
         terms: What is expected.
         layers: If `terms` are what backward passes contributed: what the calls of layers that were seen in compiled
             code should contribute. There may be other uses.
+        sees_layers: Whether all calls of a layer that were seen are in `layers`.
         reason: Why it cannot be checked; empty if it can.
         is_read: An optimizer has read the gradient: what comes now begins anew.
         contributed: What backward passes contributed was taken as it is.
@@ -73,6 +74,7 @@ class Expected:
 
     terms: Terms = field(default_factory=Terms)
     layers: Terms = field(default_factory=Terms)
+    sees_layers: bool = True
     reason: str = ""
     is_read: bool = False
     contributed: bool = False
@@ -89,7 +91,7 @@ class Expected:
         self.terms.clear()
         self.layers.clear()
         self.left.clear()
-        self.reason, self.is_read, self.contributed, self.edited = "", False, False, False
+        self.reason, self.is_read, self.contributed, self.edited, self.sees_layers = "", False, False, False, True
 
     def add(self, micro_step: int, use: Use, gradient: Tensor) -> None:
         """Add what a use of the parameter contributes in a backward pass, given the gradient of the output."""
