@@ -35,7 +35,7 @@ from traindiff.observe.torch.witness.given import given_vector
 from traindiff.observe.torch.witness.graph import graph_of
 from traindiff.observe.torch.witness.graph_uses import GraphUses
 from traindiff.observe.torch.witness.layers import Layers, is_known, own_term
-from traindiff.observe.torch.witness.normalized import Normalized, reads_no_buffers
+from traindiff.observe.torch.witness.normalized import Normalized, is_as_called
 from traindiff.observe.torch.witness.pending import Expected, rooted
 from traindiff.observe.torch.witness.probes import Probes
 from traindiff.observe.torch.witness.use import Use
@@ -201,7 +201,7 @@ class _Witness:
         """In compiled code, the gradient of the output of a call is there. The graph does not show its uses."""
         if not self._running:
             return
-        if module.training != training or not reads_no_buffers(module):
+        if not is_as_called(module, training=training):
             for name, own in module.named_parameters(recurse=False):
                 self._expect(self._layers.name_of(path, name, own)).sees_layers = False
             return

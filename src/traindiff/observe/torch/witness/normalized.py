@@ -176,10 +176,14 @@ def _uses_own_statistics(module: Any) -> bool:
     return bool(module.training or module.running_mean is None) if isinstance(module, AnyBatchNorm) else True
 
 
-def reads_no_buffers(module: Any) -> bool:
-    """False if a module is a normalization that uses running statistics, which change until the backward pass."""
-    is_tracking = isinstance(module, (AnyBatchNorm, AnyInstanceNorm)) and module.running_mean is not None
-    return bool(module.training) or not is_tracking
+def is_as_called(module: Any, *, training: bool) -> bool:
+    """False if a module is a normalization that has another mode than in a call, or used running statistics.
+
+    These may change until the backward pass.
+    """
+    if not isinstance(module, (AnyBatchNorm, AnyInstanceNorm)):
+        return True
+    return module.training == training and (training or module.running_mean is None)
 
 
 def is_batched(module: Any, given: Tensor) -> bool:
