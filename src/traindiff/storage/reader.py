@@ -16,6 +16,7 @@ from traindiff.core.shards import Shard
 from traindiff.core.shown import Shown
 from traindiff.core.untrusted.demands import MOST_JSON_BYTES
 from traindiff.core.untrusted.folder import Folder
+from traindiff.core.untrusted.ranges import LEAST_AHEAD
 from traindiff.errors import MixedRecordingError, NotARecordingError
 from traindiff.storage import manifest, segments, tensor_files
 from traindiff.storage.decoder import SharedColumns
@@ -58,6 +59,12 @@ class Run(Protocol):
 
 
 _BLOCK_BYTES = 1 << 20
+
+_MOST_OPEN = 100
+"""Ranks whose files are kept open: two each, in two runs, and a process may often have 1,024."""
+
+_MOST_AHEAD = 1 << 28
+"""Bytes that are read ahead of what was asked for, over all of more ranks."""
 
 
 class Recording(Shown):
@@ -350,7 +357,8 @@ class Recording(Shown):
 
     def _stream(self, rank: int) -> RankStream:
         if rank not in self._streams:
-            folder = segments.of_rank(self._folder.within(rank_directory(rank)))
+            ahead = None if len(self.ranks) <= _MOST_OPEN else max(LEAST_AHEAD, _MOST_AHEAD // len(self.ranks))
+            folder = segments.of_rank(self._folder.within(rank_directory(rank), ahead=ahead))
             self._streams[rank] = RankStream(folder, rank, self._columns)
         return self._streams[rank]
 

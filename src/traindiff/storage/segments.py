@@ -16,7 +16,7 @@ from typing import IO
 from traindiff.core.site import printable
 from traindiff.core.untrusted.demands import damaged
 from traindiff.core.untrusted.folder import Folder
-from traindiff.core.untrusted.ranges import ranged
+from traindiff.core.untrusted.ranges import MOST_AHEAD, ranged
 from traindiff.errors import CorruptRecordingError
 from traindiff.storage.location import DATA, SEALS, SEGMENT, segment_name
 
@@ -97,7 +97,7 @@ class SegmentedFolder(Folder):
     """
 
     def __init__(self, folder: Folder) -> None:
-        super().__init__(folder.file_system, folder.root, refuse=folder.refuse)
+        super().__init__(folder.file_system, folder.root, refuse=folder.refuse, ahead=folder.ahead)
         self._segments: list[Segment] = []
         self._firsts: list[int] = []
         self._size = 0
@@ -121,7 +121,7 @@ class SegmentedFolder(Folder):
     def open(self, name: str, *, limit: int | None = None) -> IO[bytes]:
         """As for every folder; the stream and its seals are put together from the segments."""
         if name == DATA:
-            return ranged(self._size, self._read)
+            return ranged(self._size, self._read, most_ahead=MOST_AHEAD if self.ahead is None else self.ahead)
         if name == SEALS:
             seals = self._all_seals()
             return ranged(len(seals), lambda first, count: seals[first : first + count])

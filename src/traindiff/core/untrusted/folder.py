@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from traindiff.core.untrusted.demands import Refuse, damaged
 from traindiff.core.untrusted.local_files import LocalFiles
-from traindiff.core.untrusted.ranges import ranged_file
+from traindiff.core.untrusted.ranges import ranged, ranged_file
 
 _OPEN = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOCTTY", 0)
 _OPEN |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
@@ -33,21 +33,24 @@ class Folder:
         file_system: The file system that the directory is in: `LocalFiles`, or one of fsspec.
         root: Its path there.
         refuse: Makes the error for a refused file.
+        ahead: The most bytes that are read beyond what is asked for, if many files are read beside each other. Local
+            files are then opened for each read, since a process may have few open.
     """
 
-    def __init__(self, file_system: Any, root: str, *, refuse: Refuse = damaged) -> None:
+    def __init__(self, file_system: Any, root: str, *, refuse: Refuse = damaged, ahead: int | None = None) -> None:
         self.file_system = file_system
         self._local = isinstance(file_system, LocalFiles)
         self.refuse = refuse
         self.root = root
+        self.ahead = ahead
 
     @classmethod
     def of(cls, path: str | os.PathLike[str], *, refuse: Refuse = damaged) -> Folder:
         """The folder of a local directory."""
         return cls(LocalFiles(), os.fspath(path), refuse=refuse)
 
-    def within(self, name: str) -> Folder:
-        """The folder of a directory below this one. Its files must lie in *its* directory.
+    def within(self, name: str, *, ahead: int | None = None) -> Folder:
+        """The folder of a directory below this one. Its files must lie in *its* directory. `ahead` is as above.
 
         Raises:
             TraindiffError: The directory lies outside this one.
@@ -55,7 +58,7 @@ class Folder:
         path = self.path(name)
         if self._local:
             self._resolved(name)
-        return Folder(self.file_system, path, refuse=self.refuse)
+        return Folder(self.file_system, path, refuse=self.refuse, ahead=ahead)
 
     def path(self, name: str) -> str:
         """The path of a file, for messages.
@@ -120,7 +123,13 @@ class Folder:
             TraindiffError: There is no regular file of this name inside the directory, or it is larger.
             OSError: It may not be read.
         """
-        file = self._opened(name)
+        if self.ahead is None:
+            file = self._opened(name)
+        else:
+            file = ranged(
+                self.size(name), lambda first, count: self.read_range(name, first, count).tobytes(),
+                most_ahead=0 if self._local else self.ahead,
+            )  # fmt: skip
         if limit is not None and (size := file.seek(0, os.SEEK_END)) > limit:
             file.close()
             raise self.refuse(self.path(name), f"it has {size} bytes, and may have {limit}")

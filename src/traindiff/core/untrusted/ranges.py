@@ -1,4 +1,4 @@
-"""Files of a file system that is not local, read by ranges: no more than is asked for, and a little beyond."""
+"""Files that are not kept open, read by ranges: no more than is asked for, and a little beyond."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ class ReadBytes(Protocol):
 class _Ranges(io.RawIOBase):
     """A file whose bytes come from `read_bytes`; requests grow while it is read from front to back."""
 
-    def __init__(self, size: int, read_bytes: ReadBytes) -> None:
+    def __init__(self, size: int, read_bytes: ReadBytes, most_ahead: int) -> None:
         self._size = size
+        self._most_ahead = most_ahead
         self._read_bytes = read_bytes
         self._position = 0
         self._first = 0
         self._window = b""
-        self._ahead = LEAST_AHEAD
+        self._ahead = min(LEAST_AHEAD, most_ahead)
 
     def readable(self) -> bool:
         return True
@@ -63,21 +64,24 @@ class _Ranges(io.RawIOBase):
 
     def _fetch(self, wanted: int) -> None:
         goes_on = self._position == self._first + len(self._window)
-        self._ahead = min(2 * self._ahead, MOST_AHEAD) if goes_on else LEAST_AHEAD
+        self._ahead = min(2 * self._ahead if goes_on else LEAST_AHEAD, self._most_ahead)
         count = min(wanted + self._ahead, self._size - self._position)
         self._first, self._window = self._position, self._read_bytes(self._position, count)
 
 
-def ranged(size: int, read_bytes: ReadBytes) -> IO[bytes]:
+def ranged(size: int, read_bytes: ReadBytes, *, most_ahead: int = MOST_AHEAD) -> IO[bytes]:
     """A file to read from and to seek in, whose bytes are fetched when they are needed.
 
     Args:
         size: Its size in bytes.
         read_bytes: Fetches some of them.
+        most_ahead: The most bytes that are fetched beyond what is read.
     """
-    return cast("IO[bytes]", io.BufferedReader(_Ranges(size, read_bytes)))
+    return cast("IO[bytes]", io.BufferedReader(_Ranges(size, read_bytes, most_ahead)))
 
 
-def ranged_file(file_system: Any, path: str, size: int) -> IO[bytes]:
+def ranged_file(file_system: Any, path: str, size: int, *, most_ahead: int = MOST_AHEAD) -> IO[bytes]:
     """A file of an fsspec file system, as `ranged`."""
-    return ranged(size, lambda first, count: file_system.cat_file(path, start=first, end=first + count))
+    return ranged(
+        size, lambda first, count: file_system.cat_file(path, start=first, end=first + count), most_ahead=most_ahead
+    )
