@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +22,9 @@ RANKS = 12
 def few_files(count: int) -> Iterator[None]:
     """This process may open so many more files."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    largest = max(int(one.name) for one in Path("/proc/self/fd").iterdir())
-    resource.setrlimit(resource.RLIMIT_NOFILE, (largest + count, before[1]))
+    used = {int(one.name) for one in Path("/proc/self/fd").iterdir()}
+    free = (number for number in itertools.count() if number not in used)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next(itertools.islice(free, count, None)), before[1]))
     try:
         yield
     finally:
