@@ -45,10 +45,11 @@ class CompiledCode:
         """A sentence about each parameter to which compiled code seldom contributed something else."""
         for path, first in self._first.items():
             right, wrong = self._right[path], self._wrong[path]
+            others = f"{right} other{'s' if right > 1 else ''}"
             if wrong < right:
-                steps = "a step" if wrong == 1 else f"{wrong} steps, first"
+                steps, at = ("a step", "") if wrong == 1 else (f"{wrong} steps", "first ")
                 yield (
                     f"In {steps}, compiled code contributed something else to the gradient of {path} than the inputs "
-                    f"and outputs of its layer give, unlike in {right} other{'s' if right > 1 else ''} ({first}). It "
+                    f"and outputs of its layer give, unlike in {others} ({at}{first}). It "
                     "computed this wrongly, or a hook on the output or another use of the parameter changed it there."
                 )

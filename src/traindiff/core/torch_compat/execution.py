@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # it has no public name
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 # Autograd
 
@@ -418,7 +419,8 @@ class _HiddenFromModes(dict[Any, Any]):
     """
 
     def __contains__(self, kind: object) -> bool:
-        return super().__contains__(kind) or (isinstance(kind, type) and issubclass(kind, TorchDispatchMode))
+        """True also for the mode that is on: of others, torch asks whether it may register a way."""
+        return super().__contains__(kind) or kind is type(_get_current_dispatch_mode())
 
     def __missing__(self, kind: Any) -> Callable[..., Any]:
         def run(mode: Any, token: Any, operator: Any, *args: Any, **named: Any) -> Any:

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
 from traindiff.core.torch_compat.execution import (
@@ -232,7 +231,8 @@ def _layer_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if len(given) != 1 or not isinstance(output, Tensor) or not is_first_hook(module):
         return
     number, is_training = module._traindiff_number, module.training
-    if isinstance(module, nn.Linear) and not is_parametrized(module):
+    is_computed = hasattr(type(module), "weight") or hasattr(type(module), "bias")  # to read it runs code
+    if isinstance(module, nn.Linear) and not is_computed:
         torch.ops.traindiff.observe_product(given[0], module.weight, module.bias, output, number)
     held = [one for one in module._parameters.values() if one is not None and one.requires_grad]
     if held and output.requires_grad and not output.is_leaf:
