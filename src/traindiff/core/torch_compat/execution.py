@@ -423,12 +423,12 @@ class _HiddenFromModes(dict[Any, Any]):
         return super().__contains__(kind) or kind is type(_get_current_dispatch_mode())
 
     def __missing__(self, kind: Any) -> Callable[..., Any]:
-        def run(mode: Any, token: Any, operator: Any, *args: Any, **named: Any) -> Any:
+        def run(_: Any, token: Any, operator: Any, *args: Any, **named: Any) -> Any:
             from torch._higher_order_ops.effects import with_effects
 
             if getattr(operator, "namespace", "") == "traindiff":
                 return with_effects(token, operator, *args, **named)
-            raise NotImplementedError(f"There was no rule registered for with_effects and mode {mode}.")
+            return NotImplemented  # torch raises
 
         return run
 
