@@ -234,9 +234,9 @@ def _layer_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     is_computed = hasattr(type(module), "weight") or hasattr(type(module), "bias")  # to read it runs code
     if isinstance(module, nn.Linear) and not is_computed:
         torch.ops.traindiff.observe_product(given[0], module.weight, module.bias, output, number)
-    held = [one for one in module._parameters.values() if one is not None and one.requires_grad]
-    if held and output.requires_grad and not output.is_leaf:
-        weight = module._parameters.get("weight")
+    own = dict(module.named_parameters(recurse=False))
+    if any(one.requires_grad for one in own.values()) and output.requires_grad and not output.is_leaf:
+        weight = own.get("weight")
         x = given[0] if weight is not None and weight.requires_grad else None
         output.register_hook(lambda g: torch.ops.traindiff.observe_layer(g, x, number, is_training))
 

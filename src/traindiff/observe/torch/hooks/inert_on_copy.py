@@ -60,7 +60,7 @@ def is_first_hook(module: nn.Module) -> bool:
 
     These hooks are put in front of others when they are registered; others may be put in front of them later.
     """
-    return all(isinstance(hook, InertOnCopy) for hook in [*module._forward_hooks.values()][:1])
+    return all(isinstance(hook, InertOnCopy) for hook in [*getattr(module, FORWARD_HOOKS).values()][:1])
 
 
 def has_hooks_of_others(module: nn.Module) -> bool:
