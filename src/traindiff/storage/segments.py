@@ -16,7 +16,7 @@ from typing import IO
 from traindiff.core.site import printable
 from traindiff.core.untrusted.demands import damaged
 from traindiff.core.untrusted.folder import Folder
-from traindiff.core.untrusted.ranges import MOST_AHEAD, ranged
+from traindiff.core.untrusted.ranges import ranged
 from traindiff.errors import CorruptRecordingError
 from traindiff.storage.location import DATA, SEALS, SEGMENT, segment_name
 
@@ -121,7 +121,7 @@ class SegmentedFolder(Folder):
     def open(self, name: str, *, limit: int | None = None) -> IO[bytes]:
         """As for every folder; the stream and its seals are put together from the segments."""
         if name == DATA:
-            return ranged(self._size, self._read, most_ahead=MOST_AHEAD if self.ahead is None else self.ahead)
+            return ranged(self._size, self._read, most_ahead=self.most_ahead)
         if name == SEALS:
             seals = self._all_seals()
             return ranged(len(seals), lambda first, count: seals[first : first + count])

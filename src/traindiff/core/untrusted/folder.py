@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from traindiff.core.untrusted.demands import Refuse, damaged
 from traindiff.core.untrusted.local_files import LocalFiles
-from traindiff.core.untrusted.ranges import ranged, ranged_file
+from traindiff.core.untrusted.ranges import MOST_AHEAD, ranged, ranged_file
 
 _OPEN = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOCTTY", 0)
 _OPEN |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
@@ -43,6 +43,11 @@ class Folder:
         self.refuse = refuse
         self.root = root
         self.ahead = ahead
+
+    @property
+    def most_ahead(self) -> int:
+        """The most bytes that are read beyond what is asked for in a file of a store."""
+        return MOST_AHEAD if self.ahead is None else self.ahead
 
     @classmethod
     def of(cls, path: str | os.PathLike[str], *, refuse: Refuse = damaged) -> Folder:
@@ -123,13 +128,11 @@ class Folder:
             TraindiffError: There is no regular file of this name inside the directory, or it is larger.
             OSError: It may not be read.
         """
-        if self.ahead is None:
-            file = self._opened(name)
+        if self._local and self.ahead is not None:
+            read = self.read_range
+            file = ranged(self.size(name), lambda first, count: read(name, first, count).tobytes(), most_ahead=0)
         else:
-            file = ranged(
-                self.size(name), lambda first, count: self.read_range(name, first, count).tobytes(),
-                most_ahead=0 if self._local else self.ahead,
-            )  # fmt: skip
+            file = self._opened(name)
         if limit is not None and (size := file.seek(0, os.SEEK_END)) > limit:
             file.close()
             raise self.refuse(self.path(name), f"it has {size} bytes, and may have {limit}")
@@ -140,7 +143,7 @@ class Folder:
     def _opened(self, name: str) -> IO[bytes]:
         path = self.path(name)
         if not self._local:
-            return ranged_file(self.file_system, path, self._about(path))
+            return ranged_file(self.file_system, path, self._about(path), most_ahead=self.most_ahead)
         resolved = self._resolved(name)
         self._status(resolved, name)  # opening a device may do something
         try:
