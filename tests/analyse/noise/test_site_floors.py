@@ -15,7 +15,7 @@ from traindiff.analyse.noise.measured import SAFETY, Calibration, NoiseRecording
 from traindiff.analyse.noise.moments import HANDED_ON, SCATTER
 from traindiff.analyse.noise.run_floors import RunFloors, is_quotient
 from traindiff.analyse.noise.site_floors import SiteFloors
-from traindiff.analyse.noise.uncalibrated import ADAPTIVE_GAIN, GAIN
+from traindiff.analyse.noise.uncalibrated import ADAPTIVE_GAIN, GAIN, LATER_GAIN
 from traindiff.core.summary import rounding
 
 U = 2.0**-24
@@ -105,8 +105,9 @@ def test_parameters_that_differ_count_where_they_are_used_and_together_everywher
     floors = step(parameters=parameters)
 
     assert floors.inputs_differ
-    assert floors.of(site(X, path="fc")) == pytest.approx(GAIN * 0.5 / math.sqrt(squares[0] + squares[1]), rel=1e-5)
-    assert floors.of(site(X, path="head")) == pytest.approx(GAIN * 0.5 / math.sqrt(sum(squares)), rel=1e-5)
+    own = LATER_GAIN * 0.5 / math.sqrt(squares[0] + squares[1])
+    assert floors.of(site(X, path="fc")) == pytest.approx(own, rel=1e-5)
+    assert floors.of(site(X, path="head")) == pytest.approx(LATER_GAIN * 0.5 / math.sqrt(sum(squares)), rel=1e-5)
 
 
 def test_parameters_with_equal_bits_or_of_zeros_bring_in_nothing() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.made_up import Compared, Edit, Seen, Step, at, random, record, summary_of
 from traindiff.analyse.compare import compare
-from traindiff.analyse.noise.uncalibrated import ADAPTIVE_GAIN, FEW_FLIPS, GAIN, Floors
+from traindiff.analyse.noise.uncalibrated import ADAPTIVE_GAIN, FEW_FLIPS, GAIN, LATER_GAIN, UNEVEN, Floors
 from traindiff.core.summary import UNIT_ROUNDOFF, rounding
 
 FC = ("forward", "", "fc", "output[0]")
@@ -49,8 +49,8 @@ def test_a_short_dtype_on_the_way_stays_in_the_floor() -> None:
 def test_parameters_that_differ_raise_the_floor_of_their_module() -> None:
     floors = Floors(parameters=1e-6, own={"fc": 1e-3})
 
-    assert floors.activation("fc", ["float32"]) == rounding("float32") + GAIN * 1e-3
-    assert floors.activation("head", ["float32"]) == rounding("float32") + GAIN * 1e-6
+    assert floors.activation("fc", ["float32"]) == rounding("float32") + LATER_GAIN * 1e-3
+    assert floors.activation("head", ["float32"]) == rounding("float32") + LATER_GAIN * 1e-6
 
 
 def test_a_canceled_sum_is_as_uncertain_as_its_terms() -> None:
@@ -139,9 +139,22 @@ def test_the_more_came_in_the_more_gates_may_flip_without_changing_their_number(
     came_in: str, size: float, flips: float
 ) -> None:
     """Below a tenth of an element, that two flips hide each other is left to chance."""
-    summary = summary_of(_gated(500))
+    baseline, candidate = summary_of(_gated(500)), summary_of(_gated(500, seed=1))
 
-    assert Floors(**{came_in: size}).gated(summary, summary) == pytest.approx(_flipped(_gated(500), flips))
+    floor = Floors(**{came_in: size}).gated(baseline, candidate)
+
+    assert floor == pytest.approx(_flipped(_gated(500), UNEVEN * flips))
+
+
+@pytest.mark.parametrize(("size", "flips"), [(1e-7, 0), (1e-6, 0), (1e-5, 2)])
+def test_two_gates_that_flip_show_in_two_elements_alone(size: float, flips: float) -> None:
+    baseline = _gated(500)
+    candidate = baseline + size * _gated(500, seed=1)
+    candidate[3], candidate[700] = 0.0, baseline[3]
+
+    floor = Floors(flow=size).gated(summary_of(baseline), summary_of(candidate))
+
+    assert floor == pytest.approx(_flipped(baseline, flips))
 
 
 @pytest.mark.parametrize(
@@ -295,7 +308,8 @@ def test_inputs_and_parameters_that_differ_add_up_as_independent_errors() -> Non
     floors = Floors(parameters=3e-3)
     floors.saw(4e-3)
 
-    assert floors.activation("head", ["float32"]) == pytest.approx(rounding("float32") + GAIN * 5e-3)
+    assert floors.activation("head", ["float32"]) == pytest.approx(rounding("float32") + LATER_GAIN * 5e-3)
+    assert floors.activation("head", ["bfloat16"]) == pytest.approx(rounding("bfloat16") + GAIN * 5e-3)
 
 
 def test_an_update_without_its_gradient_is_held_against_what_the_gradient_could_be() -> None:

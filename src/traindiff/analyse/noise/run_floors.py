@@ -11,6 +11,7 @@ import numpy as np
 
 from traindiff.analyse.merge.distance import Pair, equal_bits, size_of
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
+from traindiff.analyse.noise.canceled import SeenLoss
 from traindiff.analyse.noise.gradients import Terms
 from traindiff.analyse.noise.uncalibrated import GAIN, Floors
 from traindiff.core.site import is_of_no_module
@@ -78,6 +79,7 @@ class RunFloors:
         unseen_steps: Steps of the optimizer between that one, or the beginning, and this one, which were not compared.
         canceled: Norm of all gradients over the norm of their change since the evaluation before, where it was largest.
         latest: The baseline's gradients in the latest evaluation, by parameter.
+        loss: What earlier steps tell of the loss.
         undisturbed: The same as `gradients`, without differences that exceed noise.
         disturbed: Parameters with an initial value, a gradient, a state or an update that differs by more than noise.
         quiet: Floor of each site when it was last judged before any divergence.
@@ -85,6 +87,7 @@ class RunFloors:
 
     gradients: dict[str, float] = field(default_factory=dict)
     undisturbed: dict[str, float] = field(default_factory=dict)
+    loss: SeenLoss = field(default_factory=SeenLoss)
     disturbed: set[str] = field(default_factory=set)
     quiet: dict[SiteKey, float] = field(default_factory=dict)
     adaptive: set[str] = field(default_factory=set)
@@ -107,7 +110,6 @@ class RunFloors:
     latest: dict[str, Any] = field(default_factory=dict)
     _judged: dict[str, int] = field(default_factory=dict)  # the latest step, by optimizer
     _least: dict[SiteKey, float] = field(default_factory=dict)  # cancellation of gradients, where it was least
-    _outputs: dict[tuple[str, str], float] = field(default_factory=dict)  # the latest norm of each output
     _passes: tuple[Floors, ...] = ()
 
     def at(self, optimizer: str, step: int, *, begun: int | None = None) -> None:
@@ -143,28 +145,20 @@ class RunFloors:
         return max(reduced, APPROXIMATED if reached else 0.0)
 
     def cancellation(self, pair: Pair, terms: Mapping[str, Terms]) -> float:
-        """How much more cancels in a gradient than did where it canceled least, in a run of LBFGS; at least 1.
+        """How much more cancels in a weight's gradient than did in the step where it canceled least; at least 1.
 
-        Close to a minimum, outputs are nearly what they should be, and gradients of samples add up to nearly nothing;
-        the rounding of what cancels stays. LBFGS comes close in a few steps, and divides by differences of such
-        gradients. How much cancels is the norm of a weight's terms over that of its gradient, and the norm of an output
-        over that of its gradient. Both have other units, so only their change counts.
+        For layers of which nothing tells what they read, such as an LSTM: the norm of its terms over that of the
+        gradient has another unit, so only its change counts.
 
         Args:
-            pair: An output, the gradient of an output, or a gradient; in execution order.
+            pair: The gradient.
             terms: Of this step, by path of the module.
         """
         key, size = pair.baseline.key, norm_of(pair.baseline.summary)
-        if key.phase == "forward":
-            self._outputs[key.path, key.slot] = size
-        if not self.mixing or key.phase == "forward" or not size > 0.0:
+        added = terms.get(key.path.rpartition(".")[0])
+        if added is None or added.kernel in ("lookup", "bag") or not size > 0.0:
             return 1.0
-        if key.phase == "backward":
-            whole = self._outputs.get((key.path, key.slot), 0.0)
-        else:
-            added = terms.get(key.path.rpartition(".")[0]) if len(pair.baseline.shape) > 1 else None
-            whole = 0.0 if added is None else added.norm
-        site, canceled = key._replace(micro_step=0), whole / size
+        site, canceled = key._replace(micro_step=0), added.norm / size
         self._least[site] = least = min(canceled, self._least.get(site, canceled))
         return max(1.0, canceled / least) if least else 1.0
 

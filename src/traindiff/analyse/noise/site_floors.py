@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from traindiff.analyse.merge.distance import ESTIMATED_PERMUTED_NORMS, Pair, has_other_losses, norms_apart
 from traindiff.analyse.merge.site import MergedSite, SiteKey
+from traindiff.analyse.noise.canceled import Cancellation
 from traindiff.analyse.noise.choices import TurnedChoices
 from traindiff.analyse.noise.coherent import CoherentErrors, canceled_means
 from traindiff.analyse.noise.gradients import (
@@ -113,6 +114,7 @@ class SiteFloors:
         self._lost_flow, self._lost_inputs = 0.0, dict[SiteKey, float]()
         self._terms: Mapping[str, Terms] = terms_by_module(pairs, classes, (*unplaced, *unpaired))
         self._calls = calls
+        self._canceled = Cancellation(pairs, parameters, run.loss)
         self._canceled_means = canceled_means(pairs)
         self._coherent = CoherentErrors(self._terms, parameters)
         self._rounded = 0.0  # largest unit roundoff of the baseline so far in the step
@@ -394,14 +396,16 @@ class SiteFloors:
         if key.phase in ("forward", "backward"):
             self._alone.activation(key.path, dtypes)  # notes the dtype
             floor = max(floors.activation(key.path, dtypes), self._gated(pair, floors), self._summation(pair))
-            return floor * self._run.cancellation(pair, self._terms)
+            if key.phase == "backward":
+                floor = max(floor, self._canceled.of_gradient(pair, floors))
+            return floor * self._cancellation(pair)
         if key.phase == "loss" or key.slot == "norm":
-            return floors.scalar(self._samples)
+            return max(floors.scalar(self._samples), self._canceled.of_loss(floors) if key.phase == "loss" else 0.0)
         if key.phase == "grad":
             # One run may call the module once on all rows, where the other rounds the gradient of each call.
             each = (self._calls.get(key.path.rpartition(".")[0], 1) - 1) * UNIT_ROUNDOFF.get(pair.baseline.dtype, 0.0)
             floor = gradient_floor(pair, self._terms, floors, accumulated=self._micro_steps) + each
-            return floor * self._run.cancellation(pair, self._terms)
+            return floor * self._cancellation(pair)
         if key.phase == "optimizer":
             if key.slot not in LINEAR_STATE:
                 self._run.adaptive.add(key.path)
@@ -419,6 +423,13 @@ class SiteFloors:
             return max(floor, turned, self._together.floor(pair)) + self._run.correction(pair.baseline.key)
         buffer = max(floors.activation(key.path.rpartition(".")[0], dtypes), self._summation(pair))
         return buffer * self._canceled_means.get(key, 1.0)
+
+    def _cancellation(self, pair: Pair) -> float:
+        """How much cancels in an output, the gradient of one or of a parameter; at least 1."""
+        known = self._canceled.of(pair)
+        if pair.baseline.key.phase != "grad" or len(pair.baseline.shape) < 2 or self._canceled.knows(pair):
+            return known
+        return max(known, self._run.cancellation(pair, self._terms))
 
     def _summation(self, pair: Pair) -> float:
         """Floor of values computed from a mean and a variance over many rows; 0 for anything else.
