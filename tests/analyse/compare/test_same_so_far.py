@@ -67,6 +67,40 @@ def test_what_is_said_does_not_depend_on_waiting(
     assert (found.verdict == "identical") == (fault == "")
 
 
+class _Fitted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.cell(x)[0][:, -1])
+
+
+def _fitted(path: Path, *, rounded: bool = False) -> str:
+    torch.manual_seed(0)
+    model, inputs, targets = _Fitted(), torch.randn(4, 3, 4), torch.randn(4, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-2)
+    with traindiff.record(path, model, optimizer):
+        for step in range(60):
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            if rounded and step == 50:
+                model.out.weight.grad.mul_(1.0 + 2e-7)
+            optimizer.step()
+            optimizer.zero_grad()
+    return str(path)
+
+
+def test_floors_near_a_minimum_know_the_steps_that_waited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = _fitted(tmp_path / "one"), _fitted(tmp_path / "rounded", rounded=True)
+
+    found, num_waited = _compared(*runs, monkeypatch, wait=True)
+    at_once, _ = _compared(*runs, monkeypatch, wait=False)
+
+    assert found.verdict == "equivalent"
+    assert num_waited > 40
+    assert found.to_json() == at_once.to_json()
+
+
 def test_a_comparison_with_a_history_judges_each_step(tmp_path: Path) -> None:
     runs = [_recorded(tmp_path / "one"), _recorded(tmp_path / "other")]
 

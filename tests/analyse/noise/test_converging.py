@@ -92,6 +92,12 @@ def policy_gradient(model: nn.Module) -> Tensor:
     return -(advantage * chosen).mean() + 0.5 * F.mse_loss(value[:, 0], reward)
 
 
+def margin(model: nn.Module) -> Tensor:
+    """A loss that is zero as soon as each sample keeps its margin."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return F.multi_margin_loss(model(X[:16]), LABELS[:16])
+
+
 def weighted(model: nn.Module) -> Tensor:
     return (torch.tensor([1.0, 10.0, 0.1, 3.0]) * (model(SEQUENCES) - Y[:8]).square()).mean()
 
@@ -135,6 +141,7 @@ TRAININGS = {
     ),
     "weighted squares": Training(Recurrent, weighted, adam),
     "images": Training(convolutions, lambda m: F.mse_loss(m(IMAGES), IMAGES).sqrt(), adam),
+    "a margin that is kept": Training(mlp, margin, adam),
     "a policy": Training(Policy, policy_gradient, adam),
 }  # fmt: skip
 

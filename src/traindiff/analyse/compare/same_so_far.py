@@ -33,6 +33,9 @@ class SameSoFar:
         self._judge = judge
         self._layout: object = None  # of the step that was judged last, if later ones may wait
         self._sites: list[SiteKey] = []  # of it
+        self._terms: dict[
+            SiteKey, list[SiteKey]
+        ] = {}  # gradients of outputs, by the weight's gradient that adds them up
         self._lost: frozenset[SiteKey] = frozenset()  # sites that have no floor in the waiting step
         self._waiting: AlignedStep | RepeatedStep | None = None
         self._num_waiting = 0
@@ -50,8 +53,8 @@ class SameSoFar:
         if self._num_waiting and not lost <= self._lost:
             return False  # a site keeps the floor of the latest step in which it had one
         self._lost = lost
-        if self._waiting is not None:  # the floors of running averages know the step before
-            self._judge.run.note_states(self._entries(self._waiting))
+        if self._waiting is not None:  # floors know the steps before
+            self._judge.run.see_again(self._waiting.tables[0], self._terms)
         self._waiting = given
         self._num_waiting += 1
         return True
@@ -63,6 +66,13 @@ class SameSoFar:
         decided = not judge.run.mixing and not any(map(self._is_undecided, given.pairs))
         self._layout = baseline.layout if plain and decided else None
         self._sites = _sites_of(given)
+        added: dict[str, list[SiteKey]] = {}
+        for key in self._sites:
+            if key.phase == "backward" and key.slot == "output[0]":
+                added.setdefault(key.path, []).append(key)
+        self._terms = {
+            site: added[module] for site in judge.run.least if (module := site.path.rpartition(".")[0]) in added
+        }
 
     def _entries(self, given: AlignedStep | RepeatedStep) -> list[MergedSite]:
         """The baseline's sites of a step that waits, in the order in which they are judged."""

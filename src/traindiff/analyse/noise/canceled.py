@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from traindiff.analyse.merge.distance import Pair
-from traindiff.analyse.merge.site import MergedSite, SiteKey
+from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.noise.uncalibrated import FEW_FLIPS, GAIN, Floors
 from traindiff.core.summary import UNIT_ROUNDOFF, largest, norm_of, number
 
@@ -62,11 +62,42 @@ class SeenLoss:
         heads: By output that it is computed from.
         largest: Its largest absolute value.
         signed: Whether it has been negative. Then its size tells nothing of its curvature.
+        site: Key of the loss.
     """
 
     heads: dict[SiteKey, SeenHead] = field(default_factory=dict)
     largest: float = 0.0
     signed: bool = False
+    site: SiteKey | None = None
+
+    def see(self, entry: MergedSite) -> float:
+        """Note the loss of a step. Returns its absolute value; 0 if it is not finite."""
+        loss = number(entry.summary)
+        size = abs(loss) if math.isfinite(loss) else 0.0
+        self.site, self.signed, self.largest = entry.key, self.signed or loss < 0.0, max(self.largest, size)
+        return size
+
+    def see_head(self, key: SiteKey, gradient: float, loss: float) -> SeenHead:
+        """Note the norm of the gradient of an output that the loss of the step is computed from."""
+        curvature, before = gradient * gradient / (2.0 * loss), self.heads.get(key)
+        most, steepest = (gradient, 0.0) if before is None else (max(gradient, before.largest), before.steepest)
+        if loss >= _LARGE * self.largest:
+            steepest = max(steepest, curvature)
+        self.heads[key] = SeenHead(curvature=curvature, loss=loss, largest=most, steepest=steepest)
+        return self.heads[key]
+
+    def see_again(self, table: StepTable) -> None:
+        """Note a step that has the sites of the one before and is not judged."""
+        entry = None if self.site is None else table.get(self.site)
+        loss = 0.0 if entry is None or entry.unobserved else self.see(entry)
+        for key in self.heads if loss else ():
+            gradient = table.get(key._replace(phase="backward"))
+            if (
+                gradient is not None
+                and not gradient.unobserved
+                and 0.0 < (size := norm_of(gradient.summary)) < math.inf
+            ):
+                self.see_head(key, size, loss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +161,8 @@ class Cancellation:
         for entry in (pair.baseline for pair in pairs if not pair.baseline.unobserved):
             key = entry.key
             if key.phase == "loss" and key.slot == "backward":
-                loss = self._see_loss(number(entry.summary))
+                loss = self._seen.see(entry)
+                self._small = self._seen.largest / loss if loss else 1.0
             elif key.phase in ("batch", "forward") and not key.stage and entry.dtype in UNIT_ROUNDOFF:
                 if key.phase == "forward":
                     self._see_output(entry, parameters, inputs, read)
@@ -140,13 +172,6 @@ class Cancellation:
                 if loss and (not led or not key.path):
                     self._see_head(output, entry, loss)
                     led |= int(entry.summary["count"]) > 1
-
-    def _see_loss(self, loss: float) -> float:
-        size = abs(loss) if math.isfinite(loss) else 0.0
-        self._seen.signed |= loss < 0.0
-        self._seen.largest = max(self._seen.largest, size)
-        self._small = self._seen.largest / size if size else 1.0
-        return size
 
     def _see_output(
         self,
@@ -187,19 +212,16 @@ class Cancellation:
         if not (g > 0.0 and y > 0.0 and math.isfinite(g * g * y / loss)):
             return
         width = output.shape[-1] if len(output.shape) > 1 else 1
-        curvature, before = g * g / (2.0 * loss), self._seen.heads.get(output.key)
-        most, steepest = (g, 0.0) if before is None else (max(g, before.largest), before.steepest)
-        if loss >= _LARGE * self._seen.largest:
-            steepest = max(steepest, curvature)
-        self._seen.heads[output.key] = SeenHead(curvature=curvature, loss=loss, largest=most, steepest=steepest)
+        before, now = self._seen.heads.get(output.key), self._seen.see_head(output.key, g, loss)
         count = int(output.summary["count"])
         changed = before is not None and abs(before.loss - loss) > _CHANGED * loss
-        constant = before is not None and changed and _is_near(curvature, before.curvature)
-        usual = any(_is_near(curvature, k / n) for k in (1.0, 2.0) for n in (1, count, max(1, count // width)))
+        constant = before is not None and changed and _is_near(now.curvature, before.curvature)
+        usual = any(_is_near(now.curvature, k / n) for k in (1.0, 2.0) for n in (1, count, max(1, count // width)))
         quadratic = count > 1 and (constant or usual) and not self._seen.signed
         self._heads[gradient.key] = _Head(
             gain=g * y / loss, width=max(1, width), quadratic=quadratic, signs=_num_signs(gradient),
-            turn=0.0 if self._seen.signed else max(steepest, quadratic * curvature) / g * y, largest=most / g,
+            turn=0.0 if self._seen.signed else max(now.steepest, quadratic * now.curvature) / g * y,
+            largest=now.largest / g,
         )  # fmt: skip
 
     def of(self, pair: Pair) -> float:
@@ -213,11 +235,14 @@ class Cancellation:
         """True if the terms of a parameter's gradient are known."""
         return pair.baseline.key._replace(stage="", micro_step=0) in self._terms
 
-    def of_loss(self, floors: Floors) -> float:
+    def of_loss(self, pair: Pair, floors: Floors) -> float:
         """Floor of the loss, from the differences measured at its inputs."""
         inputs = max(floors.flow, floors.parameters)
         if not inputs:
             return 0.0
+        if not number(pair.baseline.summary):  # a loss with a margin, which every sample keeps in the baseline
+            most = (floors.precision + GAIN * inputs) * self._seen.largest
+            return math.inf if abs(number(pair.candidate.summary)) <= most else 0.0
         own = floors.precision * self._small
         return own + max((_of_loss(head, inputs, floors.precision) for head in self._heads.values()), default=0.0)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,7 @@ class RunFloors:
         canceled: Norm of all gradients over the norm of their change since the evaluation before, where it was largest.
         latest: The baseline's gradients in the latest evaluation, by parameter.
         loss: What earlier steps tell of the loss.
+        least: By gradient of a weight: how much canceled in it in the step in which that was least; see `cancellation`.
         undisturbed: The same as `gradients`, without differences that exceed noise.
         disturbed: Parameters with an initial value, a gradient, a state or an update that differs by more than noise.
         quiet: Floor of each site when it was last judged before any divergence.
@@ -109,7 +111,7 @@ class RunFloors:
     canceled: float = 1.0
     latest: dict[str, Any] = field(default_factory=dict)
     _judged: dict[str, int] = field(default_factory=dict)  # the latest step, by optimizer
-    _least: dict[SiteKey, float] = field(default_factory=dict)  # cancellation of gradients, where it was least
+    least: dict[SiteKey, float] = field(default_factory=dict)
     _passes: tuple[Floors, ...] = ()
 
     def at(self, optimizer: str, step: int, *, begun: int | None = None) -> None:
@@ -159,8 +161,22 @@ class RunFloors:
         if added is None or added.kernel in ("lookup", "bag") or not size > 0.0:
             return 1.0
         site, canceled = key._replace(micro_step=0), added.norm / size
-        self._least[site] = least = min(canceled, self._least.get(site, canceled))
+        self.least[site] = least = min(canceled, self.least.get(site, canceled))
         return max(1.0, canceled / least) if least else 1.0
+
+    def see_again(self, table: StepTable, terms: Mapping[SiteKey, Sequence[SiteKey]]) -> None:
+        """Note a step that has the sites of the one before, and the same bits in both runs, and is not judged.
+
+        Args:
+            table: Its sites.
+            terms: By site of `least`: the gradients of outputs whose elements it adds up.
+        """
+        self.note_states(table.values())
+        self.loss.see_again(table)
+        for site, added in terms.items():
+            if size := norm_of(table[site].summary):
+                norm = reduce(math.hypot, (norm_of(table[key].summary) for key in added), 0.0)
+                self.least[site] = min(norm / size, self.least[site])
 
     def note_states(self, entries: Iterable[MergedSite]) -> None:
         """Note the norms of the states of optimizers after a step, from the baseline's sites."""

@@ -400,7 +400,8 @@ class SiteFloors:
                 floor = max(floor, self._canceled.of_gradient(pair, floors))
             return floor * self._cancellation(pair)
         if key.phase == "loss" or key.slot == "norm":
-            return max(floors.scalar(self._samples), self._canceled.of_loss(floors) if key.phase == "loss" else 0.0)
+            canceled = self._canceled.of_loss(pair, floors) if key.phase == "loss" else 0.0
+            return max(floors.scalar(self._samples), canceled)
         if key.phase == "grad":
             # One run may call the module once on all rows, where the other rounds the gradient of each call.
             each = (self._calls.get(key.path.rpartition(".")[0], 1) - 1) * UNIT_ROUNDOFF.get(pair.baseline.dtype, 0.0)
