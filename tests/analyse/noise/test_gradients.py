@@ -19,6 +19,7 @@ from traindiff.analyse.merge.distance import Pair, difference
 from traindiff.analyse.merge.site import MergedSite, SiteKey
 from traindiff.analyse.noise.gradients import (
     FEW_TURNED,
+    common_factor,
     gradient_floor,
     median,
     share_of_noise,
@@ -279,3 +280,19 @@ def test_other_sites_tell_nothing_of_terms(pair: Pair) -> None:
 @example([-0.0, -0.0])
 def test_the_median_is_that_of_numpy_to_the_bit(numbers: list[float]) -> None:
     assert repr(median(numbers)) == repr(float(np.median(numbers)))
+
+
+@pytest.mark.parametrize(
+    ("fits", "limits", "factor"),
+    [
+        ([0.5, 0.5, 0.5, 1.0], [1e-5, 1e-5, 1e-5, 1e-5], 0.5),
+        ([0.5, 0.5, 1.0, 1.0], [1e-5, 1e-5, 1e-5, 1e-5], None),
+        ([0.994, 0.99, 0.994, 1.0], [0.1, 0.3, 0.1, 1e-5], None),
+        ([0.994, 0.994, 0.994, 1.0], [0.1, 0.3, 1e-5, 1e-5], 0.994),
+    ],
+)
+def test_a_common_factor_shows_in_a_gradient_that_follows_it(
+    fits: list[float], limits: list[float], factor: float | None
+) -> None:
+    """Noisy gradients have any factor; one with little noise has its own."""
+    assert common_factor(fits, limits) == factor

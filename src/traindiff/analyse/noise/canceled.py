@@ -330,9 +330,8 @@ class _Layer:
                 return None
             width = size
         elif len(sides) == 2:
-            widths = dict.fromkeys(side for side in sides if side == shape[-1])
-            inputs = tuple((outputs // width * (size // width),) for width in widths)
-            width = next(iter(widths), 0)
+            width = shape[-1] if shape[-1] in sides else 0
+            inputs = ((outputs // width * (size // width),),) if width else ()
         else:
             width = shape[1] if len(shape) > 1 else 0
             if width not in sides[:2]:

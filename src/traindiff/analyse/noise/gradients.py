@@ -40,11 +40,11 @@ def common_factor(fits: Sequence[float], limits: Sequence[float]) -> float | Non
     if len(fits) < 3:
         return None
     factor = median(fits)
-    # A common factor is visible if it exceeds the floor of the least noisy gradient.
-    if factor == 0.0 or not math.isfinite(factor) or abs(factor - 1.0) <= min(limits):
+    if factor == 0.0 or not math.isfinite(factor):
         return None
-    near = sum(abs(s / factor - 1.0) <= max(limit, 1e-6) for s, limit in zip(fits, limits, strict=True))
-    return factor if near >= COMMON_SHARE * len(fits) else None
+    near = [limit for s, limit in zip(fits, limits, strict=True) if abs(s / factor - 1.0) <= max(limit, 1e-6)]
+    # A common factor is visible if it exceeds the floor of the least noisy gradient that follows it.
+    return factor if len(near) >= COMMON_SHARE * len(fits) and abs(factor - 1.0) > min(near) else None
 
 
 def median(numbers: Iterable[float]) -> float:

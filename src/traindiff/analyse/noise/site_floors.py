@@ -272,6 +272,8 @@ class SiteFloors:
             # A BatchNorm that sums in another order than the replicas may differ more, and is still right.
             shown = measured if key.phase == "grad" else self.measured(pair, summed=False)
             self._run.exceeded_noise |= size > (shown or 0.0)
+        if key.phase == "loss" and math.isinf(size):  # a margin that is kept in one run alone
+            self._run.exceeded_noise = True
         if key.phase == "optimizer":
             self._run.note_states([pair.baseline])
             self._run.carried[key] = 0.0 if found or size > self._undisturbed.get(key, math.inf) else size
@@ -351,7 +353,7 @@ class SiteFloors:
 
     def _joined(self, pair: Pair, measured: float | None, derived: float) -> float:
         """One floor from the measured one and the one that follows from rounding and inputs."""
-        if measured is None:
+        if measured is None or (pair.baseline.key.phase == "loss" and math.isinf(derived)):
             return derived
         if pair.baseline.key.phase in ("optimizer", "update"):
             if self._run.mixing:  # a whole update depends on a few inner products: of these, each replica is one draw
