@@ -266,14 +266,7 @@ class SiteFloors:
         if self._forced:
             return
         expected = None if self._noise is None else self._noise.get(key)
-        if expected is not None and (
-            key.phase in ("update", "param") or int(finite_count(pair.baseline.summary)) >= FEW
-        ):
-            # A BatchNorm that sums in another order than the replicas may differ more, and is still right.
-            shown = measured if key.phase == "grad" else self.measured(pair, summed=False)
-            self._run.exceeded_noise |= size > (shown or 0.0)
-        if key.phase == "loss" and math.isinf(size):  # a margin that is kept in one run alone
-            self._run.exceeded_noise = True
+        self._run.exceeded_noise |= expected is not None and self._exceeds_noise(pair, size, measured)
         if key.phase == "optimizer":
             self._run.note_states([pair.baseline])
             self._run.carried[key] = 0.0 if found or size > self._undisturbed.get(key, math.inf) else size
@@ -291,6 +284,15 @@ class SiteFloors:
         else:
             self._calm.enter(pair, size, flows=flows and not self.parted)
             floors.enter(pair, size, flows=flows)
+
+    def _exceeds_noise(self, pair: Pair, size: float, measured: float) -> bool:
+        """True if a difference is larger than those of replicas, as far as these can tell."""
+        phase = pair.baseline.key.phase
+        if phase not in ("update", "param") and int(finite_count(pair.baseline.summary)) < FEW:
+            return phase == "loss" and math.isinf(size)  # a margin that is kept in one run alone
+        # A BatchNorm that sums in another order than the replicas may differ more, and is still right.
+        shown = measured if phase == "grad" else self.measured(pair, summed=False)
+        return size > (shown or 0.0)
 
     def _note_lost(self, key: SiteKey, size: float, *, on_path: bool) -> None:
         if on_path and key in self._lost:
