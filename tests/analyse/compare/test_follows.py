@@ -166,7 +166,7 @@ def test_everything_after_another_batch_follows_and_is_not_judged(compared: Comp
 
 
 def test_a_large_inflow_is_said_to_hide_what_comes_after(compared: Compared) -> None:
-    judged = compared(once(rotated(FC, 0.05), rotated(HEAD, 0.05), step=1))
+    judged = compared(once(rotated(FC, 0.02), rotated(HEAD, 0.02), step=1))
     hidden = compared(once(rotated(FC, 0.3), rotated(HEAD, 0.3), step=1))
 
     assert not any(note.startswith("Not judged after") for note in judged.notes)

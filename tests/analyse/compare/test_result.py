@@ -85,7 +85,7 @@ def test_the_text_of_a_divergence(compared: Compared) -> None:
         "\n"
         "First divergence: step 1, micro-step 0, forward, fc output[0]\n"
         "  The candidate's is 2 x the baseline's.\n"
-        "  relative L2 difference 1 = 5.24e+05 x its floor of 1.91e-06\n"
+        "  relative L2 difference 1 = 2.21e+05 x its floor of 4.53e-06\n"
         "  Everything before it agrees, up to (root) input[0].\n"
         "  First difference in bits: the same place.\n"
         "  more: traindiff explain scale\n"

@@ -379,6 +379,7 @@ class RunningComparison:
                 factors=tuple(scale_factors(*scales)),
                 clipped=tuple(clip_factor(*clipped)),
                 coefficients=(clip_coefficient(clipped[0]), clip_coefficient(clipped[1])),
+                clip=max((one.coefficient for one in clipped[0]), default=1.0) or 1.0,
                 clips=any(clipped),
                 clips_in_one=any(clipped) and not all(clipped),
                 evaluation=given.evaluation,

@@ -40,6 +40,7 @@ class StepInput:
         factors: Known factors, with what to say about each.
         clipped: The same for gradients only.
         coefficients: Factors that clipping to a norm applied in both runs; 1 without it.
+        clip: The weakest of the factors that the baseline's calls applied one by one; 1 without any.
         clips: Whether a run clips gradients in this step.
         clips_in_one: Whether only one run is seen to do so.
         carried: Part that a gradient which was not set to zero has in the next one, relative to that one's own part.
@@ -75,6 +76,7 @@ class StepInput:
     factors: tuple[tuple[float, str], ...] = ()
     clipped: tuple[tuple[float, str], ...] = ()
     coefficients: tuple[float, float] = (1.0, 1.0)
+    clip: float = 1.0
     clips: bool = False
     clips_in_one: bool = False
     steps_before: int = 0

@@ -8,7 +8,7 @@ the gradients of samples add up to nearly nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from traindiff.analyse.merge.distance import Pair
@@ -63,12 +63,15 @@ class SeenLoss:
         largest: Its largest absolute value.
         signed: Whether it has been negative. Then its size tells nothing of its curvature.
         site: Key of the loss.
+        scale: In the first step, the size of a weight's gradient over that of its terms, where it was largest; at most
+            1. A training may divide its gradients by hand, which cancels nothing. None before.
     """
 
     heads: dict[SiteKey, SeenHead] = field(default_factory=dict)
     largest: float = 0.0
     signed: bool = False
     site: SiteKey | None = None
+    scale: float | None = None
 
     def see(self, entry: MergedSite) -> float:
         """Note the loss of a step. Returns its absolute value; 0 if it is not finite."""
@@ -144,15 +147,24 @@ class Cancellation:
         pairs: Of the step, in execution order.
         parameters: By path: the parameters as the step found them.
         seen: What earlier steps tell of the loss. This step is added.
+        clipped: Factor by which clipping made the gradients smaller that the optimizer used.
     """
 
-    def __init__(self, pairs: Iterable[Pair], parameters: Mapping[str, Pair], seen: SeenLoss) -> None:
+    def __init__(
+        self, pairs: Sequence[Pair], parameters: Mapping[str, Pair], seen: SeenLoss, clipped: float = 1.0
+    ) -> None:
         self._terms: dict[SiteKey, float] = {}  # size of what outputs, and gradients of weights, would be
         self._outputs: dict[SiteKey, MergedSite] = {}
         self._heads: dict[SiteKey, _Head] = {}  # by the key of the gradient
         self._seen = seen
         self._small = 1.0  # how much larger the loss has been
         self._see(pairs, parameters)
+        if seen.scale is None:
+            used = (pair.baseline for pair in pairs if pair.baseline.key in self._terms)
+            sizes = (norm_of(one.summary) / (clipped * self._terms[one.key]) for one in used if one.key.phase == "grad")
+            seen.scale = min(1.0, max(sizes, default=0.0)) or None
+        self.used = clipped * (seen.scale or 1.0)
+        """Factor by which gradients that the optimizer used are smaller than what the backward pass made of them."""
 
     def _see(self, pairs: Iterable[Pair], parameters: Mapping[str, Pair]) -> None:
         inputs = _Inputs()
@@ -228,6 +240,7 @@ class Cancellation:
         """Size of the terms of an output, its gradient or a weight's, as a multiple of its own; at least 1."""
         key = pair.baseline.key
         terms = self._terms.get(key._replace(stage="", micro_step=0) if key.phase == "grad" else key, 0.0)
+        terms *= self.used if key.phase == "grad" and not key.stage else 1.0
         size = norm_of(pair.baseline.summary) if terms else 0.0
         return max(1.0, terms / size) if size else 1.0
 

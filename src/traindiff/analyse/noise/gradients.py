@@ -134,6 +134,14 @@ def terms_by_module(
     return {**matrices, **found}
 
 
+def reduced_terms(terms: Mapping[str, Terms], factor: float) -> Mapping[str, Terms]:
+    """The terms of gradients that were multiplied by a factor after the backward pass."""
+    if factor == 1.0:
+        return terms
+    # Without a dtype, they were estimated from the gradient of a weight, which was multiplied, too.
+    return {path: replace(one, norm=factor * one.norm) if one.dtype else one for path, one in terms.items()}
+
+
 def _kernel(name: str, *, of_matrix: bool) -> Kernel:
     if "Embedding" in name:
         return "bag" if "Bag" in name else "lookup"

@@ -15,6 +15,7 @@ from traindiff.analyse.noise.gradients import (
     NO_CLASSES,
     Terms,
     gradient_floor,
+    reduced_terms,
     summed_rows,
     terms_by_module,
     turned_share,
@@ -75,6 +76,7 @@ class SiteFloors:
         computed_in: The shortest dtype to which autocast converts in one of the runs; empty without autocast.
         other_form: Whether both runs were given the same samples, padded or ordered otherwise.
         calls: By module that the runs call on other parts of the batch: the most calls in a step.
+        clipped: Factor by which clipping made the baseline's gradients smaller.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class SiteFloors:
         computed_in: str = "",
         other_form: bool = False,
         calls: Mapping[str, int] = MappingProxyType({}),
+        clipped: float = 1.0,
     ) -> None:
         self._run = run
         self._forced = forced
@@ -114,9 +117,10 @@ class SiteFloors:
         self._lost_flow, self._lost_inputs = 0.0, dict[SiteKey, float]()
         self._terms: Mapping[str, Terms] = terms_by_module(pairs, classes, (*unplaced, *unpaired))
         self._calls = calls
-        self._canceled = Cancellation(pairs, parameters, run.loss)
+        self._canceled = Cancellation(pairs, parameters, run.loss, clipped)
+        self._used_terms = reduced_terms(self._terms, self._canceled.used)
         self._canceled_means = canceled_means(pairs)
-        self._coherent = CoherentErrors(self._terms, parameters)
+        self._coherent = CoherentErrors(self._used_terms, parameters)
         self._rounded = 0.0  # largest unit roundoff of the baseline so far in the step
         self._noise_flow = 0.0  # largest difference of a replica so far in the step
         self._nonlinear = NonlinearUpdates(run, parameters, pairs)
@@ -409,7 +413,8 @@ class SiteFloors:
         if key.phase == "grad":
             # One run may call the module once on all rows, where the other rounds the gradient of each call.
             each = (self._calls.get(key.path.rpartition(".")[0], 1) - 1) * UNIT_ROUNDOFF.get(pair.baseline.dtype, 0.0)
-            floor = gradient_floor(pair, self._terms, floors, accumulated=self._micro_steps) + each
+            terms = self._terms if key.stage else self._used_terms
+            floor = gradient_floor(pair, terms, floors, accumulated=self._micro_steps) + each
             return floor * self._cancellation(pair)
         if key.phase == "optimizer":
             if key.slot not in LINEAR_STATE:
@@ -434,7 +439,7 @@ class SiteFloors:
         known = self._canceled.of(pair)
         if pair.baseline.key.phase != "grad" or len(pair.baseline.shape) < 2 or self._canceled.knows(pair):
             return known
-        return max(known, self._run.cancellation(pair, self._terms))
+        return max(known, self._run.cancellation(pair, self._used_terms))
 
     def _summation(self, pair: Pair) -> float:
         """Floor of values computed from a mean and a variance over many rows; 0 for anything else.
