@@ -260,3 +260,29 @@ def test_what_one_of_several_micro_batches_loses_is_unknown_and_no_difference(
     comparison = traindiff.compare(tmp_path / "baseline", tmp_path / "candidate")
     nothing_is_lost = moment == "before the backward pass" or (moment == "between passes" and passes == 1)
     assert comparison.verdict == ("identical" if nothing_is_lost else "incomplete"), str(comparison)
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_wrapped_step_may_call_its_closure_until_nothing_moves(scheduled: bool, tmp_path: Path) -> None:
+    """A scheduler puts its own function in place of `step`; LBFGS writes parameters between calls of the closure."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 24), nn.GELU(), nn.Linear(24, 4))
+    inputs, targets = torch.randn(16, 8), torch.randn(16, 4)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0) if scheduled else None
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        return loss
+
+    with traindiff.record(tmp_path / "run", model, optimizer):
+        for _ in range(20):
+            optimizer.step(closure)
+            if scheduler is not None:
+                scheduler.step()
+
+    report = traindiff.check(tmp_path / "run")
+    assert report.verdict == "healthy", str(report)
+    assert len(report.steps) == 20
