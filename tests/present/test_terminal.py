@@ -40,7 +40,7 @@ def test_further_findings_are_listed(tmp_path: Path) -> None:
         "",
         "First divergence: step 1, micro-step 0, forward, fc output[0]",
         "  The candidate's is 2 x the baseline's.",
-        "  relative L2 difference 1 = 5.24e+05 x its floor of 1.91e-06",
+        "  relative L2 difference 1 = 2.21e+05 x its floor of 4.53e-06",
         "  Everything before it agrees, up to (root) input[0].",
         "  First difference in bits: the same place.",
         "  more: traindiff explain scale",
