@@ -39,7 +39,7 @@ def test_a_divergence_is_printed_and_exits_with_one(traindiff: Traindiff) -> Non
         "grad   fc.weight grad        1           1  3.9e-06  2.6e+05",
         "and 21 that follow, 5 identical",
         "",
-        "Not judged after the first divergence: grad of (all parameters) norm, from step 1 on, and 2 more sites. What "
+        "Not judged after the first divergence: grad of (all parameters) norm, from step 1 on, and 13 more sites. What "
         "precedes them differs by so much that even a lost tensor would not stand out. Mend the first divergence, and "
         "compare again.",
     ]
