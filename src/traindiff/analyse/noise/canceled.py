@@ -161,7 +161,11 @@ class Cancellation:
         self._see(pairs, parameters)
         if seen.scale is None:
             used = (pair.baseline for pair in pairs if pair.baseline.key in self._terms)
-            sizes = (norm_of(one.summary) / (clipped * self._terms[one.key]) for one in used if one.key.phase == "grad")
+            sizes = (
+                norm_of(one.summary) / terms
+                for one in used
+                if one.key.phase == "grad" and (terms := clipped * self._terms[one.key]) > 0.0
+            )
             seen.scale = min(1.0, max(sizes, default=0.0)) or None
         self.used = clipped * (seen.scale or 1.0)
         """Factor by which gradients that the optimizer used are smaller than what the backward pass made of them."""
