@@ -33,9 +33,7 @@ class SameSoFar:
         self._judge = judge
         self._layout: object = None  # of the step that was judged last, if later ones may wait
         self._sites: list[SiteKey] = []  # of it
-        self._terms: dict[
-            SiteKey, list[SiteKey]
-        ] = {}  # gradients of outputs, by the weight's gradient that adds them up
+        self._terms: dict[SiteKey, list[SiteKey]] = {}  # by weight's gradient: those of outputs that it adds up
         self._lost: frozenset[SiteKey] = frozenset()  # sites that have no floor in the waiting step
         self._waiting: AlignedStep | RepeatedStep | None = None
         self._num_waiting = 0

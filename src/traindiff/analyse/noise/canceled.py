@@ -25,7 +25,6 @@ _SAME = 1e-3
 _CHANGED = 0.01
 """Relative change of a loss above which an unchanged curvature tells that the loss is quadratic."""
 
-
 _LARGE = 0.1
 """Part of the largest loss from which on a loss tells its curvature. A sum that passes zero is small by chance."""
 

@@ -95,7 +95,7 @@ class OptimizerTap:
         self._backward: tuple[Tensor, int, int] | None = None  # a parameter, its version, and the calls until then
         self._left: tuple[Tensor, int, int] | None = None  # a parameter, and the versions of it and its gradient then
         self._num_evaluations = 0  # calls of the closure in this step
-        self._is_stepping = False  # in a call of `step` that the hooks have seen
+        self._in_closure = False  # the closure that `step` was given is being called
 
     def attach(self) -> ExitStack:
         """Follow the optimizer's calls. Close the result to remove the tap."""
@@ -175,7 +175,11 @@ class OptimizerTap:
         @wraps(closure)
         def counted(*args: Any, **kwargs: Any) -> Any:
             begin()
-            result = closure(*args, **kwargs)
+            self._in_closure = True
+            try:
+                result = closure(*args, **kwargs)
+            finally:
+                self._in_closure = False
             end()
             return result
 
@@ -198,8 +202,8 @@ class OptimizerTap:
         Looks only if the hooks are gone, or if `step` is not the method that calls them: parameters may be written in
         other ways, too.
         """
-        if self._unsettled or self._is_stepping:
-            return  # compiled code has seen it, or its closure is called
+        if self._unsettled or self._in_closure:
+            return  # compiled code has seen it, or the step that was seen goes on
         before, self._backward = self._backward, None
         if before is None or (self.is_attached() and "step" not in vars(self.optimizer)):
             return
@@ -249,7 +253,6 @@ class OptimizerTap:
         If `step` is given a closure, that computes the gradients, and they are recorded after each call of it.
         """
         self._num_evaluations = 0
-        self._is_stepping = True
         self._has_closure = has_closure(*call)
         self._left_out = not self._counts_skipped and leaves_out(self.optimizer)
         if self._left_out or not self._sink.progress.observing:
@@ -317,7 +320,6 @@ class OptimizerTap:
         if is_compiling():
             return
         self._calls += 1
-        self._is_stepping = False
         self._left = None
         if self._num_evaluations > 1 and self.name != self._sink.progress.optimizer:
             self._sink.progress.begin_evaluation()  # what follows is of another optimizer, whose step goes on
