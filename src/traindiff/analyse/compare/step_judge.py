@@ -326,6 +326,8 @@ class StepJudge:
 
     def _moved(self, pair: Pair, size: float, floor: float) -> Moved | None:
         """The norm or sum of a pair that is within its floor, if it moved further than rounding moves it."""
+        if not self._floors.judges_moments:
+            return None
         follows = size > self._floors.undisturbed(pair)  # then no rounding moved it
         within = size <= floor and not follows
         return self._floors.moved(pair, floor) if within and self._judge.tolerance is None else None
@@ -375,6 +377,8 @@ class StepJudge:
         baseline = pair.baseline
         by_user = self._judge.is_judged_by_user(pair)
         if not size <= floor < math.inf or by_user or int(baseline.summary["count"]) < 16:
+            return floor
+        if size <= self._floors.least_factor:  # the factor is no further from 1 than the whole difference
             return floor
         s, left_over = best_fit(baseline, pair.candidate)
         if left_over > _NO_FIT:

@@ -254,19 +254,13 @@ class SiteFloors:
         """
         key, floors = pair.baseline.key, self._floors
         measured = self.measured(pair) or 0.0
-        learns = key.phase in ("loss", "update") or key[:2] in (("grad", ""), ("param", ""))
-        if learns and key.slot not in ("norm", "value") and not has_other_losses(pair):
-            floor = max(measured, self._derived(pair, self._alone))
-            permuted = key.path in self._run.permuted
-            estimated = ESTIMATED_PERMUTED_NORMS if permuted and not pair.candidate.exact else 0.0
-            apart = norms_apart(pair) if permuted else size
-            unseen = self._unseen.behind(floors.flow, floor=floor, dtype=pair.baseline.dtype)
-            self._run.learning_differs |= apart > max(floor + unseen, estimated)
-            if key.phase == "grad" and not self._forced:  # adaptive updates follow what differs within the floor
-                self._alone.saw_gradient(key.path, min(apart, floor))
+        if not self._run.learning_differs:
+            self._run.learning_differs = self._learning_differs(pair, size, measured)
         if key.phase in ("forward", "backward", "loss"):
-            self._moments.saw(pair, handed_on=not self._forced)
-            self._unseen.saw(pair)
+            if self.judges_moments:
+                self._moments.saw(pair, handed_on=not self._forced)
+            if not self._run.learning_differs:
+                self._unseen.saw(pair)
         if self._forced:
             return
         expected = None if self._noise is None else self._noise.get(key)
@@ -288,6 +282,21 @@ class SiteFloors:
         else:
             self._calm.enter(pair, size, flows=flows and not self.parted)
             floors.enter(pair, size, flows=flows)
+
+    def _learning_differs(self, pair: Pair, size: float, measured: float) -> bool:
+        """True if what a training learns differs here by more than its own rounding and than replicas do."""
+        key = pair.baseline.key
+        learns = key.phase in ("loss", "update") or key[:2] in (("grad", ""), ("param", ""))
+        if not learns or key.slot in ("norm", "value") or has_other_losses(pair):
+            return False
+        floor = max(measured, self._derived(pair, self._alone))
+        permuted = key.path in self._run.permuted
+        estimated = ESTIMATED_PERMUTED_NORMS if permuted and not pair.candidate.exact else 0.0
+        apart = norms_apart(pair) if permuted else size
+        unseen = self._unseen.behind(self._floors.flow, floor=floor, dtype=pair.baseline.dtype)
+        if key.phase == "grad" and not self._forced:  # adaptive updates follow what differs within the floor
+            self._alone.saw_gradient(key.path, min(apart, floor))
+        return apart > max(floor + unseen, estimated)
 
     def _exceeds_noise(self, pair: Pair, size: float, measured: float) -> bool:
         """True if a difference is larger than those of replicas, as far as these can tell."""
@@ -327,20 +336,28 @@ class SiteFloors:
         derived += self._run.correction(pair.baseline.key) + self._run.approximated(pair)
         return self._joined(pair, self.measured(pair), derived) + subnormal_error(pair)
 
+    @property
+    def judges_moments(self) -> bool:
+        """Whether norms and sums are judged: both runs compute with the same parameters, as in the first step."""
+        return not self._floors.parameters
+
     def moved(self, pair: Pair, floor: float) -> Moved | None:
         """The norm or sum of a pair, if it moved further than rounding moves it; None if that cannot be told.
-
-        It is judged where both runs compute with the same parameters, so in the first step and in forced ones.
 
         Args:
             pair: Both sides.
             floor: Floor of their relative L2 difference.
         """
-        return None if self._floors.parameters else self._moments.moved(pair, floor)
+        return self._moments.moved(pair, floor) if self.judges_moments else None
 
     def norm_limit(self, pair: Pair, floor: float) -> float | None:
         """How far the norm of a pair may move, as a part of it, given the arguments of `moved`; None if unknown."""
-        return None if self._floors.parameters else self._moments.limit(pair, floor)
+        return self._moments.limit(pair, floor) if self.judges_moments else None
+
+    @property
+    def least_factor(self) -> float:
+        """A number that `factor` is never below, for any pair; 0 if it is not known without measuring."""
+        return self._floors.least_factor if self._noise is None else 0.0
 
     def storage(self, pair: Pair) -> float:
         """Norm of a parameter over norm of its update; 0 for anything but updates.

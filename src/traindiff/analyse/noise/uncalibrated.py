@@ -207,6 +207,11 @@ class Floors:
             2.0 * max(units) * (1.0 + storage),
         )
 
+    @property
+    def least_factor(self) -> float:
+        """A number that `factor` is never below."""
+        return max(self.precision, GAIN * self.flow, GAIN * self.parameters)
+
     def scalar(self, terms: int) -> float:
         """Floor of a number that was reduced from many: `sqrt(N) * u`, or the gain of the input differences."""
         reduction = math.sqrt(max(1, terms)) * UNIT_ROUNDOFF["float32"]
