@@ -15,6 +15,7 @@ from traindiff.analyse.check.chosen_rules import CONSEQUENCE, chosen_rules
 from traindiff.analyse.check.ignored_sites import IgnoredSites
 from traindiff.analyse.findings import Finding, also_text, grouped, phase_text, ranks_text, steps_text, where_text
 from traindiff.analyse.merge.history import RunHistory
+from traindiff.analyse.merge.indexed import indexed
 from traindiff.analyse.merge.parameters import Updates
 from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.unobserved import FailedTaps, unrecorded_of, without_lost
@@ -204,7 +205,7 @@ def check(
         if step.step not in selection:
             continue
         if not step.finished:
-            table = without_lost(step.table, failed.lost)
+            table = indexed(without_lost(step.table, failed.lost))
             judge.note_contents(table, (), finished=False)
             found.add(judge.step(table, step=step.step, finished=False))
             continue
@@ -212,11 +213,11 @@ def check(
         several = several or bool(step.earlier)
         missing = {**dict.fromkeys(sorted({*run.ranks} - step.last.keys()), step.step), **missing}
         failed.see(step.table, step=step.step)
-        table = without_lost(step.table, failed.lost)
-        ignored.see(table)
+        recorded = without_lost(step.table, failed.lost)
+        ignored.see(recorded)
         if kept is not None:
-            kept.note(table, step.step)
-        table |= {entry.key: entry for entry in updates.derive(table, step=step.step)[0]}
+            kept.note(recorded, step.step)
+        table = indexed(recorded | {entry.key: entry for entry in updates.derive(recorded, step=step.step)[0]})
         judge.note_unknown(table)
         checks = product_checks(step.products, described)
         judge.note_contents(table, checks)
@@ -227,6 +228,7 @@ def check(
         if progress:
             progress(step.step)
         table.clear()
+        recorded.clear()
         step.release()
         if follower.is_enough(not all(map(judge.is_warning, ignored.left(findings_here)))):
             break

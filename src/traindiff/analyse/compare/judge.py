@@ -21,6 +21,7 @@ from traindiff.analyse.compare.uncalled import is_uncalled
 from traindiff.analyse.findings import UNJUDGED, Finding, SiteWord, word_of
 from traindiff.analyse.merge.distance import Pair, difference, equal_bits, same_bits, size_of
 from traindiff.analyse.merge.history import DifferenceHistory
+from traindiff.analyse.merge.indexed import indexed
 from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.site import GRADIENT_NORM, MergedSite, SiteKey, StepTable
 from traindiff.analyse.noise.run_floors import RunFloors
@@ -361,6 +362,7 @@ class BothRuns:
             self._alike = False
         if self._alike:
             tables = tables[:1]
+        tables = [*map(indexed, tables)]
         for judge, table in zip(self._strict, tables, strict=False):
             judge.note_unknown(table)
         strict = [judge.step(table, step=step) for judge, table in zip(self._strict, tables, strict=False)]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 from traindiff.analyse.findings import Finding, ranks_text
+from traindiff.analyse.merge.indexed import once, sites
 from traindiff.analyse.merge.recorded_calls import num_cleared, samples_of
 from traindiff.analyse.merge.site import MergedSite, StepTable
 from traindiff.analyse.rules.rule import Contents, Found, Limit, Repeated, RepeatedRule
@@ -36,13 +37,13 @@ class SamplesVary(RepeatedRule):
     def applies(self, contents: Contents) -> bool:
         """True if a step has something that it judges."""
         return any(
-            key[:3] == ("batch", SAMPLE, "") and entry.dtype in UNIT_ROUNDOFF for key, entry in contents.table.items()
+            not key.path and entry.dtype in UNIT_ROUNDOFF for key, entry in sites(contents.table, "batch", stage=SAMPLE)
         )
 
     def _wrong(self, table: StepTable) -> Found | None:
         shares: dict[str, list[bool]] = {}
-        for key, entry in table.items():
-            if key[:3] != ("batch", SAMPLE, "") or entry.dtype not in UNIT_ROUNDOFF or "mask" in key.slot:
+        for key, entry in sites(table, "batch", stage=SAMPLE):
+            if key.path or entry.dtype not in UNIT_ROUNDOFF or "mask" in key.slot:
                 continue
             for part in entry.parts:
                 if int(part.summary["count"]) >= FEW:
@@ -52,7 +53,7 @@ class SamplesVary(RepeatedRule):
             return None
         share = min(sum(found) / len(found) for found in shares.values())
         slot = next(iter(shares))
-        first = next(one for key, one in table.items() if key[:4] == ("batch", SAMPLE, "", slot))
+        first = next(one for key, one in sites(table, "batch", stage=SAMPLE) if key[2:4] == ("", slot))
         numbers = {"share": share, "value": float(first.summary["maximum"])}
         return {"": (first, numbers)} if share > self.limit("share") else {}
 
@@ -98,13 +99,14 @@ def whole_samples(table: StepTable) -> list[WholeSample]:
 
 def elements_of_a_sample(table: StepTable) -> int:
     """Number of elements of a sample, over all inputs; 0 if samples were not observed."""
-    first = (entry for key, entry in table.items() if key[:3] == ("batch", "sample", "") and not key.call)
+    first = (entry for key, entry in sites(table, "batch", stage=SAMPLE) if not (key.path or key.call))
     return sum(int(entry.parts[0].summary["count"]) for entry in first if entry.parts and not entry.unobserved)
 
 
-def inputs_of(table: StepTable) -> list[MergedSite]:
+@once
+def inputs_of(table: StepTable) -> Sequence[MergedSite]:
     """The inputs of the model in the step's forward passes."""
-    return [entry for key, entry in table.items() if key[:3] == ("batch", "", "") and not entry.unobserved]
+    return [entry for key, entry in sites(table, "batch", stage="") if not (key.path or entry.unobserved)]
 
 
 class SamplesDiffer(RepeatedRule):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.site import MergedSite, StepTable
 from traindiff.analyse.rules.rule import Contents, Found, Limit, Repeated, RepeatedRule
 from traindiff.core.observation import BROADCAST
@@ -34,12 +35,9 @@ class LossesPairSamples(RepeatedRule):
         return any(key.phase == "loss" and key.slot == "backward" for key in contents.table)
 
     def _wrong(self, table: StepTable) -> Found | None:
-        marks = [entry for key, entry in table.items() if key.stage == BROADCAST and not entry.unobserved]
+        marks = [entry for _, entry in sites(table, stage=BROADCAST) if not entry.unobserved]
         shapes = {
-            part.shard.shape
-            for key, entry in table.items()
-            if key.phase == "forward" and not key.stage and not key.path
-            for part in entry.parts
+            part.shard.shape for key, entry in sites(table, "forward", stage="") if not key.path for part in entry.parts
         }
         found: Found = {}
         for mark in marks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from traindiff.analyse.findings import Finding, listed_text, micro_steps_text
+from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.recorded_calls import num_cleared
 from traindiff.analyse.merge.site import StepTable, num_micro_steps
 from traindiff.analyse.rules.rule import Rule
@@ -31,10 +32,10 @@ class GradientsAreCleared(Rule):
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """One finding for all parameters of a step; each parameter is named once."""
-        carried = [one for key, one in table.items() if key[:2] == ("grad", CARRIED) and not one.unobserved]
+        carried = [one for _, one in sites(table, "grad", stage=CARRIED) if not one.unobserved]
         fresh = [one for one in carried if one.key.path not in self._told]
         self._told.update(one.key.path for one in fresh)
-        total = sum(key[:2] == ("grad", "") and key.slot == "grad" for key in table)
+        total = sum(key.slot == "grad" for key, _ in sites(table, "grad", stage=""))
         if fresh:
             paths = [one.key.path for one in fresh]
             yield self.finding(fresh[0], _message(paths, total=total, step=step), step=step, paths=paths)

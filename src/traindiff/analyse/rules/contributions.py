@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traindiff.analyse.findings import Finding, micro_steps_text, ranks_text
+from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.recorded_calls import clips, contributions
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at
 from traindiff.analyse.rules.optimizers import may_be_left_out
@@ -122,8 +123,7 @@ class ContributionsCount(RepeatedRule):
     def applies(self, contents: Contents) -> bool:
         """True if a step has something that it judges."""
         return any(
-            key[:2] == ("grad", "micro") and any(part.micro_step for part in entry.parts)
-            for key, entry in contents.table.items()
+            any(part.micro_step for part in entry.parts) for _, entry in sites(contents.table, "grad", stage="micro")
         )
 
     def _wrong(self, table: StepTable) -> Found | None:
@@ -194,8 +194,8 @@ class ElementsAddUp(Rule):
         """Findings of a step: one for each gradient."""
         self._edited |= {
             key.path
-            for key, entry in table.items()
-            if (key.phase, key.stage, key.slot) == ("grad", WITNESS, GIVEN) and not entry.unobserved
+            for key, entry in sites(table, "grad", stage=WITNESS)
+            if key.slot == GIVEN and not entry.unobserved
             and any(elements(part.summary)[EDITED] for part in entry.parts)
         }  # fmt: skip
         if self.facts.has_hook or may_be_left_out(table):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from traindiff.analyse.findings import Finding, more_text
+from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.rules.optimizers import may_be_left_out
 from traindiff.analyse.rules.rule import Contents, Limit, Rule
@@ -134,8 +135,8 @@ class OptimizersKeepParameters(Rule):
 
     def step(self, table: StepTable, *, step: int) -> None:
         """Note a step; the findings come at the end."""
-        for key, entry in table.items():
-            if key[:2] != ("grad", "") or key.slot != "grad":
+        for key, entry in sites(table, "grad", stage=""):
+            if key.slot != "grad":
                 continue
             if entry.unobserved == TAKEN_OUT:
                 one = self._out.setdefault(key.path, _Out(entry=entry.without_parts(), first=step))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from traindiff.analyse.findings import Finding, between_steps, listed_text, ranks_text
+from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.placed_parts import ranks_of
 from traindiff.analyse.merge.site import MergedSite, StepTable, finding_at, only_rank, ranks_in
 from traindiff.analyse.rules.rule import Rule
@@ -39,9 +40,9 @@ class OptimizersAloneChangeParameters(Rule):
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """One finding for all parameters of a step; each parameter is named once."""
-        found = [entry for key, entry in table.items() if key.stage == EDITED and not self._is_known(table, entry)]
-        for key, entry in table.items():
-            if key.phase == "param" and not key.stage and not entry.unobserved:
+        found = [entry for _, entry in sites(table, stage=EDITED) if not self._is_known(table, entry)]
+        for key, entry in sites(table, "param", stage=""):
+            if not entry.unobserved:
                 self._left[key.path, key.slot] = np.array(entry.summary)[()]  # a copy: see GradientsTogether
         for phase in ("param", "optimizer"):
             edited = [entry for entry in found if entry.key.phase == phase]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.rules.layers import EVALUATION
 from traindiff.analyse.rules.rule import Contents, Rule
@@ -47,8 +48,8 @@ class EvaluationDrawsNothing(Rule):
         """Findings of a step; each module is named once."""
         if self._differ is None and _evaluated_twice(table):
             self._differ = step
-        for key, entry in table.items():
-            if key.stage != DRAWS or entry.unobserved or key.path in self._told:
+        for key, entry in sites(table, stage=DRAWS):
+            if entry.unobserved or key.path in self._told:
                 continue
             self._told.add(key.path)
             rate = _dropout_rate(self.facts.settings.get(key.path, {}))
@@ -103,8 +104,8 @@ def _evaluated_twice(table: StepTable) -> bool:
     """
     inputs: dict[int, list[_Known]] = {}
     outputs: dict[int, list[_Known]] = {}
-    for key, entry in table.items():
-        if key.stage != EVALUATION or key.path or entry.unobserved:
+    for key, entry in sites(table, stage=EVALUATION):
+        if key.path or entry.unobserved:
             continue
         kept = inputs if key.phase == "batch" else outputs if key.phase == "forward" else None
         if kept is not None:
@@ -133,8 +134,8 @@ class SpectralNormsAreEstimated(Rule):
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """Findings of a step."""
-        for key, entry in table.items():
-            if key.stage == ESTIMATE and not key.call and not entry.unobserved:
+        for key, entry in sites(table, stage=ESTIMATE):
+            if not key.call and not entry.unobserved:
                 yield self._found(key, entry, step=step)
 
     def _found(self, key: SiteKey, entry: MergedSite, *, step: int) -> Finding:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traindiff.analyse.findings import Finding, ranks_text
+from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.placed_parts import ranks_of
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at, only_rank, ranks_in
 from traindiff.analyse.rules.rule import Contents, Rule
@@ -59,9 +60,9 @@ class TensorsKeepTheirBits(Rule):
                 self._perhaps.setdefault(finding.slot, []).append(finding)
             else:
                 yield finding
-        self._written |= {key.slot for key in table if key.stage == EDITED and not self._is_of_one_element(table, key)}
-        for key, entry in table.items():
-            if key.phase in _OF_OPTIMIZERS and not key.stage and not key.group and not entry.unobserved:
+        self._written |= {key.slot for key, _ in sites(table, stage=EDITED) if not self._is_of_one_element(table, key)}
+        for key, entry in sites(table, *_OF_OPTIMIZERS, stage=""):
+            if not key.group and not entry.unobserved:
                 self._left[key] = np.array(entry.summary["sketch"])  # a copy
 
     def end(self) -> Iterator[Finding]:
@@ -78,8 +79,8 @@ class TensorsKeepTheirBits(Rule):
         return left is None or np.count_nonzero(left != entry.summary["sketch"]) == 1
 
     def _found(self, table: StepTable, *, step: int) -> Iterator[Finding]:
-        for key, entry in table.items():
-            if key.stage != FLIPPED or entry.unobserved or not entry.parts:
+        for key, entry in sites(table, stage=FLIPPED):
+            if entry.unobserved or not entry.parts:
                 continue
             mine, ranks = ranks_of(entry.parts), ranks_in(table)
             where = f" on {ranks_text(sorted(mine), capital=False)}" if mine != ranks else ""

@@ -8,6 +8,7 @@ from math import prod
 from typing import ClassVar
 
 from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.site import MergedSite, RankPart, StepTable
 from traindiff.analyse.rules.batches import inputs_of
 from traindiff.analyse.rules.rule import Contents, Found, Limit, Repeated, RepeatedRule
@@ -54,7 +55,7 @@ class InputsHaveAllSamples(RepeatedRule):
         if most < 2:
             return None
         largest_slot = next(slot for slot, length in lengths.items() if length == most)
-        output = next((one for key, one in table.items() if key[:3] == ("forward", "", "") and one.shape), None)
+        output = next((one for key, one in sites(table, "forward", stage="") if not key.path and one.shape), None)
         found: Found = {}
         for entry in inputs:
             slot = entry.key.slot
@@ -211,8 +212,8 @@ def _is_zero(summary: Mapping[str, int]) -> bool:
 def _zero_half(table: StepTable, *, least: int) -> str:
     """Which half of a micro-batch is zero in all inputs, as a phrase; empty if none is."""
     zeros: dict[tuple[int, int], dict[int, list[bool]]] = {}
-    for key, entry in table.items():
-        if key[:3] != ("batch", SAMPLE, "") or "mask" in key.slot or entry.unobserved:
+    for key, entry in sites(table, "batch", stage=SAMPLE):
+        if key.path or "mask" in key.slot or entry.unobserved:
             continue
         for part in entry.parts:
             of_batch = zeros.setdefault((part.micro_step, part.rank), {})

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.rules.rule import Contents, Found, Limit, Repeated, RepeatedRule, Rule
 from traindiff.core.shards import BUCKETS, OPEN, Shard
@@ -55,8 +56,8 @@ class EvaluationIsCertain(Rule):
         """Findings of a step."""
         before: dict[str, set[int]] = {}
         found = []
-        for key, entry in table.items():
-            if key.phase != "forward" or key.stage not in ("", EVALUATION) or entry.unobserved:
+        for key, entry in sites(table, "forward"):
+            if key.stage not in ("", EVALUATION) or entry.unobserved:
                 continue
             fingerprint = int(entry.summary["fingerprint"])
             earlier = before.setdefault(key.stage, set())
@@ -122,11 +123,11 @@ class UnitsAreSensitive(RepeatedRule):
         return not SQUASHING.isdisjoint(contents.facts.modules.values())
 
     def _wrong(self, table: StepTable) -> Found:
-        returned = {int(entry.summary["fingerprint"]) for key, entry in table.items() if key[:3] == ("forward", "", "")}
+        returned = {int(one.summary["fingerprint"]) for key, one in sites(table, "forward", stage="") if not key.path}
         found: Found = {}
-        for key, entry in table.items():
+        for key, entry in sites(table, "forward", stage=""):
             kind = self.facts.modules.get(key.path)
-            if key[:2] != ("forward", "") or not key.path or kind not in SQUASHING or entry.unobserved:
+            if not key.path or kind not in SQUASHING or entry.unobserved:
                 continue
             count = int(entry.summary["count"])
             if count < FEW or nonfinite_count(entry.summary) or int(entry.summary["fingerprint"]) in returned:
@@ -197,8 +198,8 @@ class UnitsLive(Rule):
     def step(self, table: StepTable, *, step: int) -> None:
         """Note a step; the findings come at the end."""
         self._last_step = step
-        for key, entry in table.items():
-            if key.phase != "forward" or key.stage or self.facts.modules.get(key.path) not in RECTIFIERS:
+        for key, entry in sites(table, "forward", stage=""):
+            if self.facts.modules.get(key.path) not in RECTIFIERS:
                 continue
             if entry.unobserved or not entry.batched or len(entry.shape) < 2:
                 continue

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any, ClassVar
 
 from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.recorded_calls import clips
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.rules.optimizers import may_be_left_out
@@ -188,10 +189,10 @@ def moved_first(table: StepTable, usual: UsualSizes, *, step: int) -> tuple[Move
     """
     computed: Moved | None = None
     done: Moved | None = None
-    for key, entry in table.items():
+    for key, entry in sites(table, *_WITHIN, "optimizer", "update", stage=""):
         within = key.phase in _WITHIN
-        rate = bool(key.group) and key.slot == "lr"
-        if key.stage or entry.unobserved or not (within or rate or key.phase == "update"):
+        rate = key.slot == "lr" and bool(key.group)
+        if entry.unobserved or not (within or rate or key.phase == "update"):
             continue
         size = abs(number(entry.summary)) if rate else _size(entry)
         if not size or not math.isfinite(size):
@@ -337,7 +338,7 @@ def _gradient_norm(table: StepTable) -> tuple[MergedSite, float] | None:
     clipped = [(clip.entry, clip.norm) for clip in clips(table) if clip.norm is not None and math.isfinite(clip.norm)]
     if len(clipped) == 1:
         return clipped[0]
-    gradients = [entry for key, entry in table.items() if key[:2] == ("grad", "") and not entry.unobserved]
+    gradients = [entry for _, entry in sites(table, "grad", stage="") if not entry.unobserved]
     if not gradients:
         return None
     whole = math.sqrt(sum(float(entry.summary["sum_of_squares"]) for entry in gradients))

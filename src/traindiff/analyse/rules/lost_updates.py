@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.site import StepTable
 from traindiff.analyse.rules.replay import LIMIT, LOST_SHARE, REPLAYED, Replayed, replayed
@@ -46,10 +47,7 @@ class UpdatesSurviveRounding(Rule):
 
     def applies(self, contents: Contents) -> bool:
         """True if a step has something that it judges."""
-        return any(
-            key.phase == "param" and UNIT_ROUNDOFF.get(entry.dtype, 0.0) >= SHORT
-            for key, entry in contents.table.items()
-        )
+        return any(UNIT_ROUNDOFF.get(entry.dtype, 0.0) >= SHORT for _, entry in sites(contents.table, "param"))
 
     def step(self, table: StepTable, *, step: int) -> list[Finding]:
         """Findings of a step."""

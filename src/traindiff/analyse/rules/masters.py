@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from traindiff.analyse.findings import Finding, listed_text
+from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.site import MergedSite, StepTable
 from traindiff.analyse.rules.rule import Contents, Limit, Rule
 from traindiff.core.observation import BEFORE, MASTER
@@ -41,8 +42,8 @@ class MastersAreCopied(Rule):
         """One finding for all parameters of a step."""
         limit = self.limit("roundings") / self.strictness
         stale: list[tuple[MergedSite, float, float]] = []
-        for key, entry in table.items():
-            if key.phase != "param" or key.slot != MASTER or entry.unobserved:
+        for key, entry in sites(table, "param"):
+            if key.slot != MASTER or entry.unobserved:
                 continue
             value = table.get(key._replace(slot="value"))
             if value is None or not _are_comparable(value, entry):

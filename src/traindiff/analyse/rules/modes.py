@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from traindiff.analyse.findings import Finding, more_text
+from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.site import MergedSite, StepTable
 from traindiff.analyse.rules.rule import Contents, Limit, Rule
 from traindiff.core.observation import MODE
@@ -58,8 +59,8 @@ class ModelTrainsInTrainingMode(Rule):
         """Note a step; the findings come at the end."""
         self._steps = [*self._steps[-self._least :], step]
         self._first = step if self._first is None else self._first
-        for key, entry in table.items():
-            if key.stage != MODE or entry.unobserved:
+        for key, entry in sites(table, stage=MODE):
+            if entry.unobserved:
                 continue
             self._began.discard(key.path)
             if number(entry.summary):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.indexed import once, sites
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, is_loss_scale
 from traindiff.analyse.rules.rule import Contents, Found, Limit, Repeated, RepeatedRule, Rule, RunFacts
 from traindiff.core.observation import SKIPPED
-from traindiff.core.summary import SMALLEST_NORMAL, largest, nonfinite_count, number
+from traindiff.core.summary import SMALLEST_NORMAL, is_finite, largest, number
 
 SCHEDULED = "initial_lr"
 """Setting that torch's schedulers write into the groups of an optimizer when they are made."""
@@ -52,10 +53,10 @@ class ScheduleIsFollowed(Rule):
 
     def step(self, table: StepTable, *, step: int) -> None:
         """Note a step; the findings come at the end."""
-        for key, entry in table.items():
+        for key, entry in sites(table, "optimizer"):
             if (
-                not key.group
-                or key.slot != "lr"
+                key.slot != "lr"
+                or not key.group
                 or key.path in self._changing
                 or key._replace(slot=SCHEDULED) not in table
             ):
@@ -81,13 +82,16 @@ class ScheduleIsFollowed(Rule):
             yield self.finding(rate.entry, message, step=rate.first, learning_rate=rate.value, num_steps=rate.num_steps)
 
 
+@once
 def may_be_left_out(table: StepTable) -> bool:
     """True if a loss scaler left the step out, or may have: it does so if any gradient is not finite."""
-    return any(
-        (key.phase == "optimizer" and key.slot == SKIPPED)
-        or (key[:2] == ("grad", "") and not entry.unobserved and nonfinite_count(entry.summary))
-        for key, entry in table.items()
-    )
+    gradients = (entry for _, entry in sites(table, "grad", stage="") if not entry.unobserved)
+    return _is_marked(table) or not all(is_finite(entry.summary) for entry in gradients)
+
+
+def _is_marked(table: StepTable) -> bool:
+    """True if it is recorded that a loss scaler left the step out."""
+    return any(key.slot == SKIPPED for key, _ in sites(table, "optimizer"))
 
 
 def is_left_out(table: StepTable) -> bool:
@@ -95,22 +99,22 @@ def is_left_out(table: StepTable) -> bool:
 
     A fused optimizer leaves steps out itself, and sets no mark.
     """
-    if any(key.phase == "optimizer" and key.slot == SKIPPED for key in table):
-        return True
-    return has_loss_scale(table) and may_be_left_out(table)
+    return _is_marked(table) or (has_loss_scale(table) and may_be_left_out(table))
 
 
+@once
 def has_loss_scale(table: StepTable) -> bool:
     """True if the loss of the step was multiplied by a loss scale."""
-    return any(is_loss_scale(key) for key in table)
+    return any(is_loss_scale(key) for key, _ in sites(table, "loss"))
 
 
-def learning_rates(table: StepTable) -> dict[str, float]:
+@once
+def learning_rates(table: StepTable) -> Mapping[str, float]:
     """Learning rates by the path of their group."""
     return {
         key.path: number(entry.summary)
-        for key, entry in table.items()
-        if key.group and key == SiteKey("optimizer", "", key.path, "lr")
+        for key, entry in sites(table, "optimizer", stage="")
+        if key.slot == "lr" and key.group and not (key.call or key.micro_step)
     }
 
 
@@ -119,11 +123,13 @@ def largest_rate(path: str, rates: Mapping[str, float], facts: RunFacts) -> floa
     return max((rates.get(group, 0.0) for group in facts.held_in.get(path, ())), default=0.0)
 
 
+@once
 def optimizer_of(table: StepTable) -> str:
     """Name of the optimizer that took a step, as the paths of its groups have it."""
     return min(learning_rates(table), default="optimizer").rpartition(".groups[")[0]
 
 
+@once
 def moves_parameters(table: StepTable) -> bool:
     """True if the optimizer was to move anything: no loss scaler left the step out, and some learning rate is not 0.
 
@@ -185,14 +191,17 @@ class AdamState:
         return int(self.second.summary["count"])
 
 
-def adam_states(table: StepTable) -> Iterator[AdamState]:
+@once
+def adam_states(table: StepTable) -> Sequence[AdamState]:
     """The states of a step that are known."""
-    for key, second in table.items():
-        if key.phase != "optimizer" or key.slot != "exp_avg_sq" or second.unobserved or not second.exact:
+    found = []
+    for key, second in sites(table, "optimizer"):
+        if key.slot != "exp_avg_sq" or second.unobserved or not second.exact:
             continue
         first = table.get(key._replace(slot="exp_avg"))
         if first is not None and not first.unobserved and first.exact:
-            yield AdamState(first=first, second=second)
+            found.append(AdamState(first=first, second=second))
+    return found
 
 
 class SecondMomentsHold(RepeatedRule):

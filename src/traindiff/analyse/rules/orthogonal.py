@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at
 from traindiff.core.orthogonality import SUMS, TERMS, Vector, singular_values
 from traindiff.core.summary import number
@@ -59,8 +60,8 @@ def divided_updates(table: StepTable, groups: Mapping[str, frozenset[str]], *, s
         groups: Paths of the groups that hold a parameter, by its path.
         step: Its number.
     """
-    for key, entry in table.items():
-        if key.phase != "update" or key.stage != TERMS or entry.unobserved or "(" in key.slot:
+    for key, entry in sites(table, "update", stage=TERMS):
+        if entry.unobserved or "(" in key.slot:
             continue  # a subclass may do something else on purpose, and a compiled step is read late
         parameter = table.get(SiteKey("param", "", key.path, "value"))
         sums, band = _sums(entry), _band(table, groups.get(key.path, frozenset()))

@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.rules.batches import inputs_of
 from traindiff.analyse.rules.rule import Contents, Limit, Rule
@@ -43,7 +44,7 @@ class OutputsDiffer(Rule):
 
     def applies(self, contents: Contents) -> bool:
         """True if a step has something that it judges."""
-        return any(key[:3] == ("forward", "", "") and _has_rows(entry) for key, entry in contents.table.items())
+        return any(not key.path and _has_rows(entry) for key, entry in sites(contents.table, "forward", stage=""))
 
     def begin(self) -> None:
         """Nothing was seen so far."""
@@ -53,7 +54,7 @@ class OutputsDiffer(Rule):
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """Findings of a step."""
-        outputs = [entry for key, entry in table.items() if key[:3] == ("forward", "", "") and _has_rows(entry)]
+        outputs = [entry for key, entry in sites(table, "forward", stage="") if not key.path and _has_rows(entry)]
         if not outputs:
             return
         if not all(map(is_constant, outputs)):
@@ -113,11 +114,7 @@ def _is_zero(entry: MergedSite) -> bool:
 
 
 def _constant_modules(table: StepTable) -> Iterator[MergedSite]:
-    return (
-        entry
-        for key, entry in table.items()
-        if key.phase == "forward" and not key.stage and _has_rows(entry) and is_constant(entry)
-    )
+    return (entry for _, entry in sites(table, "forward", stage="") if _has_rows(entry) and is_constant(entry))
 
 
 def _batch_varies(table: StepTable) -> bool:

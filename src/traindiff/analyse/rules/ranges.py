@@ -8,12 +8,13 @@ from math import inf
 from typing import Any, ClassVar, NamedTuple
 
 from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.site import MergedSite, RankPart, SiteKey, StepTable, finding_at, is_loss_scale
 from traindiff.analyse.rules.optimizers import has_loss_scale, is_left_out
 from traindiff.analyse.rules.rule import Contents, Found, Limit, Repeated, RepeatedRule, Rule
 from traindiff.core.observation import MASTER, SAMPLE
 from traindiff.core.site import label
-from traindiff.core.summary import LARGEST, finite_count, largest, nonfinite_count, number
+from traindiff.core.summary import LARGEST, finite_count, is_finite, largest, nonfinite_count, number
 
 NEAR = 16.0
 """A tensor may overflow in the next operation if its largest magnitude is within this factor of its dtype's limit."""
@@ -55,7 +56,7 @@ class FiniteThroughout(Rule):
         found: list[_Suspect] = []
         masks: list[_Suspect] = []
         for key, entry in table.items():
-            if not entry.unobserved and nonfinite_count(entry.summary):
+            if not (entry.unobserved or is_finite(entry.summary)):
                 if not _is_right(key, entry, scaled=scaled):
                     found.append(_suspect(entry))
                 elif key.phase == "forward":
@@ -210,7 +211,7 @@ class LossScaleSettles(Rule):
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """Findings of a step."""
-        scales = [entry for key, entry in table.items() if is_loss_scale(key) and not entry.unobserved]
+        scales = [one for key, one in sites(table, "loss") if is_loss_scale(key) and not one.unobserved]
         left_out = is_left_out(table)
         self._left_out.append(left_out)
         if not left_out or not scales:
@@ -237,11 +238,7 @@ class LossScaleSettles(Rule):
 def _first_overflow(table: StepTable) -> MergedSite | None:
     """The first gradient in execution order that is not finite."""
     return next(
-        (
-            entry
-            for key, entry in table.items()
-            if key.phase in ("backward", "grad") and not entry.unobserved and nonfinite_count(entry.summary)
-        ),
+        (entry for _, entry in sites(table, "backward", "grad") if not (entry.unobserved or is_finite(entry.summary))),
         None,
     )
 
@@ -275,11 +272,11 @@ class FarFromOverflow(Rule):
         """Findings of a step."""
         headroom = self.limit("headroom")
         phases = _ALWAYS if has_loss_scale(table) else _ALWAYS | _UNSCALED
-        for key, entry in table.items():
-            if key.phase not in phases or entry.unobserved:
+        for key, entry in sites(table, *phases):
+            if entry.unobserved:
                 continue
             end = LARGEST.get(entry.dtype)
-            if end is None or nonfinite_count(entry.summary):
+            if end is None or not is_finite(entry.summary):
                 continue  # another rule finds overflows
             ends = (-float(entry.summary["minimum"]), float(entry.summary["maximum"]))
             size = entry.factor * max((one for one in ends if one < FILLED * end), default=0.0)
@@ -316,8 +313,8 @@ class FarFromUnderflow(RepeatedRule):
 
     def _wrong(self, table: StepTable) -> Found:
         found: Found = {}
-        for key, entry in table.items():
-            if key.phase not in ("backward", "grad") or key.stage or entry.unobserved or not entry.exact:
+        for key, entry in sites(table, "backward", "grad", stage=""):
+            if entry.unobserved or not entry.exact:
                 continue
             subnormal = int(entry.summary["subnormal"])
             if not subnormal:

@@ -6,6 +6,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from traindiff.analyse.merge.distance import Pair, best_fit
+from traindiff.analyse.merge.indexed import once, sites
 from traindiff.analyse.merge.recorded_calls import clips
 from traindiff.analyse.merge.site import MergedSite, RankPart, SiteKey, StepTable
 
@@ -29,6 +30,7 @@ class CommonMultiples:
     aside: str
 
 
+@once
 def common_multiples(table: StepTable) -> CommonMultiples | None:
     """The gradients that differ on ranks by a common factor, beside some that differ otherwise; None if there are none.
 
@@ -37,8 +39,8 @@ def common_multiples(table: StepTable) -> CommonMultiples | None:
     """
     apart = {
         key: entry
-        for key, entry in table.items()
-        if key[:2] == ("grad", "") and key.slot == "grad" and entry.apart and not entry.unobserved
+        for key, entry in sites(table, "grad", stage="")
+        if key.slot == "grad" and entry.apart and not entry.unobserved
     }
     if len(apart) < 3 or not any(one.norm is not None for one in clips(table)):
         return None

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from traindiff.analyse.findings import Finding, ranks_text
+from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.site import MergedSite, StepTable, ranks_in
 from traindiff.analyse.rules.rule import Contents, Rule
 
@@ -38,7 +39,7 @@ class RanksStepTogether(Rule):
         self._before = frozenset(passes) or self._before  # of several optimizers, only one ends the recorded passes
         if not passes or not without:
             return
-        stepped = {part.rank for entry in table.values() if entry.key.phase == "grad" for part in entry.parts}
+        stepped = {part.rank for _, entry in sites(table, "grad") for part in entry.parts}
         if not (found := sorted(without & stepped)):
             return
         self._told.update(found)

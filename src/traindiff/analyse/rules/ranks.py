@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from traindiff.analyse.findings import Finding, listed_text, micro_steps_text, ranks_text
 from traindiff.analyse.merge.distance import Pair, best_fit, difference, rounded_to
+from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.placed_parts import PlacedParts
 from traindiff.analyse.merge.recorded_calls import contributions
 from traindiff.analyse.merge.site import MergedSite, RankPart, SiteKey, StepTable, finding_at, num_micro_steps
@@ -43,9 +44,7 @@ class BoundariesHold(Rule):
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """Findings of a step."""
-        for key, before in table.items():
-            if key.stage != BOUNDARY:
-                continue
+        for key, before in sites(table, stage=BOUNDARY):
             stage, slot = _STAGE.fullmatch(key.path), _SENT.fullmatch(key.slot)
             if not stage or not slot:
                 continue
@@ -90,11 +89,7 @@ def _wrong_parts(sent: MergedSite, received: MergedSite) -> list[tuple[RankPart,
 def _first_of_stage(table: StepTable, received: MergedSite) -> tuple[int, SiteKey]:
     """The first site after the boundary, and its place in execution order; the boundary itself if there is none."""
     place, phase = received.order // PLACE, received.key.phase
-    following = (
-        (entry.order, key)
-        for key, entry in table.items()
-        if key.phase == phase and not key.stage and entry.order // PLACE == place
-    )
+    following = ((entry.order, key) for key, entry in sites(table, phase, stage="") if entry.order // PLACE == place)
     order, key = min(following, default=(received.order, received.key))
     return min(order, received.order), key
 
@@ -158,16 +153,16 @@ class CopiesAgree(Rule):
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """Findings of a step."""
         self._apart.look(table, step=step)
-        for key, entry in table.items():
-            if (key.phase, key.stage, key.slot) == ("param", BEFORE, "value"):
+        for key, entry in sites(table, "param", stage=BEFORE):
+            if key.slot == "value":
                 self._before[key._replace(stage="")] = _bits(entry)
         for finding in self._disagreements(table, step=step):
             if finding.path in self.facts.not_reduced:
                 self._own.add(finding.path)
             else:
                 yield from self._apart.hold(finding)
-        for key, entry in table.items():
-            if (key.phase, key.stage, key.slot) in (("param", "", "value"), ("grad", "", "grad")):
+        for key, entry in sites(table, "grad", "param", stage=""):
+            if (key.phase, key.slot) in (("param", "value"), ("grad", "grad")):
                 self._before[key] = _bits(entry)
 
     def end(self) -> Iterator[Finding]:
@@ -312,9 +307,7 @@ def _must_agree(table: StepTable, key: SiteKey) -> bool:
 
 def _have_other_batches(table: StepTable) -> bool:
     """True if ranks that should work on the same samples were given different ones, or may have been."""
-    batches = [
-        entry for key, entry in table.items() if key.phase == "batch" and not key.stage and key.path != "rng"
-    ]  # fmt: skip
+    batches = [entry for key, entry in sites(table, "batch", stage="") if key.path != "rng"]
     return any(entry.apart or entry.unobserved for entry in batches)
 
 

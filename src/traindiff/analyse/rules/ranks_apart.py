@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.placed_parts import ranks_of
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, ranks_in
 from traindiff.analyse.rules.rule import RunFacts
@@ -76,9 +77,9 @@ class RanksApart:
         """
         if self._may_average and not self._reduced:
             self._reduced = any(
-                key[:2] == ("grad", "") and not (entry.apart or entry.unobserved) and _is_on_all(entry, table)
+                not (entry.apart or entry.unobserved) and _is_on_all(entry, table)
                 and len(ranks_of(entry.parts)) > 1 and norm_of(entry.summary) > 0.0
-                for key, entry in table.items()
+                for _, entry in sites(table, "grad", stage="")
             )  # fmt: skip
         for path, one in self._by_path.items():
             if one.since < 0 or one.told:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import Pair, size_of
+from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.site import StepTable, finding_at
 from traindiff.analyse.rules.rule import Contents, Rule
 from traindiff.core.observation import RECOMPUTED
@@ -55,10 +56,8 @@ class RecomputationRepeats(Rule):
 
 def changed_when_recomputed(table: StepTable) -> Iterator[Pair]:
     """Outputs that differ when they are recomputed, paired with the first computation."""
-    calls = Counter((key.path, key.slot) for key in table if key.phase == "forward" and not key.stage)
-    for key, entry in table.items():
-        if key.stage != RECOMPUTED:
-            continue
+    calls = Counter((key.path, key.slot) for key, _ in sites(table, "forward", stage=""))
+    for key, entry in sites(table, stage=RECOMPUTED):
         first = table.get(key._replace(stage=""))
         if first is None or calls[key.path, key.slot] != 1:
             continue

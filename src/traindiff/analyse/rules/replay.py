@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.distance import best_fit
+from traindiff.analyse.merge.indexed import once, sites
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.rules.optimizers import learning_rates
 from traindiff.analyse.rules.orthogonal import divided_updates
@@ -224,22 +225,22 @@ class UpdatesFollowSettings(Rule):
 
     def unknown(self, table: StepTable) -> list[str]:
         """Why whole optimizers were not replayed, as the recording says it."""
-        parameters = {key.path for key in table if key.phase in ("grad", "param")}
+        parameters = {key.path for key, _ in sites(table, "grad", "param")}
         reasons = {
             entry.unobserved
-            for key, entry in table.items()
-            if key.phase == "update" and key.stage == REPLAYED and entry.unobserved and key.path not in parameters
+            for key, entry in sites(table, "update", stage=REPLAYED)
+            if entry.unobserved and key.path not in parameters
         }
         return [f"An optimizer is {reason}" for reason in sorted(reasons)]
 
 
-def replayed(table: StepTable) -> Iterator[Replayed]:
+@once
+def replayed(table: StepTable) -> Sequence[Replayed]:
     """The replayed parameters of a step, in execution order."""
+    found = []
     variants: dict[tuple[str, str], dict[str, MergedSite]] = {}
     residuals: list[tuple[SiteKey, MergedSite]] = []
-    for key, entry in table.items():
-        if key.phase != "update":
-            continue
+    for key, entry in sites(table, "update"):
         if key.stage.startswith("variant["):
             variants.setdefault((key.path, key.slot), {})[key.stage[len("variant[") : -1]] = entry
         elif key.stage == "residual" and not entry.unobserved:
@@ -250,11 +251,14 @@ def replayed(table: StepTable) -> Iterator[Replayed]:
         if value is None or taken is None or rounding is None:
             continue
         parameter = table.get(SiteKey("param", "", key.path, "value"))
-        yield Replayed(
-            key=key, order=parameter.order if parameter else entry.order, value=value, taken=taken,
-            rounding=rounding, residual=entry,
-            variants=variants.get((key.path, key.slot), {}), dtype=parameter.dtype if parameter else "",
+        found.append(
+            Replayed(
+                key=key, order=parameter.order if parameter else entry.order, value=value, taken=taken,
+                rounding=rounding, residual=entry,
+                variants=variants.get((key.path, key.slot), {}), dtype=parameter.dtype if parameter else "",
+            )
         )  # fmt: skip
+    return found
 
 
 def replayed_paths(table: StepTable) -> set[str]:
@@ -267,8 +271,8 @@ _STATE = "state["
 
 def _wrong_states(table: StepTable, *, step: int, limit: float) -> Iterator[Finding]:
     """States that are not what the formula gives after a step, of parameters that moved as it says."""
-    for key, entry in table.items():
-        if key.phase != "update" or not key.stage.startswith(_STATE) or "=" in key.stage or entry.unobserved:
+    for key, entry in sites(table, "update"):
+        if not key.stage.startswith(_STATE) or "=" in key.stage or entry.unobserved:
             continue
         worst = float(largest(entry.summary))
         if worst <= limit:

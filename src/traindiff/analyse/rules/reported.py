@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.placed_parts import shards_of
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at, ranks_in
 from traindiff.analyse.rules.rule import Contents, Rule, RunFacts
@@ -45,7 +46,7 @@ class Gradients:
     @classmethod
     def of(cls, table: StepTable, facts: RunFacts) -> Gradients | None:
         """The gradients of a step; None if they are not all known, or not all finite."""
-        entries = {key.path: entry for key, entry in table.items() if key.phase == "grad" and not key.stage}
+        entries = {key.path: entry for key, entry in sites(table, "grad", stage="")}
         unknown = [e for e in entries.values() if e.unobserved and not _has_none(e.unobserved)]
         entries = {path: entry for path, entry in entries.items() if not entry.unobserved}
         if not facts.complete or unknown or not entries:
@@ -243,8 +244,8 @@ def _scalings(table: StepTable, gradients: Gradients, *, step: int) -> Iterable[
 
 def _logged(table: StepTable, names: re.Pattern[str]) -> Iterable[tuple[MergedSite, float]]:
     """Scalars logged once in the step, and equal on all ranks, under one of these names."""
-    for key, entry in table.items():
-        if key.phase == "loss" and key.slot == "logged" and key.call == 0 and names.fullmatch(key.path):
+    for key, entry in sites(table, "loss"):
+        if key.slot == "logged" and key.call == 0 and names.fullmatch(key.path):
             value = number(entry.summary)
             once = len({part.micro_step for part in entry.parts}) <= 1
             alike = len({number(part.summary) for part in entry.parts}) <= 1  # on all ranks that logged it

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.rules.rule import Contents, Found, Limit, Repeated, RepeatedRule, Rule
 from traindiff.core.site import ROOT
@@ -44,9 +45,9 @@ class SiblingsShareDtype(RepeatedRule):
         if not self.facts.autocast:
             return None
         alike: dict[tuple[str, str], list[MergedSite]] = {}
-        for key, entry in table.items():
+        for key, entry in sites(table, "forward", stage=""):
             kind = self.facts.modules.get(key.path, "")
-            if key.phase != "forward" or key.stage or key.slot != "output[0]" or key.call or entry.unobserved:
+            if key.slot != "output[0]" or key.call or entry.unobserved:
                 continue
             if f"{key.path}.weight" not in self.facts.parameters or any(one in kind for one in _KEEPS_DTYPE):
                 continue

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.rules.optimizers import largest_rate, learning_rates, may_be_left_out, optimizer_of
 from traindiff.analyse.rules.rule import Limit, Rule
@@ -119,8 +120,8 @@ class ParametersKeepMoving(Rule):
 def _states(table: StepTable) -> dict[str, list[MergedSite]]:
     """The optimizer's state after a step, by path of the parameter; only what is known exactly."""
     found: dict[str, list[MergedSite]] = {}
-    for key, entry in table.items():
-        if key.phase == "optimizer" and not key.stage and not key.group and entry.exact and not entry.unobserved:
+    for key, entry in sites(table, "optimizer", stage=""):
+        if not key.group and entry.exact and not entry.unobserved:
             found.setdefault(key.path, []).append(entry)
     return found
 

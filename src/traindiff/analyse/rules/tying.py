@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.rules.rule import Contents, Rule
 from traindiff.core.summary import UNIT_ROUNDOFF, nonfinite_count
@@ -72,7 +73,7 @@ class TyingStays(Rule):
     def _weights(self, table: StepTable, *, stage: str) -> dict[str, tuple[str, _Bits]]:
         """Weights of embeddings and linear layers by path: the class of the module, and the content."""
         found = {}
-        for key, entry in table.items():
+        for key, entry in sites(table, "param", stage=stage):
             kind = self.facts.modules.get(key.path.rpartition(".")[0], "")
             if key != SiteKey("param", stage, key.path, "value") or kind not in EMBEDDINGS | HEADS:
                 continue

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.rules.optimizers import (
     largest_rate,
@@ -37,7 +38,7 @@ class OptimizersHaveGradients(RepeatedRule):
     }
 
     def _wrong(self, table: StepTable) -> Found | None:
-        gradients = [entry for key, entry in table.items() if key[:2] == ("grad", "")]
+        gradients = [entry for _, entry in sites(table, "grad", stage="")]
         of = self._series(table)
         if not gradients:
             held = [path for path, groups in self.facts.held_in.items() if any(_is_group_of(one, of) for one in groups)]
@@ -163,9 +164,7 @@ class GradientsArrive(Rule):
         """Note a step; the findings come at the end."""
         moves, some_is_given = moves_parameters(table), False
         without: list[tuple[MergedSite, bool]] = []
-        for key, entry in table.items():
-            if key[:2] != ("grad", ""):
-                continue
+        for key, entry in sites(table, "grad", stage=""):
             none = entry.unobserved.startswith(NO_GRADIENT) and entry.unobserved != TAKEN_OUT
             count = 0 if entry.unobserved else int(entry.summary["count"])
             if none or (count and int(entry.summary["zero"]) == count and not _cancels(table, entry)):
@@ -222,7 +221,7 @@ def _cancels(table: StepTable, gradient: MergedSite) -> bool:
     if int(gradient.summary["count"]) != 1:
         return False  # sums by element are not recorded
     module = gradient.key.path.rpartition(".")[0]
-    terms = [entry for key, entry in table.items() if key[:2] == ("backward", "") and key.path == module
+    terms = [entry for key, entry in sites(table, "backward", stage="") if key.path == module
              and key.slot == "output[0]" and not entry.unobserved]  # fmt: skip
     return any(norm_of(one.summary) > 0.0 for one in terms)
 
@@ -302,7 +301,7 @@ class ParametersMove(Rule):
             if any(rates.values()):
                 moving |= self._unheld
         if self._unheld:
-            self._reached.update(key.path for key in table if key.phase == "backward" and key.path)
+            self._reached.update(key.path for key, _ in sites(table, "backward") if key.path)
         for path in self._newly_replaced(table):
             self._moved.discard(path)
             self._resting.pop(path, None)
@@ -315,7 +314,7 @@ class ParametersMove(Rule):
 
     def _newly_replaced(self, table: StepTable) -> set[str]:
         """Parameters whose place in the model another tensor took, while the optimizer goes on with the old one."""
-        found = {key.path for key, entry in table.items() if key[:2] == ("grad", "") and entry.unobserved == REPLACED}
+        found = {key.path for key, entry in sites(table, "grad", stage="") if entry.unobserved == REPLACED}
         found &= self._unheld - self._replaced
         self._replaced |= found
         return found
@@ -405,8 +404,8 @@ def _model_of(path: str) -> str:
 
 def parameters_of(table: StepTable, *, stage: str) -> Iterator[tuple[str, MergedSite]]:
     """By path: the tensor that an optimizer updates, which is the parameter or its master weights."""
-    for key, entry in table.items():
-        if key.phase != "param" or key.stage != stage or key.slot != "value" or key.call or key.micro_step:
+    for key, entry in sites(table, "param", stage=stage):
+        if key.slot != "value" or key.call or key.micro_step:
             continue
         master = table.get(key._replace(slot=MASTER))
         known = master or entry

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, prod
 from statistics import median
 from typing import ClassVar
 
+from traindiff.analyse.merge.indexed import once, sites
 from traindiff.analyse.merge.recorded_calls import clips
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.analyse.rules.optimizers import (
@@ -17,7 +18,7 @@ from traindiff.analyse.rules.optimizers import (
     moves_parameters,
 )
 from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule
-from traindiff.core.summary import UNIT_ROUNDOFF, nonfinite_count, norm_of
+from traindiff.core.summary import UNIT_ROUNDOFF, is_finite, norm_of
 
 FEW = 16
 """Elements below which a tensor is not the weight of a layer."""
@@ -43,18 +44,19 @@ class WeightGradient:
         return self.entry.key.path
 
 
-def weight_gradients(table: StepTable) -> list[WeightGradient]:
+@once
+def weight_gradients(table: StepTable) -> Sequence[WeightGradient]:
     """Gradients of weights that are finite and not 0, in the order of the forward pass.
 
     Biases and norms are left out: those before a normalization have gradients that are 0 but for rounding.
     """
-    places = {key.path: entry.order for key, entry in table.items() if key.phase == "forward" and not key.stage}
+    places = {key.path: entry.order for key, entry in sites(table, "forward", stage="")}
     found = []
-    for key, entry in table.items():
-        if key[:2] != ("grad", "") or entry.unobserved or len(entry.shape) < 2:
+    for key, entry in sites(table, "grad", stage=""):
+        if entry.unobserved or len(entry.shape) < 2:
             continue
         count, size = int(entry.summary["count"]), norm_of(entry.summary)
-        if count < FEW or not size or nonfinite_count(entry.summary):
+        if count < FEW or not size or not is_finite(entry.summary):
             continue
         place = places.get(key.path.rpartition(".")[0], -1)
         found.append(WeightGradient(entry=entry, size=size / math.sqrt(count), place=place))
@@ -153,20 +155,23 @@ def _relative(table: StepTable, gradient: WeightGradient) -> float:
     return norm_of(gradient.entry.summary) / size if size else inf
 
 
-def weight_updates(table: StepTable) -> Iterator[tuple[MergedSite, float]]:
+@once
+def weight_updates(table: StepTable) -> Sequence[tuple[MergedSite, float]]:
     """The update of each weight, and its norm as a share of the weight's norm after it.
 
     Weights have two axes or more: the first updates may rightly replace a bias or a norm.
     """
-    for key, update in table.items():
-        if key[:2] != ("update", "") or len(update.shape) < 2 or int(update.summary["count"]) < FEW:
+    found = []
+    for key, update in sites(table, "update", stage=""):
+        if len(update.shape) < 2 or int(update.summary["count"]) < FEW:
             continue
         parameter = table.get(SiteKey("param", "", key.path, "value"))
-        if parameter is None or parameter.unobserved or nonfinite_count(parameter.summary):
+        if parameter is None or parameter.unobserved or not is_finite(parameter.summary):
             continue
         size = norm_of(parameter.summary)
-        if size and not nonfinite_count(update.summary):
-            yield update, norm_of(update.summary) / size
+        if size and is_finite(update.summary):
+            found.append((update, norm_of(update.summary) / size))
+    return found
 
 
 class UpdatesAreLargeEnough(RepeatedRule):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.site import StepTable, finding_at
 from traindiff.analyse.merge.witnessed import Witnessed, rms, witnessed
 from traindiff.analyse.rules.ranks_apart import RanksApart
@@ -77,7 +78,7 @@ class GradientsFollow(Rule):
         self._coverage.see(table, found)
         self._compiled.see(found, step=step)
         limit = self.limit("roundings") / self.strictness
-        told = {key.path for key in table if key.phase == "grad" and key.stage in (CARRIED, FLIPPED)}
+        told = {key.path for key, _ in sites(table, "grad") if key.stage in (CARRIED, FLIPPED)}
         wrong = [
             Wrong(one, ranks, given, cause_of(one, given, self._known(one, step), limit=limit))
             for one in found

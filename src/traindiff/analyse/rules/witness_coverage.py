@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from math import prod
 
 from traindiff.analyse.findings import listed_text
+from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.site import SiteKey, StepTable
 from traindiff.analyse.merge.witnessed import Witnessed
 from traindiff.core.observation import WITNESS
@@ -29,13 +30,11 @@ class Coverage:
 
     def see(self, table: StepTable, found: Sequence[Witnessed]) -> None:
         """Note the gradients of a step, and those of them of which both sides are known."""
-        if not any(key.stage == WITNESS for key in table):
+        if not sites(table, stage=WITNESS):
             return
         known = {one.entry.key.path for one in found}
         self._num_steps += 1
-        for key, entry in table.items():
-            if key.phase != "grad":
-                continue
+        for key, entry in sites(table, "grad"):
             if key == SiteKey("grad", "", key.path, "grad") and not entry.unobserved:
                 self._sizes[key.path] = prod(entry.shape)
                 is_known = float(entry.summary["sum_of_squares"]) > 0.0 and not nonfinite_count(entry.summary)
