@@ -80,7 +80,7 @@ def report(outcomes: list[Outcome], *, seconds: float, workers: int) -> str:
     head = f"""# What traindiff finds, and what it does not
 
 Written by `make faults` on {datetime.now(UTC):%Y-%m-%d}. {machine()}.
-{num_faults} faults, {num_legal} kinds of legal variation, {seconds:.0f} s in {workers} processes of one thread each.
+{num_faults} faults, {num_legal} kinds of legal variation, {seconds:.0f} s, {workers} at a time, each on one thread.
 
 The faults and the variations are those of tests/faults, in a GPT of two blocks (AdamW), a ConvNet with BatchNorm (SGD
 with momentum) and an LSTM (Adam), over {STEPS} steps. *free*: both runs train on their own, and floors are measured
