@@ -12,7 +12,7 @@ from tests.analyse.merge.test_step_table import part
 from tests.made_up import random
 from traindiff.analyse.merge.site import Part
 from traindiff.analyse.merge.step_table import step_table
-from traindiff.analyse.rules.reported import Gradients, counted_often, set_of
+from traindiff.analyse.rules.reported import Gradients, ReportedNumbersFit, counted_often, gradients_of, set_of
 from traindiff.analyse.rules.rule import RunFacts
 from traindiff.core.shards import Shard
 
@@ -78,9 +78,6 @@ def test_what_is_counted_on_every_rank_is_counted_so_often(
     assert counted_often(gradients(ranks=ranks), excess / WHOLE) == found
 
 
-COMPLETE = RunFacts(complete=True)
-
-
 def gradient(path: str, *, rank: int = 0, stage: str = "", dtype: str = "float32", **about: Any) -> Part:
     shape = (4,) if path.endswith("bias") else (4, 6)
     values = random(*shape, seed=len(path), dtype=dtype)
@@ -90,8 +87,8 @@ def gradient(path: str, *, rank: int = 0, stage: str = "", dtype: str = "float32
     return part(values, rank=rank, site=("grad", stage, path, "grad"), **about)
 
 
-def of(*parts: Part, facts: RunFacts = COMPLETE) -> Gradients | None:
-    return Gradients.of(step_table(parts), facts)
+def of(*parts: Part) -> Gradients | None:
+    return gradients_of(step_table(parts))
 
 
 def half(number: int) -> Shard:
@@ -159,4 +156,17 @@ def test_a_parameter_without_a_gradient_leaves_the_others_known() -> None:
 
     assert found is not None
     assert found.squares.keys() == {"fc.bias"}
-    assert of(*parts, facts=RunFacts(complete=False)) is None
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_nothing_is_said_of_a_run_that_did_not_record_all_gradients(complete: bool) -> None:
+    weight = gradient("fc.weight")
+    norm = float(np.sqrt(weight[2]["sum_of_squares"]))
+    logged = part(np.array(norm), site=("loss", "", "grad_norm", "logged"))
+    rule = ReportedNumbersFit(RunFacts(complete=complete))
+    table = step_table([gradient("fc.bias"), weight, logged])
+
+    rule.step(table, step=0)
+    found = rule.step(table, step=1)
+
+    assert [one.evidence["what"] for one in found] == (["fc.bias"] if complete else [])

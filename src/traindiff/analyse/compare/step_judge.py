@@ -233,8 +233,8 @@ class StepJudge:
         key, baseline, candidate = pair.baseline.key, pair.baseline.shape, pair.candidate.shape
         if baseline != candidate and key.phase in ("forward", "backward") and self._floors.choices.at(pair) is not None:
             return True
-        before = self._previous.get(key)
-        if key.phase not in ("forward", "backward") or baseline == candidate or before is None:
+        before = None if baseline == candidate else self._previous.get(key)
+        if before is None or key.phase not in ("forward", "backward"):
             return False
         depends_on_data = int(before["count"]) != int(pair.baseline.summary["count"])
         if not depends_on_data or len(baseline) != len(candidate) or baseline[1:] != candidate[1:]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -130,7 +131,7 @@ class TablePlan:
                 entries.append(site.entry(relative[number][row]))
             else:
                 entries += merged_site(site.key, [self._part(of_ranks, relative, place) for place in site.places])
-        entries.sort(key=lambda entry: entry.order)
+        entries.sort(key=attrgetter("order"))
         return Planned(
             table={entry.key: entry for entry in entries},
             operators=[self._part(of_ranks, original, place) for place in self._operators],

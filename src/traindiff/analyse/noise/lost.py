@@ -59,9 +59,9 @@ def subnormal_error(pair: Pair) -> float:
     Second moments are squares, and come there where gradients vanish.
     """
     before, after = pair.baseline.summary, pair.candidate.summary
-    normal = max(SMALLEST_NORMAL.get(one.dtype, 0.0) for one in (pair.baseline, pair.candidate))
-    tiny = max(int(before["subnormal"]), int(after["subnormal"])) + abs(int(before["zero"]) - int(after["zero"]))
-    if not (normal and tiny):
+    tiny = int(max(before["subnormal"], after["subnormal"])) + abs(int(before["zero"]) - int(after["zero"]))
+    normal = max(SMALLEST_NORMAL.get(one.dtype, 0.0) for one in (pair.baseline, pair.candidate)) if tiny else 0.0
+    if not normal:
         return 0.0
     step = 2.0 * max(UNIT_ROUNDOFF.get(one.dtype, 0.0) for one in (pair.baseline, pair.candidate)) * normal
     error, size = _STEPS_APART * step * math.sqrt(tiny), norm_of(before)

@@ -138,6 +138,8 @@ class RunFloors:
 
         Also that of gradients which ranks reduce in a shorter dtype: what each rank has is rounded to it, and the sum.
         """
+        if not (self.approximate or self.reduced_in):
+            return 0.0
         key = pair.baseline.key
         reduced = rounding(self.reduced_in.get(key.path, "")) if key.phase == "grad" and key.stage != "micro" else 0.0
         u = max(UNIT_ROUNDOFF.get(one.dtype, 0.0) for one in (pair.baseline, pair.candidate))

@@ -121,6 +121,7 @@ class SiteFloors:
         self._used_terms = reduced_terms(self._terms, self._canceled.used)
         self._canceled_means = canceled_means(pairs)
         self._coherent = CoherentErrors(self._used_terms, parameters)
+        self._has_coherent = bool(self._coherent)
         self._rounded = 0.0  # largest unit roundoff of the baseline so far in the step
         self._noise_flow = 0.0  # largest difference of a replica so far in the step
         self._nonlinear = NonlinearUpdates(run, parameters, pairs)
@@ -136,6 +137,7 @@ class SiteFloors:
         self._unseen = UnseenNoise()
         self._unplaced = UnplacedNoise(sorted((*unplaced, *hidden), key=lambda entry: entry.order))
         self._hidden = HiddenPath(pairs, hidden, unplaced, computed_in, other_form=other_form)
+        self._has_hidden = bool(self._hidden)
         self.parted = not forced and (bool(run.disturbed) or run.settings_differ)  # more than noise differs so far
         self._undisturbed: dict[SiteKey, float] = {}
 
@@ -176,7 +178,7 @@ class SiteFloors:
     def of(self, pair: Pair) -> float:
         """Floor of a pair: the largest relative difference that is not a finding."""
         key = pair.baseline.key
-        for floors in (self._floors, self._calm, self._alone) if self._unplaced or self._hidden else ():
+        for floors in (self._floors, self._calm, self._alone) if self._has_hidden or self._unplaced else ():
             flows = not self._forced and floors is not self._alone
             self._unplaced.enter(floors, until=pair.baseline.order, flows=flows)
             self._hidden.enter(floors, key, pair.baseline.order, flows=flows)
@@ -214,9 +216,9 @@ class SiteFloors:
             pair: Both sides.
             summed: Also allow for a kernel that sums its rows one after the other; see `basis`.
         """
-        key = pair.baseline.key
-        if self._noise is None or key not in self._noise:
+        if self._noise is None or pair.baseline.key not in self._noise:
             return None
+        key = pair.baseline.key
         constant = SAFETY * self._calibration.constant(key.phase)
         floor = constant * basis(
             pair, self._noise[key], storage=self.storage(pair),
@@ -406,14 +408,12 @@ class SiteFloors:
         return few or alone or is_quotient(key, self._run.adaptive) or self._nonlinear.has(pair, self.storage(pair))
 
     def _coherent_floor(self, pair: Pair, floors: Floors) -> float:
-        if not self._coherent:
-            return 0.0
         inputs, own = max(floors.flow, floors.parameters), floors.own.get(pair.baseline.key.path, 0.0)
         return self._coherent.floor(pair, inputs, own)
 
     def _derived(self, pair: Pair, floors: Floors) -> float:
         independent = self._independent(pair, floors) + self._run.approximated(pair)
-        return max(independent, self._coherent_floor(pair, floors))
+        return max(independent, self._coherent_floor(pair, floors)) if self._has_coherent else independent
 
     def _independent(self, pair: Pair, floors: Floors) -> float:
         key = pair.baseline.key

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from traindiff.analyse.findings import Finding, ranks_text
+from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.placed_parts import ranks_of
 from traindiff.analyse.merge.site import SiteKey, StepTable, finding_at, ranks_in
 from traindiff.analyse.rules.rule import Contents, Rule
@@ -40,10 +41,10 @@ class ForwardPassesEnd(Rule):
         """A finding about the step in which the run ended."""
         returned = {
             key: entry
-            for key, entry in sorted(table.items(), key=lambda item: item[1].order)
-            if key.phase == "forward" and not key.stage and not entry.unobserved and entry.parts
+            for key, entry in sorted(sites(table, "forward", stage=""), key=lambda item: item[1].order)
+            if not entry.unobserved and entry.parts
         }
-        if any(key.phase in ("grad", "optimizer", "param") and not key.stage for key in table):
+        if any(sites(table, phase, stage="") for phase in ("grad", "optimizer", "param")):
             self._latest = step
             self._returned = {key: ranks_of(one.parts) for key, one in returned.items()}
             self._ranks |= ranks_in(table)

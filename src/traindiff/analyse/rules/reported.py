@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.indexed import sites
+from traindiff.analyse.merge.indexed import once, sites
 from traindiff.analyse.merge.placed_parts import shards_of
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding_at, ranks_in
-from traindiff.analyse.rules.rule import Contents, Rule, RunFacts
+from traindiff.analyse.rules.rule import Contents, Rule
 from traindiff.core.observation import NO_GRADIENT, REPLACED, TAKEN_OUT
-from traindiff.core.summary import UNIT_ROUNDOFF, nonfinite_count, norm_of, number
+from traindiff.core.summary import UNIT_ROUNDOFF, is_finite, norm_of, number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,31 +43,33 @@ class Gradients:
         """L2 norm of all of them."""
         return math.sqrt(sum(self.squares.values()))
 
-    @classmethod
-    def of(cls, table: StepTable, facts: RunFacts) -> Gradients | None:
-        """The gradients of a step; None if they are not all known, or not all finite."""
-        entries = {key.path: entry for key, entry in sites(table, "grad", stage="")}
-        unknown = [e for e in entries.values() if e.unobserved and not _has_none(e.unobserved)]
-        entries = {path: entry for path, entry in entries.items() if not entry.unobserved}
-        if not facts.complete or unknown or not entries:
-            return None
-        if any(nonfinite_count(entry.summary) or not entry.exact or entry.apart for entry in entries.values()):
-            return None
-        shards = {path: shards_of(entry.parts) for path, entry in entries.items()}
-        u = max(UNIT_ROUNDOFF.get(entry.dtype, 0.0) for entry in entries.values())
-        count = sum(int(entry.summary["count"]) for entry in entries.values())
-        micro = [table.get(SiteKey("grad", "micro", path, "grad")) for path in entries]
-        known = all(one is not None and one.exact and not one.unobserved for one in micro)
-        return cls(
-            squares={path: float(entry.summary["sum_of_squares"]) for path, entry in entries.items()},
-            copied=frozenset(path for path, entry in entries.items() if len(shards[path]) == 1 < len(entry.parts)),
-            divided=frozenset(path for path, held in shards.items() if len(held) > 1),
-            ranks=len(ranks_in(entries)),
-            dimensions={path: len(entry.shape) for path, entry in entries.items()},
-            contributed=math.sqrt(sum(norm_of(e.summary) ** 2 for e in micro if e is not None)) if known else None,
-            # Short dtypes round each norm; float32 sums may be in any order.
-            tolerance=4.0 * u if u > UNIT_ROUNDOFF["float32"] else max(64.0, math.sqrt(count)) * u,
-        )
+
+@once
+def gradients_of(table: StepTable) -> Gradients | None:
+    """The gradients of a step; None if they are not all known, or not all finite."""
+    entries = {key.path: entry for key, entry in sites(table, "grad", stage="")}
+    unknown = any(e.unobserved and not _has_none(e.unobserved) for e in entries.values())
+    entries = {path: entry for path, entry in entries.items() if not entry.unobserved}
+    if unknown or not entries:
+        return None
+    if not all(is_finite(entry.summary) and entry.exact and not entry.apart for entry in entries.values()):
+        return None
+    several = {path: entry for path, entry in entries.items() if len(entry.parts) > 1}
+    shards = {path: len(shards_of(entry.parts)) for path, entry in several.items()}
+    u = max(UNIT_ROUNDOFF.get(entry.dtype, 0.0) for entry in entries.values())
+    count = sum(int(entry.summary["count"]) for entry in entries.values())
+    micro = [table.get(SiteKey("grad", "micro", path, "grad")) for path in entries]
+    known = all(one is not None and one.exact and not one.unobserved for one in micro)
+    return Gradients(
+        squares={path: float(entry.summary["sum_of_squares"]) for path, entry in entries.items()},
+        copied=frozenset(path for path, number in shards.items() if number == 1),
+        divided=frozenset(path for path, number in shards.items() if number > 1),
+        ranks=len(ranks_in(entries)),
+        dimensions={path: len(entry.shape) for path, entry in entries.items()},
+        contributed=math.sqrt(sum(norm_of(e.summary) ** 2 for e in micro if e is not None)) if known else None,
+        # Short dtypes round each norm; float32 sums may be in any order.
+        tolerance=4.0 * u if u > UNIT_ROUNDOFF["float32"] else max(64.0, math.sqrt(count)) * u,
+    )
 
 
 def _has_none(reason: str) -> bool:
@@ -153,7 +155,7 @@ class ReportedNumbersFit(Rule):
 
     def step(self, table: StepTable, *, step: int) -> list[Finding]:
         """Findings of a step."""
-        gradients = Gradients.of(table, self.facts)
+        gradients = gradients_of(table) if self.facts.complete else None
         if gradients is None:
             self._in_a_row = {}
             return []
