@@ -210,7 +210,7 @@ def _cut(table: StepTable) -> Cut:
     """How a run cuts the batch, by its first input that has a batch axis; empty if there is none."""
     for key, entry in table.items():
         if key[:2] == ("batch", "") and key.path not in _WITHOUT_ROWS and entry.parts and not entry.unobserved:
-            same = [one for other, one in table.items() if other.of_step == key.of_step]
+            same = [one for other, one in table.items() if other[:5] == key[:5]]
             parts = [part for one in same for part in one.parts if part.shard.batched and part.shard.shape]
             if parts:
                 return {(part.micro_step, part.term): part.shard.shape[0] for part in parts}

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from traindiff.analyse.findings import Finding
@@ -107,15 +108,18 @@ class MergedSite:
 
     def without_parts(self, summary: Any = None) -> MergedSite:
         """A copy without parts, which would keep the whole step in memory; with a copy of its summary, if given."""
-        own: dict[str, Any] = {"parts": (), "abridged": None}
+        values = list(_VALUES(self))
+        values[_PARTS], values[_ABRIDGED] = (), None
         if summary is not None:
-            own["summary"] = summary
-        return filled([own[name] if name in own else getattr(self, name) for name in NAMES])
+            values[_SUMMARY] = summary
+        return filled(values)
 
 
 NAMES = tuple(one.name for one in fields(MergedSite))
 """Names of the fields of an entry."""
 
+_VALUES = attrgetter(*NAMES)
+_SUMMARY, _PARTS, _ABRIDGED = map(NAMES.index, ("summary", "parts", "abridged"))
 _SETTERS = tuple(MergedSite.__dict__[name].__set__ for name in NAMES)
 
 
@@ -208,8 +212,9 @@ def is_loss_scale(key: SiteKey) -> bool:
 
 def loss_scale(table: StepTable) -> float:
     """The loss scale of a step; 1 without one."""
-    found = (number(entry.summary) for key, entry in table.items() if is_loss_scale(key) and not entry.unobserved)
-    return next(found, 0.0) or 1.0
+    scales = [key for key in table if key[2] == LOSS_SCALE]  # of thousands of sites in each step
+    found = (table[key] for key in scales if is_loss_scale(key))
+    return next((number(entry.summary) for entry in found if not entry.unobserved), 0.0) or 1.0
 
 
 def finding_at(
