@@ -22,14 +22,14 @@ class IndexedTable(dict[SiteKey, MergedSite]):
         found: What was computed from it so far: sites of several kinds, and results of functions.
     """
 
-    __slots__ = ("by_kind", "found")
+    __slots__ = ("_kinds", "by_kind", "found")
 
     def __init__(self, table: StepTable) -> None:
         super().__init__(table)
         self.by_kind: dict[tuple[str, str], list[Site]] = {}
         self.found: dict[Any, Any] = {}
-        for site in self.items():
-            kind = site[0][:2]
+        self._kinds = [key[:2] for key in self]
+        for kind, site in zip(self._kinds, self.items(), strict=True):
             same = self.by_kind.get(kind)
             if same is None:
                 same = self.by_kind[kind] = []
@@ -38,6 +38,7 @@ class IndexedTable(dict[SiteKey, MergedSite]):
     def clear(self) -> None:
         """Drop the sites, so that no two steps are in memory when the next one is read."""
         super().clear()
+        self._kinds.clear()
         self.by_kind.clear()
         self.found.clear()
 
@@ -50,7 +51,7 @@ class IndexedTable(dict[SiteKey, MergedSite]):
             if len(kinds) < 2:
                 found = self.by_kind[kinds.pop()] if kinds else ()
             else:
-                found = [site for site in self.items() if site[0][:2] in kinds]
+                found = [site for kind, site in zip(self._kinds, self.items(), strict=True) if kind in kinds]
             self.found[asked] = found
         return found
 
