@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any, TypeVar
 
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
@@ -12,6 +12,7 @@ Site = tuple[SiteKey, MergedSite]
 """A site of a step: its key and its entry."""
 
 _T = TypeVar("_T")
+_Kind = tuple[str, str]
 
 
 class IndexedTable(dict[SiteKey, MergedSite]):
@@ -26,7 +27,7 @@ class IndexedTable(dict[SiteKey, MergedSite]):
 
     def __init__(self, table: StepTable) -> None:
         super().__init__(table)
-        self.by_kind: dict[tuple[str, str], list[Site]] = {}
+        self.by_kind: dict[_Kind, list[Site]] = {}
         self.found: dict[Any, Any] = {}
         self._kinds = [key[:2] for key in self]
         for kind, site in zip(self._kinds, self.items(), strict=True):
@@ -44,12 +45,14 @@ class IndexedTable(dict[SiteKey, MergedSite]):
 
     def sites(self, phases: tuple[str, ...], stage: str | None) -> Sequence[Site]:
         """Sites of some phases (of all, if none is named) and of a stage (of all, if it is None)."""
+        if len(phases) == 1 and stage is not None:
+            return self.by_kind.get((phases[0], stage), ())
         asked = phases, stage
         found: Sequence[Site] | None = self.found.get(asked)
         if found is None:
-            kinds = {kind for kind in self.by_kind if _is_of(kind, phases, stage)}
+            kinds = _kinds(tuple(self.by_kind), phases, stage)
             if len(kinds) < 2:
-                found = self.by_kind[kinds.pop()] if kinds else ()
+                found = [site for kind in kinds for site in self.by_kind[kind]]
             else:
                 found = [site for kind, site in zip(self._kinds, self.items(), strict=True) if kind in kinds]
             self.found[asked] = found
@@ -68,7 +71,13 @@ def sites(table: StepTable, *phases: str, stage: str | None = None) -> Sequence[
     return [site for site in table.items() if _is_of(site[0][:2], phases, stage)]
 
 
-def _is_of(kind: tuple[str, str], phases: tuple[str, ...], stage: str | None) -> bool:
+@lru_cache(maxsize=1 << 12)
+def _kinds(kinds: tuple[_Kind, ...], phases: tuple[str, ...], stage: str | None) -> frozenset[_Kind]:
+    """Those of some phases and of a stage: the same in one step after the other."""
+    return frozenset(kind for kind in kinds if _is_of(kind, phases, stage))
+
+
+def _is_of(kind: _Kind, phases: tuple[str, ...], stage: str | None) -> bool:
     return (not phases or kind[0] in phases) and (stage is None or kind[1] == stage)
 
 
