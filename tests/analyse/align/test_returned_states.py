@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
@@ -36,14 +38,20 @@ def unchanged(state: Tensor) -> Tensor:
 
 
 def trained(
-    path: Path, *, at_3: Change = unchanged, always: Change = unchanged, micro_batches: int = 1, fused: bool = False
+    path: Path,
+    *,
+    at_3: Change = unchanged,
+    always: Change = unchanged,
+    micro_batches: int = 1,
+    fused: bool = False,
+    record: Mapping[str, Any] = MappingProxyType({}),
 ) -> Path:
     torch.manual_seed(0)
     model = Recurrent()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, fused=fused)
     tokens = torch.randint(20, (4, 31), generator=torch.Generator().manual_seed(1))
     state: Tensor | None = None
-    with traindiff.record(path, model, optimizer):
+    with traindiff.record(path, model, optimizer, **record):
         for step in range(5):
             window = tokens[:, 6 * step : 6 * step + 7]
             if state is not None:
@@ -81,7 +89,81 @@ def test_what_is_computed_from_a_state_outside_the_model_may_differ_as_the_state
     found = traindiff.compare(*runs)
 
     assert (found.verdict, found.findings) == ("equivalent", ())
-    assert any("as what the model returned before does" in note for note in found.notes)
+    assert any(" on by no more than " in note for note in found.notes)
+
+
+@pytest.mark.parametrize("replica", ["ulp:2", "reorder:1"])
+def test_replicas_of_a_training_with_a_state_measure_its_noise(replica: str, tmp_path: Path) -> None:
+    def run(name: str, **about: Any) -> Path:
+        return trained(tmp_path / name, record=about)
+
+    baseline, noise = run("b"), [run("n1", replica="ulp:1"), run("n2", replica=replica)]
+    legal = traindiff.compare(baseline, trained(tmp_path / "c", fused=True), noise=noise)
+    lost = traindiff.compare(baseline, trained(tmp_path / "lost", at_3=torch.zeros_like), noise=noise)
+
+    assert (legal.verdict, legal.calibrated) == ("equivalent", True)
+    assert lost.verdict == "misaligned"
+    with pytest.raises(traindiff.ConfigError, match=r"is no other run of the baseline's training. In step 3"):
+        traindiff.compare(baseline, noise[0], noise=tmp_path / "lost")
+
+
+class Denoiser(nn.Sequential):
+    """Reads a noisy sample, and what it made of it before."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 32), nn.SiLU(), nn.Linear(32, 4))
+
+
+def prepared(path: Path, *, fault: Change = unchanged, dtype: torch.dtype = torch.float32, **about: Any) -> Path:
+    """A training that computes the inputs of its model: normalized data, and its own first estimate."""
+    torch.manual_seed(0)
+    model = Denoiser().to(dtype)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    with traindiff.record(path, model, optimizer, **about):
+        for step in range(4):
+            data = torch.randn(32, 4, generator=torch.Generator().manual_seed(step))
+            data = (data - data.mean(0)) / data.std(0)
+            changed = fault(data) if step == 2 else data
+            assert changed is not None
+            given = changed.to(dtype)
+            with torch.no_grad():
+                estimate = model(torch.cat([given, torch.zeros_like(given)], 1))
+            (model(torch.cat([given, estimate], 1)) - given).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("replica", ["ulp:1", "reorder:1"])
+def test_inputs_that_a_training_computes_differ_by_rounding(replica: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    baseline = prepared(tmp_path / "b", dtype=dtype)
+    candidate = prepared(tmp_path / "c", dtype=dtype, replica=replica)
+    noise = [prepared(tmp_path / str(number), dtype=dtype, replica=f"ulp:{number}") for number in (2, 3)]
+
+    found = traindiff.compare(baseline, candidate)
+    measured = traindiff.compare(baseline, candidate, noise=noise)
+
+    for one in (found, measured):
+        assert (one.verdict in ("equivalent", "identical"), one.findings) == (True, ())
+    assert found.verdict == "identical" or any(" on by no more than " in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda data: 1.0001 * data,
+        lambda data: data + 1e-5,
+        lambda data: torch.cat([data[:-1], data[:1]]),
+        lambda data: data.bfloat16().float(),
+    ],
+    ids=["scaled", "shifted", "a sample twice", "rounded"],
+)
+def test_an_input_that_differs_by_more_than_rounding_is_another_batch(fault: Change, tmp_path: Path) -> None:
+    first = traindiff.compare(prepared(tmp_path / "b"), prepared(tmp_path / "c", fault=fault)).first_divergence
+
+    assert first is not None
+    assert (first.step, first.phase, first.slot) == (2, "batch", "input[0]")
 
 
 CHANGED = "In the candidate it is not: is a state lost, or changed on its way?"

@@ -124,6 +124,22 @@ def test_integers_and_operators_that_are_not_listed_are_computed_as_ever() -> No
         assert torch.get_rng_state().equal(state)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_sparse_products_are_computed_as_ever(layout: torch.layout) -> None:
+    graph = torch.eye(40).roll(1, 0).to_sparse(layout=layout)
+    products: dict[str, Callable[..., Tensor]] = {
+        "mm": lambda x: graph @ x,
+        "mv": lambda x: graph @ x[:, 0],
+        "addmm": lambda x: torch.sparse.addmm(x, graph, x),
+        "dense first": lambda x: x.T @ graph,
+    }
+    for name, product in products.items():
+        expected, actual = computed(product, [A]), reordered(product, [A])
+
+        assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True)), name
+
+
 def test_most_operators_exist_in_this_torch() -> None:
     assert len(reordered_operators()) >= 25
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from traindiff.analyse.findings import Finding
-from traindiff.analyse.merge.distance import Pair, difference
+from traindiff.analyse.merge.distance import Pair, difference, differs_at_random
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.core.observation import ITSELF, SAMPLE
 from traindiff.core.site import label
-from traindiff.core.summary import UNIT_ROUNDOFF, merge
+from traindiff.core.summary import UNIT_ROUNDOFF, merge, rounding
 
 _Elements = tuple[int, int]
 """Number of elements, and a fingerprint of them that does not depend on their order."""
@@ -57,9 +57,14 @@ Sources = tuple[Mapping[tuple[str, str], str], Mapping[tuple[str, str], str]]
 _MOST = 1e-3
 """Relative difference above which an input is not taken for something that was computed from earlier outputs."""
 
+RETURNED = ", as what the model returned before does"
+ROUNDED = " by no more than rounding, as what is computed before the model reads it does"
+COMPUTED = " by no more than what the model returned before does, and may be computed from that"
+"""Why inputs differ that are no other batch, after "differ from step 1 on"."""
 
-def check_state(pair: Pair, other: Finding, sources: Sources, *, noise: float) -> Finding | None:
-    """Compare an input of the root that may be an output of it, or computed from one.
+
+def check_state(pair: Pair, other: Finding, sources: Sources, *, noise: float) -> Finding | str:
+    """Compare an input of the root that may be an output of it, or computed from one, or from the data.
 
     Args:
         pair: Both inputs, which differ.
@@ -69,14 +74,15 @@ def check_state(pair: Pair, other: Finding, sources: Sources, *, noise: float) -
             after a divergence.
 
     Returns:
-        None if each run hands the model what it returned itself, in the same order as far as that is known. None, too,
-        if the inputs differ by no more than what was returned before does: what comes from the data has the same bits
-        in both runs, or is altogether different.
+        The finding; or why it is none, as one of the constants above. Each run may hand the model what it returned
+        itself, in the same order as far as that is known. Or the inputs differ by no more than rounding, or than what
+        was returned before does: what is read from the data has the same bits in both runs, or is altogether different.
     """
     site = (pair.baseline.key.path, pair.baseline.key.slot)
     own, size = [one.get(site) for one in sources], difference(pair) or math.inf
+    placed = pair.baseline.placed and pair.candidate.placed
     if all(own):
-        return other if pair.baseline.placed and pair.candidate.placed and size > GAIN * noise else None
+        return other if placed and size > GAIN * noise else RETURNED
     if any(own):
         run, without = ("baseline", "candidate") if own[0] else ("candidate", "baseline")
         message = (
@@ -84,7 +90,17 @@ def check_state(pair: Pair, other: Finding, sources: Sources, *, noise: float) -
             "state lost, or changed on its way?"
         )
         return replace(other, message=message)
-    return None if size <= min(_MOST, GAIN * noise) else other
+    if placed and _is_rounded(pair, size):
+        return ROUNDED
+    return COMPUTED if size <= min(_MOST, GAIN * noise) else other
+
+
+def _is_rounded(pair: Pair, size: float) -> bool:
+    """True if rounding explains how far an input is apart, which may be computed in float32 whatever its dtype is."""
+    dtype = pair.baseline.dtype
+    if dtype != pair.candidate.dtype or dtype not in UNIT_ROUNDOFF:
+        return False
+    return size <= rounding("float32") or (size <= rounding(dtype) and differs_at_random(pair))
 
 
 GAIN = 8.0

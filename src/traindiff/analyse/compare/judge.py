@@ -78,8 +78,7 @@ class Judge:
         nan_in_both: Places at which both runs hold the same NaN.
         turned: Places where a choice that rounding may change, such as a router's, selected another number of rows.
         choices: Places where rounding turned a part of a router's choices, and how many.
-        returned: By input that is what the model returned before, or was computed from that: the first step in which
-            it differs.
+        computed: By input that differs and is no other batch: the first step in which it differs, and why.
         absent: Paths of parameters that one run does not train; their further differences are not reported.
         other_loss: Whether a loss differed by more than noise.
         uncalled: Paths of modules that only one run calls.
@@ -113,7 +112,7 @@ class Judge:
         self.nan_in_both: list[str] = []
         self.turned: list[str] = []
         self.choices: list[str] = []
-        self.returned: dict[str, int] = {}
+        self.computed: dict[str, tuple[int, str]] = {}
         self.absent: set[str] = set()
         self.other_loss = False
         self.uncalled: set[str] = set()
@@ -130,9 +129,10 @@ class Judge:
             return None, 0.0 if equal_bits(pair) else difference(pair) or 0.0, exact.rounding_apart(pair)
         rows = ((key, row) for key, row in self.sites.weightiest.items() if key.phase == "forward")
         noise = max((row.difference for _, row in rows if row.ratio <= 1.0 or self._found), default=0.0)
-        if (finding := check_state(pair, finding, given.sources, noise=noise)) is not None:
-            return finding, math.inf, 0.0
-        self.returned.setdefault(label(pair.baseline.key.path, pair.baseline.key.slot), given.step)
+        found = check_state(pair, finding, given.sources, noise=noise)
+        if isinstance(found, Finding):
+            return found, math.inf, 0.0
+        self.computed.setdefault(label(pair.baseline.key.path, pair.baseline.key.slot), (given.step, found))
         apart = size_of(pair)
         return None, apart, apart
 

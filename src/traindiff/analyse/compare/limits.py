@@ -106,17 +106,20 @@ def _failures(runs: TwoRuns) -> Iterator[str]:
                 yield f"Both runs: {message[0].lower()}{message[1:]}"
 
 
-def returned_note(sites: Mapping[str, int]) -> str:
-    """A note on inputs that differ as what the model returned before does; empty if there are none.
+def computed_notes(inputs: Mapping[str, tuple[int, str]]) -> list[str]:
+    """A note for each reason for which inputs differ that are no other batch.
 
     Args:
-        sites: By input, the first step in which it differs.
+        inputs: By input, the first step in which it differs, and the reason; see `returned_states`.
     """
-    if not sites:
-        return ""
-    site, step = next(iter(sites.items()))
-    more = more_text(len(sites) - 1, "input")
-    return f"{site}{more} differ{'' if more else 's'} from step {step} on, as what the model returned before does."
+    by_reason: dict[str, list[tuple[str, int]]] = {}
+    for site, (step, why) in inputs.items():
+        by_reason.setdefault(why, []).append((site, step))
+    notes = []
+    for why, sites in by_reason.items():
+        (site, step), more = sites[0], more_text(len(sites) - 1, "input")
+        notes.append(f"{site}{more} differ{'' if more else 's'} from step {step} on{why}.")
+    return notes
 
 
 def unjudged_note(sites: Mapping[SiteKey, int], *, is_represented_otherwise: bool) -> str:

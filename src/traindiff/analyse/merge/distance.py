@@ -250,19 +250,23 @@ _ROUNDED_ELEMENTS = 64
 """With fewer elements, rounding cannot be told from other differences of its size."""
 
 
-def rounded_to(pair: Pair) -> str:
-    """The shorter dtype to which rounding would make a difference as this; empty if there is none.
+def differs_at_random(pair: Pair) -> bool:
+    """True if two tensors of some size differ as rounding makes them differ.
 
     Rounding errors are independent and as often up as down: they add up to no more than a few of their norms, and no
     multiple of the baseline explains a part of them. A wrong eps or a kernel's coherent error may have the same size.
     """
-    dtypes = {pair.baseline.dtype, pair.candidate.dtype}
-    if len(dtypes) > 1 or not dtypes <= {"float32", "float64"}:
-        return ""
     baseline, candidate = pair.baseline.summary, pair.candidate.summary
     moved, apart = abs(float(candidate["sum"] - baseline["sum"])), float(distance(baseline, candidate))
-    size, (_, left_over) = size_of(pair), best_fit(pair.baseline, pair.candidate)
-    if int(finite_count(baseline)) < _ROUNDED_ELEMENTS or moved > 4.0 * apart or left_over < 0.8 * size:
+    if int(finite_count(baseline)) < _ROUNDED_ELEMENTS or moved > 4.0 * apart:
+        return False
+    return best_fit(pair.baseline, pair.candidate)[1] >= 0.8 * size_of(pair)
+
+
+def rounded_to(pair: Pair) -> str:
+    """The shorter dtype to which rounding would make a difference as this; empty if there is none."""
+    dtypes, size = {pair.baseline.dtype, pair.candidate.dtype}, size_of(pair)
+    if len(dtypes) > 1 or not dtypes <= {"float32", "float64"} or not differs_at_random(pair):
         return ""
     near = (
         dtype for dtype in ("bfloat16", "float16") if 0.15 * UNIT_ROUNDOFF[dtype] < size < 1.2 * UNIT_ROUNDOFF[dtype]

@@ -13,6 +13,7 @@ from traindiff.analyse.align.exact import (
     check_random_state,
     settings_of,
 )
+from traindiff.analyse.align.returned_states import ReturnedStates, check_state
 from traindiff.analyse.align.side import NO_NAMES, Side, SideStep, StepsOnDemand
 from traindiff.analyse.align.site_map import SideNames
 from traindiff.analyse.align.unseen_beginning import drift, steps_before
@@ -88,6 +89,7 @@ class Calibrating:
         self._runs = [run for run, _ in noise]
         self._replicas = Replicas(noise, names)
         self._seen = [_Seen(made_as(run)) for run in self._runs]
+        self._state, self._states = ReturnedStates(), [ReturnedStates() for _ in self._runs]
         self._constants: dict[str, float] = {}
         self._covered: set[tuple[str, int]] = set()
         self._parameters: OwnedParameters = {}
@@ -108,6 +110,7 @@ class Calibrating:
         """
         distances: dict[SiteKey, list[tuple[int, float, Pair]]] = {}
         of_runs: list[list[Pair]] = []
+        self._state.see([part.table for part in (*step.earlier, step)])
         for index, (own, pairs) in enumerate(self._replicas.pairs(run_step, step)):
             of_runs.append(pairs)
             if own is None:
@@ -171,12 +174,16 @@ class Calibrating:
         beginning = (pair for pair in pairs if pair.baseline.key[:2] == ("param", "before"))
         may_be_drift = drift(beginning, before) < math.inf
         tables = expected.table, actual.table
+        self._states[index].see([part.table for part in (*actual.earlier, actual)])
         found: list[Finding] = [*check_random_state(*tables, step=step)]
         settings = settings_of(tables[0], self._groups), settings_of(tables[1], side.groups)
         found += check_hyper_parameters(*settings, step=step)
+        noise = self._seen[index].returned
         for pair in pairs:
             if pair.baseline.key.phase == "batch":
-                found += filter(None, [check_batch(pair, step=step)])
+                found += filter(None, [self._check_batch(index, pair, step=step, noise=noise)])
+            elif pair.baseline.key.phase == "forward":
+                noise = max(noise, size_of(pair))
             elif first and pair.baseline.key[:2] == ("param", "before") and pair.baseline.key.slot == "value":
                 one = check_initial_parameter(pair, step=step, steps_before=before, may_be_drift=may_be_drift)
                 found += filter(None, [one])
@@ -188,6 +195,15 @@ class Calibrating:
                 "changed.",
             )
             raise ConfigError("compare(noise=...)", [problem], consequence="nothing was compared")
+        self._seen[index].returned = noise
+
+    def _check_batch(self, index: int, pair: Pair, *, step: int, noise: float) -> Finding | None:
+        """What is wrong with an input of a replica; a state, or what is computed, may differ by its noise."""
+        other = check_batch(pair, step=step)
+        if other is None:
+            return None
+        found = check_state(pair, other, (self._state.sources, self._states[index].sources), noise=noise)
+        return found if isinstance(found, Finding) else None
 
 
 @dataclass(slots=True)
@@ -200,6 +216,7 @@ class _Seen:
         aligned: Number of sites in common with the baseline, over all steps.
         whole: Whether it has had every site of the baseline.
         differs: Whether it differs from the baseline at all.
+        returned: Largest difference so far of what modules returned.
         largest: Its largest difference from the baseline, and the place.
     """
 
@@ -208,6 +225,7 @@ class _Seen:
     aligned: int = 0
     whole: bool = True
     differs: bool = False
+    returned: float = 0.0
     largest: tuple[float, str] | None = None
 
     def note(self, key: SiteKey, step: int, size: float) -> None:

@@ -82,10 +82,12 @@ class StepNoise:
     Attributes:
         sizes: Relative L2 difference of each replica that has the site. inf: whole numbers that differ.
         moments: How far the norm or the sum of any of them is from the baseline's; see `moments_apart`.
+        inputs: Largest relative L2 difference of any of them at an input of the model, which a training may compute.
     """
 
     sizes: Mapping[SiteKey, tuple[float, ...]] = field(default_factory=dict)
     moments: Mapping[SiteKey, float] = field(default_factory=dict)
+    inputs: float = 0.0
 
 
 def made_as(recording: Run) -> str:
@@ -152,13 +154,16 @@ def step_noise(of_runs: Iterable[Sequence[Pair]]) -> StepNoise:
     """Differences from the baseline in one step, from the pairs of each noise recording with it."""
     sizes: dict[SiteKey, tuple[float, ...]] = {}
     moments: dict[SiteKey, float] = {}
+    inputs = 0.0
     for pairs in of_runs:
         for pair in pairs:
             key = pair.baseline.key
+            if key.phase == "batch" and key.path != "rng":
+                inputs = max(inputs, size_of(pair))
             if is_measured(key):
                 sizes[key] = (*sizes.get(key, ()), size_of(pair))
                 moments[key] = max(moments.get(key, 0.0), *moments_apart(pair).values())
-    return StepNoise(sizes=sizes, moments=moments)
+    return StepNoise(sizes=sizes, moments=moments, inputs=inputs)
 
 
 def _pairs(baseline: SideStep, replica: SideStep) -> list[Pair]:

@@ -108,6 +108,7 @@ class SiteFloors:
         self._samples = samples
         self._micro_steps = micro_steps
         self._noise = noise.sizes if noise else None
+        self._replica_inputs = noise.inputs if noise else 0.0  # of the model, which a training may compute
         moments: Mapping[SiteKey, float] = noise.moments if noise else {}
         self._moments = MomentFloors(lambda key: SAFETY * calibration.constant(key.phase) * moments.get(key, 0.0))
         self._calibration = calibration
@@ -327,6 +328,7 @@ class SiteFloors:
         self._floors.saw(size)
         if noise:
             self._calm.saw(size)
+            self._run.exceeded_noise |= self._noise is not None and size > SAFETY * self._replica_inputs
         elif size:
             self.parted = True
 

@@ -204,8 +204,8 @@ def reordered_operators() -> Mapping[Any, Reordering]:
 class ReorderReplica:
     """Permutes the terms of matrix products, convolutions, normalizations, softmax, sums and means.
 
-    This holds forward and backward, on the thread that trains. Other operators, integers and tensors of subclasses
-    (DTensor) are computed as usual.
+    This holds forward and backward, on the thread that trains. Other operators, integers, sparse tensors and those
+    of subclasses (DTensor) are computed as usual.
 
     Args:
         seed: Another seed permutes in another way.
@@ -234,6 +234,6 @@ class ReorderReplica:
 
 
 def _can_be_rounded(args: tuple[Any, ...]) -> bool:
-    first = args[0]
-    plain = all(type(arg) in (Tensor, nn.Parameter) for arg in args if isinstance(arg, Tensor))
-    return plain and (first.is_floating_point() or first.is_complex()) and first.dim() > 0 and not first.is_sparse
+    first, tensors = args[0], [arg for arg in args if isinstance(arg, Tensor)]
+    plain = all(type(one) in (Tensor, nn.Parameter) and one.layout is torch.strided for one in tensors)
+    return plain and (first.is_floating_point() or first.is_complex()) and first.dim() > 0
