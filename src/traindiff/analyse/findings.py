@@ -108,6 +108,17 @@ def times_text(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
+def factor_text(value: float, error: float = 0.0) -> str:
+    """A factor with enough digits to tell it from 1; a whole number if it is one within its relative error."""
+    if 1.5 < abs(value) < 1e6 and abs(value / round(value) - 1.0) <= error:
+        return f"{round(value)}"
+    return (
+        f"{value:.4g}"
+        if abs(value - 1.0) > 5e-4
+        else f"(1 {value - 1.0:+.2g})".replace(" +", " + ").replace(" -", " - ")
+    )
+
+
 def more_line(kinds: Iterable[str]) -> str:
     """The command that explains these kinds, each once."""
     return f"more: traindiff explain {' '.join(dict.fromkeys(kinds))}"

@@ -16,6 +16,10 @@ def halved(x: Tensor) -> Tensor:
     return x * 0.5
 
 
+def slightly_larger(x: Tensor) -> Tensor:
+    return x * 1.0001
+
+
 def mirrored(x: Tensor) -> Tensor:
     return x.flip(-1)
 
@@ -36,6 +40,7 @@ def shifted(x: Tensor) -> Tensor:
     ("change", "told"),
     [
         (halved, "It is 0.5 x the baseline's."),
+        (slightly_larger, "It is (1 + 0.0001) x the baseline's."),
         (mirrored, "The values are the same, in another order."),
         (cut, "has shape [8, 6, 5] in the baseline, [8, 4, 5] in the candidate."),
         (broken, "NaN and infinities: 1 of its elements, 0 of the baseline's."),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from traindiff.analyse.findings import factor_text
 from traindiff.analyse.merge.distance import Pair, best_fit, difference
 from traindiff.core.summary import UNIT_ROUNDOFF, nonfinite_count
 
@@ -31,5 +32,5 @@ def values_text(pair: Pair, *, permuted: bool) -> str:
         return ""
     factor, left_over = best_fit(baseline, candidate)
     if factor and left_over <= _LEFT_OVER and abs(factor - 1.0) > 10.0 * left_over:
-        return f" It is {factor:.4g} x the baseline's."
+        return f" It is {factor_text(factor)} x the baseline's."
     return f" It differs by {size:.2g} of the baseline's size (relative L2)."

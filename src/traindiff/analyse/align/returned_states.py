@@ -95,12 +95,17 @@ def check_state(pair: Pair, other: Finding, sources: Sources, *, noise: float) -
     return COMPUTED if size <= min(_MOST, GAIN * noise) else other
 
 
+_ANY_ERROR = 4.0 * UNIT_ROUNDOFF["float32"]
+"""Relative difference up to which it may be a factor or a shift, as of data that are divided by their deviation."""
+
+
 def _is_rounded(pair: Pair, size: float) -> bool:
     """True if rounding explains how far an input is apart, which may be computed in float32 whatever its dtype is."""
     dtype = pair.baseline.dtype
     if dtype != pair.candidate.dtype or dtype not in UNIT_ROUNDOFF:
         return False
-    return size <= rounding("float32") or (size <= rounding(dtype) and differs_at_random(pair))
+    once = max(rounding("float32"), rounding(dtype))
+    return size <= _ANY_ERROR or (size <= once and differs_at_random(pair))
 
 
 GAIN = 8.0

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from traindiff.analyse.align.side import gradient_norms
-from traindiff.analyse.compare.factors import factor_meaning, factor_text
-from traindiff.analyse.findings import Finding
+from traindiff.analyse.compare.factors import factor_meaning
+from traindiff.analyse.findings import Finding, factor_text
 from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.recorded_calls import EFFECT, Clip
 from traindiff.analyse.merge.site import finding_at

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from traindiff.analyse.compare.case import Case, Diagnosis
-from traindiff.analyse.compare.factors import factor_meaning, factor_text
+from traindiff.analyse.compare.factors import factor_meaning
 from traindiff.analyse.compare.gradient_sums import accumulated, late, lost_contribution, lost_state
-from traindiff.analyse.findings import Finding
+from traindiff.analyse.findings import Finding, factor_text
 from traindiff.analyse.merge.distance import Pair, best_fit, rounded_to
 from traindiff.analyse.merge.site import MergedSite
 from traindiff.analyse.noise.lost import num_lost_rows

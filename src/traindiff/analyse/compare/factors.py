@@ -16,17 +16,6 @@ from traindiff.analyse.noise.gradients import median
 from traindiff.core.summary import UNIT_ROUNDOFF
 
 
-def factor_text(value: float, error: float = 0.0) -> str:
-    """A factor with enough digits to tell it from 1; a whole number if it is one within its relative error."""
-    if 1.5 < abs(value) < 1e6 and abs(value / round(value) - 1.0) <= error:
-        return f"{round(value)}"
-    return (
-        f"{value:.4g}"
-        if abs(value - 1.0) > 5e-4
-        else f"(1 {value - 1.0:+.2g})".replace(" +", " + ").replace(" -", " - ")
-    )
-
-
 def factor_meaning(factor: float, micro_steps: int, ranks: int = 1, known: Iterable[tuple[float, str]] = ()) -> str:
     """The meaning of a known factor, a small whole number or the inverse of one; empty for any other.
 

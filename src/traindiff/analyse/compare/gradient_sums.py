@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from traindiff.analyse.compare.case import Case, Diagnosis
-from traindiff.analyse.compare.factors import contributed, factor_text, odd_terms
+from traindiff.analyse.compare.factors import contributed, odd_terms
 from traindiff.analyse.compare.mixtures import DISTINCT, FEW, Mixture, mixture
-from traindiff.analyse.findings import Finding
+from traindiff.analyse.findings import Finding, factor_text
 from traindiff.analyse.merge.distance import best_fit
 from traindiff.analyse.rules.carried import GradientsAreCleared
 from traindiff.core.summary import distance, finite_count, norm_of

@@ -9,7 +9,7 @@ from dataclasses import replace
 from traindiff.analyse.align import exact
 from traindiff.analyse.compare.case import Case, Diagnosis
 from traindiff.analyse.compare.diagnosis import diagnose
-from traindiff.analyse.compare.factors import clipping_left_out, factor_meaning, factor_text
+from traindiff.analyse.compare.factors import clipping_left_out, factor_meaning
 from traindiff.analyse.compare.gradient_sums import with_causes
 from traindiff.analyse.compare.judge import OTHER_FORM, Judge, comes_last
 from traindiff.analyse.compare.mixtures import Mixture, common_mixture
@@ -18,7 +18,7 @@ from traindiff.analyse.compare.other_loss import BehindOtherLoss, loss_behind
 from traindiff.analyse.compare.step_input import StepInput
 from traindiff.analyse.compare.uncalled import COUNTED_CALLS, count_of_uncalled, is_uncalled
 from traindiff.analyse.compare.unlike import unlike
-from traindiff.analyse.findings import Finding, ranks_text
+from traindiff.analyse.findings import Finding, factor_text, ranks_text
 from traindiff.analyse.merge.distance import (
     Pair,
     best_fit,
