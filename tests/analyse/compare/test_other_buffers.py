@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,10 +30,12 @@ class Picks(nn.Module):
         return picked
 
 
-def recorded(path: Path, model: Picks) -> Path:
+def recorded(path: Path, model: Picks, *, before_2: Callable[[Picks], object] = repr) -> Path:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with traindiff.record(path, model, optimizer):
         for step in range(3):
+            if step == 2:
+                before_2(model)
             model(torch.randn(4, 6, generator=torch.Generator().manual_seed(step))).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -68,6 +71,35 @@ def test_a_buffer_that_starts_with_other_values_is_named_where_it_shows(
     assert first is not None
     assert (first.step, first.phase, first.path) == (0, "forward", "last")
     assert told in first.message
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda model: model.angles.mul_(1.01), " changed a buffer since the step before: angles."),
+        (lambda model: model.order.copy_(model.order.flip(0)), " changed a buffer since the step before: order."),
+        (lambda model: model.angles.mul_(1 + 1e-7), ""),
+        (repr, ""),
+    ],
+    ids=["scaled", "integers", "rounded", "none"],
+)
+def test_a_buffer_that_only_the_candidate_changes_is_named_where_it_shows(
+    change: Callable[[Picks], object], told: str, tmp_path: Path
+) -> None:
+    runs = []
+    for name, between in (("b", repr), ("c", change)):
+        torch.manual_seed(0)
+        runs.append(recorded(tmp_path / name, Picks(), before_2=between))
+    found = traindiff.compare(*runs)
+
+    if not told:
+        assert found.verdict in ("identical", "equivalent")
+        return
+    first = found.first_divergence
+    assert first is not None
+    assert (first.step, first.phase, first.path) == (2, "forward", "last")
+    assert first.message.endswith(f"The candidate alone has{told}")
+    assert "calls" not in first.message  # both runs count
 
 
 def test_a_table_that_is_rounded_otherwise_is_not_named(tmp_path: Path) -> None:

@@ -256,8 +256,32 @@ def other_buffers(pairs: Iterable[Pair]) -> list[str]:
         for pair in pairs
         if pair.baseline.key[:2] == ("param", "before")
         and pair.baseline.key.slot == "buffer"
-        and not (equal_bits(pair) or _same_in_another_dtype(pair) or _is_rounded_otherwise(pair))
+        and not _may_be_the_same(pair)
     ]
+
+
+class ConstantBuffers:
+    """Knows which buffers a baseline leaves as they are, and its candidate changes."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, int] = {}  # fingerprints, by path, after the latest step
+
+    def changed(self, pairs: Iterable[Pair]) -> list[str]:
+        """Buffers that the candidate alone has changed since the step that was seen before; steps come in order."""
+        found = []
+        for pair in pairs:
+            key = pair.baseline.key
+            if (key.phase, key.slot) != ("param", "buffer") or key.stage not in ("", "before"):
+                continue
+            now = int(pair.baseline.summary["fingerprint"])
+            if not key.stage and self._held.get(key.path) == now and not _may_be_the_same(pair):
+                found.append(key.path)
+            self._held[key.path] = now
+        return found
+
+
+def _may_be_the_same(pair: Pair) -> bool:
+    return equal_bits(pair) or _same_in_another_dtype(pair) or _is_rounded_otherwise(pair)
 
 
 def _is_rounded_otherwise(pair: Pair) -> bool:

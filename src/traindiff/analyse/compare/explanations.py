@@ -180,14 +180,25 @@ def shifted_labels_message(finding: Finding, pairs: Iterable[Pair]) -> str:
     return ""
 
 
-def other_buffers_message(finding: Finding, buffers: Iterable[str]) -> str:
-    """A sentence about buffers of a module, or of those around it, that start with other values; empty without any."""
+def other_buffers_message(finding: Finding, started: Iterable[str], changed: Iterable[str]) -> str:
+    """A sentence about other buffers of a module, or of those around it; empty without any.
+
+    Args:
+        finding: The first divergence.
+        started: Buffers that start with other values.
+        changed: Buffers that the candidate alone has changed since the step before.
+    """
     around = enclosing(finding.path)
-    found = [path for path in buffers if path.rpartition(".")[0] in around]
-    if finding.phase != "forward" or not found:
+    of_start, since = ([path for path in paths if path.rpartition(".")[0] in around] for paths in (started, changed))
+    if finding.phase != "forward":
         return ""
-    subject = "A buffer starts" if len(found) == 1 else "Buffers start"
-    return f" {subject} with other values: {listed_text(found, 'buffer')}."
+    if of_start:
+        subject = "A buffer starts" if len(of_start) == 1 else "Buffers start"
+        return f" {subject} with other values: {listed_text(of_start, 'buffer')}."
+    if since:
+        subject = "a buffer" if len(since) == 1 else "buffers"
+        return f" The candidate alone has changed {subject} since the step before: {listed_text(since, 'buffer')}."
+    return ""
 
 
 def unreached_positions_message(finding: Finding, pairs: Iterable[Pair]) -> str:

@@ -9,7 +9,13 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from traindiff.analyse.align.exact import EXACT_KINDS, SettingChanges, check_random_state, other_buffers
+from traindiff.analyse.align.exact import (
+    EXACT_KINDS,
+    ConstantBuffers,
+    SettingChanges,
+    check_random_state,
+    other_buffers,
+)
 from traindiff.analyse.align.pairs import in_baseline_order
 from traindiff.analyse.align.side import RUNS, gradient_norms
 from traindiff.analyse.align.two_runs import AlignedStep, RepeatedStep, TwoRuns
@@ -176,6 +182,7 @@ class RunningComparison:
         self._flow: list[tuple[int, str]] = []  # sites of its step, in the order of execution
         self._uncovered: list[int] = []
         self._other_buffers: list[str] = []  # that start with other values
+        self._constant_buffers = ConstantBuffers()
         self._other_evaluations = OtherEvaluations()
         self._turns = Turns(runs.runs)
         self._edits = EditsApart(self._facts, forced=self._forced)
@@ -341,6 +348,7 @@ class RunningComparison:
                 self._other_dtypes.setdefault(dtypes, {}).setdefault(pair.baseline.key, None)
         if given.first:
             self._other_buffers = other_buffers(pairs)
+        changed = self._constant_buffers.changed(pairs)
         clipped = (clips(tables[0]), clips(tables[1]))
         scales = (loss_scale(tables[0]), loss_scale(tables[1]))
         self._notes.update(dict.fromkeys(filter(None, (clipping_note(*clipped, pairs), scale_note(*scales)))))
@@ -406,7 +414,7 @@ class RunningComparison:
             labels = unreached_positions_message(first, pairs) or unseen_labels_message(first, pairs)
             shifted = shifted_labels_message(first, pairs)
             unseen = unseen_contributions_message(first, pairs, max(micro_steps), recorded)
-            buffers = other_buffers_message(first, self._other_buffers)
+            buffers = other_buffers_message(first, self._other_buffers, () if statistics else changed)
             self._knows_buffers = bool(buffers)
             self._remarks = statistics + shifted + labels + unseen + buffers + hop
         return found
