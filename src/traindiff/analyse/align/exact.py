@@ -264,7 +264,7 @@ class ConstantBuffers:
     """Knows which buffers a baseline leaves as they are, and its candidate changes."""
 
     def __init__(self) -> None:
-        self._held: dict[str, int] = {}  # fingerprints, by path, after the latest step
+        self._held: dict[str, tuple[int, ...]] = {}  # fingerprints of both runs, by path, after the latest step
 
     def changed(self, pairs: Iterable[Pair]) -> list[str]:
         """Buffers that the candidate alone has changed since the step that was seen before; steps come in order."""
@@ -273,8 +273,9 @@ class ConstantBuffers:
             key = pair.baseline.key
             if (key.phase, key.slot) != ("param", "buffer") or key.stage not in ("", "before"):
                 continue
-            now = int(pair.baseline.summary["fingerprint"])
-            if not key.stage and self._held.get(key.path) == now and not _may_be_the_same(pair):
+            now = tuple(int(one.summary["fingerprint"]) for one in (pair.baseline, pair.candidate))
+            before = self._held.get(key.path, ())
+            if before and not key.stage and before[0] == now[0] and before[1] != now[1] and not _may_be_the_same(pair):
                 found.append(key.path)
             self._held[key.path] = now
         return found

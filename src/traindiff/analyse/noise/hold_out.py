@@ -182,8 +182,8 @@ class Calibrating:
         for pair in pairs:
             if pair.baseline.key.phase == "batch":
                 found += filter(None, [self._check_batch(index, pair, step=step, noise=noise)])
-            elif pair.baseline.key.phase == "forward":
-                noise = max(noise, size_of(pair))
+            elif pair.baseline.key.phase == "forward" and math.isfinite(size := size_of(pair)):
+                noise = max(noise, size)
             elif first and pair.baseline.key[:2] == ("param", "before") and pair.baseline.key.slot == "value":
                 one = check_initial_parameter(pair, step=step, steps_before=before, may_be_drift=may_be_drift)
                 found += filter(None, [one])
