@@ -233,12 +233,12 @@ class Judge:
 
     def floor(self, pair: Pair, floor: float) -> float:
         """The floor of a pair, or the user's tolerance in its place."""
-        chosen = None if self.tolerance is None else self._chosen_floor(pair)
+        chosen = self._chosen_floor(pair)
         return floor if chosen is None else chosen
 
     def is_judged_by_user(self, pair: Pair) -> bool:
         """True if the user's tolerance takes the place of a pair's floor."""
-        return self.tolerance is not None and self._chosen_floor(pair) is not None
+        return self._chosen_floor(pair) is not None
 
     def _chosen_floor(self, pair: Pair) -> float | None:
         counter = pair.baseline.key.slot == "step"
@@ -251,7 +251,7 @@ class Judge:
 
     def size(self, pair: Pair) -> float | None:
         """The difference of a pair; see `traindiff.analyse.merge.distance.difference`."""
-        return math.inf if self.tolerance is not None and self.is_broken(pair) else difference(pair)
+        return math.inf if self.is_broken(pair) else difference(pair)
 
     def is_broken(self, pair: Pair) -> bool:
         """True if a pair holds NaN or infinities that are findings by themselves."""

@@ -326,8 +326,6 @@ class StepJudge:
 
     def _moved(self, pair: Pair, size: float, floor: float) -> Moved | None:
         """The norm or sum of a pair that is within its floor, if it moved further than rounding moves it."""
-        if not self._floors.judges_moments:
-            return None
         follows = size > self._floors.undisturbed(pair)  # then no rounding moved it
         within = size <= floor and not follows
         return self._floors.moved(pair, floor) if within and self._judge.tolerance is None else None

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.recorded_calls import clips
 from traindiff.analyse.merge.site import MergedSite, RankPart, SiteKey, StepTable
 from traindiff.core.observation import WITNESS
@@ -126,8 +127,8 @@ def witnessed(table: StepTable, reduced_in: Mapping[str, str] = NO_DTYPES) -> li
     """
     factor = math.prod(one.coefficient for one in clips(table) if one.norm is not None)
     found = []
-    for key, entry in table.items():
-        if (key.phase, key.stage, key.slot) != ("grad", WITNESS, EXPECTED) or entry.unobserved:
+    for key, entry in sites(table, "grad", stage=WITNESS):
+        if key.slot != EXPECTED or entry.unobserved:
             continue
         given = table.get(key._replace(slot=GIVEN))
         gradient = table.get(SiteKey("grad", "", key.path, "grad"))

@@ -198,9 +198,9 @@ class Floors:
             storage: For an update: norm of the parameter over norm of its update.
         """
         units = [UNIT_ROUNDOFF.get(dtype, 0.0) for dtype in dtypes]
-        incoming = max(left_over, self.flow, self.parameters, self.gradients.get(path, 0.0))
+        incoming = max(left_over, self.gradients.get(path, 0.0))
         return max(
-            self.precision,
+            self.least_factor,
             self.coefficients,
             *map(rounding, dtypes),
             GAIN * incoming,
