@@ -9,6 +9,7 @@ from traindiff.analyse.align.side import SideStep
 from traindiff.analyse.merge.merged_tables import MergedTables
 from traindiff.analyse.merge.rank_steps import rank_steps
 from traindiff.analyse.merge.renames import Rename
+from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.site import MergedSite, Part, SiteKey
 from traindiff.analyse.merge.step_table import step_table
 from traindiff.core.observation import BEFORE, EDITED, Observation
@@ -160,13 +161,12 @@ def find_continuation(baseline: Recording, candidate: Recording, rename: Rename)
     for one in beginnings(baseline):
         if one.optimizer != first.optimizer:
             continue
-        of = [path for path in wanted if path in one.parameters]
-        same = sum(same_bits(wanted[path], one.parameters[path]) for path in of)
+        same, of = _num_same(wanted, one.parameters)
         if one.step == first.step:
             own = same
-            if same == len(of):
+            if same == of:
                 return None
-        elif same and 2 * same > len(of):
+        elif same and 2 * same > of:
             found.append((same, one.step, _same_batch(first, one)))
     most = max(same for same, _, _ in found)
     if most <= own:
@@ -174,6 +174,37 @@ def find_continuation(baseline: Recording, candidate: Recording, rename: Rename)
     best = [(step, batch) for same, step, batch in found if same == most]
     step = next((step for step, batch in best if batch), best[0][0])
     return Continuation(own=first.step, step=step, same=most, of=len(wanted))
+
+
+def begin_alike(baseline: RunStep | None, candidate: RunStep | None, rename: Rename) -> bool:
+    """True if two steps, the first of their runs, show that there is nothing for `find_continuation` to find.
+
+    Args:
+        baseline: The step of the run that is trusted; None if it does not have it.
+        candidate: The step of the other run; None if it does not have it.
+        rename: Turns the candidate's paths into the baseline's.
+    """
+    if baseline is None or candidate is None or baseline.step or baseline.earlier or candidate.earlier:
+        return False
+    wanted = {rename(path): entry for path, entry in _found_by(candidate).items() if _tells(entry)}
+    same, of = _num_same(wanted, _found_by(baseline))
+    return same == of == len(wanted) > 0
+
+
+def _found_by(step: RunStep) -> dict[str, MergedSite]:
+    """The parameters that a step has recorded as it found them, by path."""
+    return {
+        key.path: entry
+        for stage in (BEFORE, EDITED)
+        for key, entry in step.table.items()
+        if _is_value(key) and key.stage == stage and not entry.unobserved
+    }
+
+
+def _num_same(wanted: Mapping[str, MergedSite], parameters: Mapping[str, MergedSite]) -> tuple[int, int]:
+    """Number of parameters that have the same bits, and of those that are in both."""
+    of = [path for path in wanted if path in parameters]
+    return sum(same_bits(wanted[path], parameters[path]) for path in of), len(of)
 
 
 def _tells(entry: MergedSite) -> bool:

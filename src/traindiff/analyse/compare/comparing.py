@@ -15,22 +15,18 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
 
-from traindiff.analyse.align.continuation import find_continuation
-from traindiff.analyse.align.optimizer_names import with_names_of
-from traindiff.analyse.align.side import step_pairs
 from traindiff.analyse.align.site_map import SideNames, SiteMap
-from traindiff.analyse.align.two_runs import AlignedStep, TwoRuns
-from traindiff.analyse.blocks.steps import streams_of
+from traindiff.analyse.align.two_runs import AlignedStep
 from traindiff.analyse.blocks.tasks import Workers, refuse_following, tasks_of
 from traindiff.analyse.compare.earlier_states import with_earlier_states
 from traindiff.analyse.compare.incremental import Noise, RunningComparison
+from traindiff.analyse.compare.opened import ToCompare
 from traindiff.analyse.compare.verdict import Comparison
 from traindiff.analyse.findings import more_text, steps_text
 from traindiff.analyse.merge.history import DifferenceHistory
 from traindiff.analyse.merge.renames import parse_renames
 from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.site import Part
-from traindiff.analyse.merge.span import WHOLE_RUN, span_of
 from traindiff.analyse.noise.hold_out import calibration_of, following
 from traindiff.analyse.noise.measured import Replicas, StepNoise
 from traindiff.analyse.noise.tolerance import parse_tolerance
@@ -39,7 +35,7 @@ from traindiff.core.maps.accepted import accepted_of
 from traindiff.core.maps.shipped import map_of
 from traindiff.core.steps import StepSelection, parse_steps
 from traindiff.errors import ConfigError, Problem
-from traindiff.storage import Follower, Recording, ShiftedRecording, not_following, open_followed, open_recording
+from traindiff.storage import Follower, Recording, not_following, open_followed, open_recording
 
 _NAMED = 3
 
@@ -164,26 +160,24 @@ def compare(
     runs = (open_recording(os.fspath(baseline)), open_followed(os.fspath(candidate), follower))
     sites = SiteMap(entries, runs, renames)
     named = sites.rename
-    continuation = find_continuation(*runs, named) if offset is None and follow is None else None
-    if follow is not None and offset:
-        what = "follows a run, and compares its steps with those of other numbers."
-        fix = "Leave out the offset while the run goes on, or compare when it has ended."
-        problem = Problem(where=f"compare(follow=..., offset={offset})", what=what, fix=fix)
-        raise ConfigError("compare(...)", [problem], consequence="nothing was compared")
-    if shift := offset if continuation is None else continuation.step - continuation.own:
-        runs = (runs[0], ShiftedRecording(os.fspath(candidate), shift))
-    runs = runs if follow else (runs[0], with_names_of(*runs, named))
+    _refuse_offset(follow, offset)
     paths = [noise] if isinstance(noise, (str, os.PathLike)) else noise
     replicas = [open_recording(os.fspath(path)) for path in paths]
     _refuse_candidate_as_noise(runs[1], replicas)
-    comparison = RunningComparison(
-        TwoRuns(runs, renames, selection, entries), tolerance=tolerance, identical=identical,
-        noise=_Measured(runs[0], replicas, selection, sites.sides[0]) if replicas else None,
-        history=DifferenceHistory() if history else None, accepted=accepted,
+
+    given = ToCompare(
+        baseline=runs[0], candidate=runs[1], renames=renames, named=named, entries=entries, selection=selection,
+        from_first=bool(replicas),  # they are held against each other from the first step on
+        is_followed=follow is not None,
     )  # fmt: skip
-    span = WHOLE_RUN if replicas else span_of(runs, selection)  # replicas are held against each other from the first on
     with tasks_of(workers) as tasks, few_collections():
-        for both in step_pairs(*streams_of(runs, span, copies=comparison.runs.copies, tasks=tasks)):
+        opened = given.opened(tasks, offset)
+        comparison = RunningComparison(
+            opened.runs, tolerance=tolerance, identical=identical,
+            noise=_Measured(runs[0], replicas, selection, sites.sides[0]) if replicas else None,
+            history=DifferenceHistory() if history else None, accepted=accepted,
+        )  # fmt: skip
+        for both in opened.pairs:
             step, has_findings = _compared(comparison, *both)
             for one in both:
                 if one is not None:
@@ -192,10 +186,10 @@ def compare(
                 progress(step)
             if follower.is_following and follower.is_enough(has_findings and bool(comparison.result().findings)):
                 break
-    directions = compare_directions(*runs, rename=named, selection=selection)
+    directions = compare_directions(*opened.recordings, rename=named, selection=selection)
     found = with_directions(comparison.result(), directions)
-    found = with_earlier_states(found, runs, named)
-    notes = [*follower.notes(), *([] if continuation is None else [continuation.note])]
+    found = with_earlier_states(found, opened.recordings, named)
+    notes = [*follower.notes(), *([] if opened.continuation is None else [opened.continuation.note])]
     return replace(found, notes=(*notes, *found.notes)) if notes else found
 
 
@@ -221,6 +215,16 @@ def _compared(
     """Number of a step that was compared, and whether it has findings. Nothing else of it is kept."""
     compared = comparison.feed(baseline, candidate)
     return (None, False) if compared is None else (compared.step, bool(compared.findings))
+
+
+def _refuse_offset(follow: Follower | None, offset: int | None) -> None:
+    """Raise `ConfigError` if a run that goes on is to be compared with steps of other numbers."""
+    if follow is None or not offset:
+        return
+    what = "follows a run, and compares its steps with those of other numbers."
+    fix = "Leave out the offset while the run goes on, or compare when it has ended."
+    problem = Problem(where=f"compare(follow=..., offset={offset})", what=what, fix=fix)
+    raise ConfigError("compare(...)", [problem], consequence="nothing was compared")
 
 
 def _refuse_candidate_as_noise(candidate: Recording, noise: Sequence[Recording]) -> None:

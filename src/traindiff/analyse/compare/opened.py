@@ -1,0 +1,90 @@
+"""Two recordings that are opened to be compared: which of their steps belong together, and the pairs of these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+
+from traindiff.analyse.align.continuation import Continuation, begin_alike, find_continuation
+from traindiff.analyse.align.optimizer_names import with_names_of
+from traindiff.analyse.align.side import step_pairs
+from traindiff.analyse.align.two_runs import TwoRuns
+from traindiff.analyse.blocks.steps import streams_of
+from traindiff.analyse.blocks.tasks import Tasks
+from traindiff.analyse.merge.renames import Rename, Renaming
+from traindiff.analyse.merge.run_steps import RunStep
+from traindiff.analyse.merge.span import WHOLE_RUN, span_of
+from traindiff.core.maps.entries import Entry
+from traindiff.core.steps import StepSelection
+from traindiff.storage import Recording, ShiftedRecording
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """Two recordings whose steps belong together by their numbers.
+
+    Attributes:
+        recordings: Baseline and candidate, with the numbers and names by which they are compared.
+        runs: Brings their steps together.
+        pairs: Their steps, those of the baseline first; None for a run that does not have the step.
+        continuation: The step of the baseline at which the candidate begins, if it was looked for and found.
+    """
+
+    recordings: tuple[Recording, Recording]
+    runs: TwoRuns
+    pairs: Iterator[tuple[RunStep | None, RunStep | None]]
+    continuation: Continuation | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToCompare:
+    """Two recordings, and how they are compared.
+
+    Attributes:
+        baseline: The run that is trusted.
+        candidate: The run in question.
+        renames: Turns the candidate's paths into the baseline's, as the user says.
+        named: The same, with what `entries` say.
+        entries: What tensors and modules of the two runs are which.
+        selection: Steps to compare.
+        from_first: Whether all steps are read, and not only those that are compared.
+        is_followed: Whether the candidate goes on.
+    """
+
+    baseline: Recording
+    candidate: Recording
+    renames: Renaming
+    named: Rename
+    entries: Sequence[Entry]
+    selection: StepSelection
+    from_first: bool
+    is_followed: bool
+
+    def opened(self, tasks: Tasks | None, offset: int | None) -> Opened:
+        """The runs, opened.
+
+        Args:
+            tasks: Read and merge the steps; this process alone, if None.
+            offset: What is added to the numbers of the candidate's steps; None if it is looked for.
+        """
+        opened = self._opened(tasks, offset or 0)
+        if offset is not None or self.is_followed:
+            return opened
+        first = list(islice(opened.pairs, 1))
+        alike = bool(first) and begin_alike(*first[0], self.named)
+        found = None if alike else find_continuation(self.baseline, self.candidate, self.named)
+        if found is None:
+            return replace(opened, pairs=chain(first, opened.pairs))
+        return replace(self._opened(tasks, found.step - found.own), continuation=found)
+
+    def _opened(self, tasks: Tasks | None, shift: int) -> Opened:
+        """The runs, with a number that is added to those of the candidate's steps."""
+        candidate = ShiftedRecording(self.candidate.path, shift) if shift else self.candidate
+        if not self.is_followed:
+            candidate = with_names_of(self.baseline, candidate, self.named)
+        recordings = self.baseline, candidate
+        runs = TwoRuns(recordings, self.renames, self.selection, self.entries)
+        span = WHOLE_RUN if self.from_first else span_of(recordings, self.selection)
+        streams = streams_of(recordings, span, copies=runs.copies, tasks=tasks)
+        return Opened(recordings=recordings, runs=runs, pairs=step_pairs(*streams))
