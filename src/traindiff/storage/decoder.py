@@ -99,8 +99,12 @@ class Decoder:
         self._shared = shared or SharedColumns()
         self._known: list[_Known] = []  # the latest first
 
-    def decoded(self, message: bytes) -> tuple[About, list[Observation], Summaries, Stored]:
-        """What a message says about its observations, these, their summaries, and the optional parts.
+    def decoded(self, message: bytes, summaries: Summaries) -> tuple[About, list[Observation], Stored]:
+        """What a message says about its observations, these, and the optional parts.
+
+        Args:
+            message: A message whose size was checked.
+            summaries: An array with a place for each of its rows, to which their summaries are written.
 
         Raises:
             Malformed: Its rows cannot be observations.
@@ -116,6 +120,6 @@ class Decoder:
         if latest is None:
             latest = _Known(rows=rows, said=said, about=about_of(batch, held))
             self._shared.note(rows, said, latest.about)
-        found = latest.about, observations_of(batch, latest.about), *numbers_of(batch, latest.about)
+        found = latest.about, observations_of(batch, latest.about), numbers_of(batch, latest.about, summaries)
         self._known = [latest, *(one for one in self._known if one is not latest)][:_MOST_KNOWN]
         return found

@@ -83,8 +83,8 @@ def from_batch(batch: pa.RecordBatch) -> tuple[list[Observation], Summaries, Sto
     Raises:
         Malformed: Its rows cannot be observations.
     """
-    about = about_of(batch)
-    return observations_of(batch, about), *numbers_of(batch, about)
+    about, summaries = about_of(batch), np.empty(batch.num_rows, dtype=SUMMARY)
+    return observations_of(batch, about), summaries, numbers_of(batch, about, summaries)
 
 
 def about_of(batch: pa.RecordBatch, held: About | None = None) -> About:
@@ -110,13 +110,17 @@ def observations_of(batch: pa.RecordBatch, about: About) -> list[Observation]:
     return list(map(partial(tuple.__new__, Observation), rows))
 
 
-def numbers_of(batch: pa.RecordBatch, about: About) -> tuple[Summaries, Stored]:
-    """The summaries of a batch and the optional parts.
+def numbers_of(batch: pa.RecordBatch, about: About, summaries: Summaries) -> Stored:
+    """The optional parts of a batch; its summaries are written to an array.
+
+    Args:
+        batch: The columns.
+        about: What they say about each observation.
+        summaries: The array, with a place for each row.
 
     Raises:
         Malformed: They cannot belong to these observations.
     """
-    summaries = np.empty(batch.num_rows, dtype=SUMMARY)
     for name in SUMMARY.names or ():
         column = batch.column(name)
         flat = _listed(column) if SUMMARY[name].shape else column.to_numpy()
@@ -124,11 +128,10 @@ def numbers_of(batch: pa.RecordBatch, about: About) -> tuple[Summaries, Stored]:
     if (summaries["count"].astype(np.uint64) > np.array(about["size"], dtype=np.uint64)).any():
         raise Malformed("a summary counts more elements than its tensor has")
     files = enumerate(_texts(batch.column("tensors")))
-    stored = Stored(
+    return Stored(
         exponents=_exponents(batch.column("exponents")),
         files={row: check_tensor_file(name) for row, name in files if name},
     )
-    return summaries, stored
 
 
 _ABOUT_NAMES = tuple(field.name for field in ABOUT if field.name != "step")

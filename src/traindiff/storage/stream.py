@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
-from itertools import chain, count, islice
+from functools import partial
+from itertools import accumulate, chain, count, islice, pairwise
 from typing import IO, TYPE_CHECKING, Literal
 
 import numpy as np
@@ -16,12 +16,12 @@ import pyarrow as pa
 
 from traindiff.core.observation import Observation
 from traindiff.core.site import printable
-from traindiff.core.summary import Summaries
+from traindiff.core.summary import SUMMARY, Summaries
 from traindiff.core.untrusted.demands import damaged, quoted
 from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import CorruptRecordingError
 from traindiff.storage import gap, manifest
-from traindiff.storage.batch_metadata import MOST_MESSAGE_BYTES, checked_size, too_much
+from traindiff.storage.batch_metadata import MOST_MESSAGE_BYTES, buffers_of, checked_size, too_much
 from traindiff.storage.decoder import Decoder, SharedColumns, read_columns
 from traindiff.storage.location import DATA, SEALS
 from traindiff.storage.part import WHOLE, Part, first_message
@@ -356,16 +356,19 @@ def unpacked(packed: PackedStep, rank: int, decoder: Decoder) -> StepObservation
     Raises:
         Malformed: They are not the messages of a step.
     """
-    steps = []
-    for message in packed.messages:
-        about, observations, summaries, stored = decoder.decoded(message)
-        steps.append(
-            StepObservations(
-                rank=rank, optimizer=packed.optimizer, step=packed.step, observations=observations,
-                summaries=summaries, stored=stored, after=packed.after, layout=about,
-            )
-        )  # fmt: skip
-    return reduce(StepObservations.joined, steps)
+    rows = [buffers_of(message)[0] for message in packed.messages]
+    summaries = np.empty(sum(rows), dtype=SUMMARY)
+    observations: list[Observation] = []
+    stored = NOTHING_STORED
+    layout: object = None
+    for message, (first, end) in zip(packed.messages, pairwise(accumulate(rows, initial=0)), strict=True):
+        layout, more, parts = decoder.decoded(message, summaries[first:end])
+        observations += more
+        stored = stored.joined(parts, after=first)
+    return StepObservations(
+        rank=rank, optimizer=packed.optimizer, step=packed.step, observations=observations, summaries=summaries,
+        stored=stored, after=packed.after, layout=layout if len(rows) == 1 else None,
+    )  # fmt: skip
 
 
 def _check_schema(message: bytes, where: str) -> None:

@@ -186,9 +186,9 @@ def begin_alike(baseline: RunStep | None, candidate: RunStep | None, rename: Ren
     """
     if baseline is None or candidate is None or baseline.step or baseline.earlier or candidate.earlier:
         return False
-    wanted = {rename(path): entry for path, entry in _found_by(candidate).items() if _tells(entry)}
-    same, of = _num_same(wanted, _found_by(baseline))
-    return same == of == len(wanted) > 0
+    found = _found_by(candidate)
+    same, of = _num_same({rename(path): one for path, one in found.items() if _tells(one)}, _found_by(baseline))
+    return bool(found) and same == of
 
 
 def _found_by(step: RunStep) -> dict[str, MergedSite]:
