@@ -66,7 +66,7 @@ def test_the_result_is_that_of_reading_everything(
 ) -> None:
     baseline, candidate = record(tmp_path / "a", steps=9), record(tmp_path / "b", edit, steps=9)
     found = compare(baseline, candidate, steps=steps)
-    monkeypatch.setattr(comparing, "span_of", lambda runs, selection: WHOLE_RUN)
+    monkeypatch.setattr(opened, "span_of", lambda runs, selection: WHOLE_RUN)
     whole = compare(baseline, candidate, steps=steps)
     for field in dataclasses.fields(whole):
         assert getattr(found, field.name) == getattr(whole, field.name), field.name

@@ -100,16 +100,16 @@ class SiteMap:
 
     def __init__(self, entries: Sequence[Entry], runs: tuple[Run, Run], rename: Renaming) -> None:
         self.notes: list[str] = []
-        held = [_parameters(run) for run in runs]
+        held = [_parameters(run) if entries else {} for run in runs]
         own: dict[str, str] = {}
         parts: tuple[dict[str, str], dict[str, str]] = {}, {}
         hidden: dict[str, Hidden] = {}
         rows: dict[str, int] = {}
         pairs: list[tuple[list[str], list[str], Entry]] = []
         named: list[tuple[str, str]] = []
-        modules = [_classes(run).keys() for run in runs]
+        classes = [_classes(run) if entries else {} for run in runs]
         for number, entry in enumerate(entries):
-            names = modules if entry.is_module else [one.keys() for one in held]
+            names = [one.keys() for one in (classes if entry.is_module else held)]
             found = list(entry.expanded(*names))
             if entry.is_module:
                 named += [(here[0], there[0]) for here, there in found]
@@ -123,8 +123,8 @@ class SiteMap:
             if hides == "padded":
                 rows[here[0]] = min(held[0][here[0]][0], held[1][there[0]][0])
             _file(own, parts, hidden, here, there, hides)
-        looked_up = {path for path, name in _classes(runs[0]).items() if "Embedding" in name}
-        for here, there, moved in module_names(pairs, named, modules, hidden):
+        looked_up = {path for path, name in classes[0].items() if "Embedding" in name}
+        for here, there, moved in module_names(pairs, named, [one.keys() for one in classes], hidden):
             # A padded table returns the rows of tokens, which are all there.
             hides = None if moved == "padded" and here[0] in looked_up else moved
             _file(own, parts, hidden, here, there, hides)

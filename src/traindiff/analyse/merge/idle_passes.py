@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from traindiff.analyse.merge.site import Part, SiteKey
 from traindiff.core.observation import CLEARED, ITSELF, PLACE, SAMPLE, Observation
@@ -13,6 +13,9 @@ from traindiff.core.shards import Shard
 from traindiff.core.summary import number
 
 _FLOWS = ("batch", "forward")
+_TELLING = ("batch", "backward", "loss", "grad")
+"""Phases that show passes."""
+
 _AGAIN = "evaluation"
 """Stage of forward passes without gradients: they belong to no micro-step."""
 
@@ -48,17 +51,17 @@ class _Rank:
     used: set[_Round] = field(default_factory=set)
     cleared: list[_Round] = field(default_factory=list)
 
-    def see(self, seen: Observation, value: float | None) -> None:
-        """Note one observation; `value` if it is the number of a micro-step."""
-        at = _Round(seen.evaluation, seen.micro_step)
-        if seen.phase == "batch" and not seen.stage and seen.path not in ("rng", ITSELF):
+    def see(self, seen: Observation, summary: Any) -> None:
+        """Note one observation."""
+        phase, at = seen.phase, _Round(seen.evaluation, seen.micro_step)
+        if phase == "batch" and not seen.stage and seen.path not in ("rng", ITSELF):
             self.begins.append((seen.order, _Call(at, seen.path, seen.call)))
-        elif seen.phase in ("backward", "loss") and not seen.unobserved:
+        elif phase in ("backward", "loss") and not seen.unobserved:
             self.used.add(at)
-            if seen.phase == "backward" and not seen.stage:
+            if phase == "backward" and not seen.stage:
                 self.flows.add(_Call(at, seen.path, seen.call))
-        elif value is not None:
-            self.cleared.append(_Round(seen.evaluation, int(value)))
+        elif phase == "grad" and seen.stage == CLEARED and not seen.unobserved:
+            self.cleared.append(_Round(seen.evaluation, int(number(summary))))
 
     def is_cleared(self, at: _Round) -> bool:
         """True if the gradients of a micro-step were cleared."""
@@ -102,16 +105,16 @@ def without_idle(parts: Sequence[Part]) -> Rest:
     """
     ranks: dict[int, _Rank] = {}
     for seen, rank, summary in parts:
-        if seen.order >= PLACE and seen.phase in _FLOWS:
+        if seen.phase in _FLOWS and seen.order >= PLACE:
             return Rest([])
-        is_mark = seen.phase == "grad" and seen.stage == CLEARED and not seen.unobserved
-        ranks.setdefault(rank, _Rank()).see(seen, number(summary) if is_mark else None)
+        if seen.phase in _TELLING:  # of the thousands of observations of a step
+            ranks.setdefault(rank, _Rank()).see(seen, summary)
     idle = {rank: one.idle() for rank, one in ranks.items()}
     if not any(idle.values()):
         return Rest([])
     for one in ranks.values():
         one.begins.sort()
-    kept = [part for part in parts if not _is_idle(part[0], ranks[part[1]], idle[part[1]])]
+    kept = [part for part in parts if part[1] not in ranks or not _is_idle(part[0], ranks[part[1]], idle[part[1]])]
     return _in_place(_renumbered(kept))
 
 

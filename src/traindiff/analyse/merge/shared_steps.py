@@ -28,10 +28,13 @@ class SharedSteps(Generic[Merged]):
         self._latest = tuple(of_ranks), merged
 
     def take(self, of_ranks: Sequence[StepObservations]) -> Merged | None:
-        """What was merged of the step that was given last, if this one is the same to the bit."""
-        if self._latest is None:
+        """What was merged of the step that was given last, if this one is the same to the bit.
+
+        Nothing is kept of it if this one has its number: no other one will be the same.
+        """
+        if self._latest is None or list(map(_place, self._latest[0])) != list(map(_place, of_ranks)):
             return None
-        given, merged = self._latest
+        (given, merged), self._latest = self._latest, None
         return merged if self._are_same(given, of_ranks) else None
 
     def forget(self) -> None:
@@ -39,8 +42,6 @@ class SharedSteps(Generic[Merged]):
         self._latest = None
 
     def _are_same(self, given: Sequence[StepObservations], of_ranks: Sequence[StepObservations]) -> bool:
-        if list(map(_place, given)) != list(map(_place, of_ranks)):
-            return False
         pairs = list(zip(given, of_ranks, strict=True))
         if not all(
             np.array_equal(one.summaries.view(np.uint64), other.summaries.view(np.uint64)) for one, other in pairs

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -21,37 +23,45 @@ _AFTER_ALL = 1 << 60
 
 def step_table(parts: Iterable[Part]) -> dict[SiteKey, MergedSite]:
     """Sites of one step by key, in execution order."""
-    by_site: dict[SiteKey, list[Part]] = {}
+    by_site: dict[tuple[Any, ...], list[Part]] = {}
     for part in _relative(unscaled(parts)):
-        by_site.setdefault(site_key(part[0]), []).append(part)
-    entries = [entry for key, same in by_site.items() for entry in merged_site(key, same)]
+        by_site.setdefault(_place_of(part[0]), []).append(part)
+    gaps = Gaps()
+    entries = [entry for same in by_site.values() for entry in merged_site(site_key(same[0][0]), same, gaps)]
     entries.sort(key=lambda entry: entry.order)
     return {entry.key: entry for entry in entries}
 
 
 def site_key(seen: Observation) -> SiteKey:
     """Key of the site of an observation, over all micro-steps."""
-    return SiteKey(seen.phase, seen.stage, seen.path, seen.slot, seen.call, 0)
+    return SiteKey(*_place_of(seen), 0)
 
+
+_place_of: Callable[[Observation], tuple[str, str, str, str, int]] = attrgetter(*SiteKey._fields[:-1])
+"""All fields of the key of an observation's site but the last one: quicker to compare, of thousands for each step."""
 
 UNKNOWN = "it is multiplied by a loss scale that was not observed"
 """Why a scaled tensor has no numbers if its loss scale was not observed."""
 
 
-def unscaled(parts: Iterable[Part]) -> Iterator[Part]:
+def unscaled(parts: Iterable[Part]) -> list[Part]:
     """The observations of a step, whose `factor` includes the loss scale for tensors that are scaled."""
     parts = list(parts)
+    if not any(seen.scaled for seen, _, _ in parts):
+        return parts
     scales: dict[int, dict[int, float]] = {}
     for seen, rank, summary in parts:
         if (seen.phase, seen.path) == ("loss", LOSS_SCALE) and not seen.unobserved:
             scales.setdefault(rank, {})[seen.micro_step] = number(summary)
-    for seen, rank, summary in parts:
-        if not seen.scaled or seen.unobserved:
-            yield seen, rank, summary
-        elif scale := _scale_at(scales, rank, seen.micro_step):
-            yield seen._replace(factor=seen.factor * scale), rank, summary
-        else:
-            yield seen._replace(unobserved=UNKNOWN), rank, summary
+    return [part if not part[0].scaled or part[0].unobserved else _unscaled(part, scales) for part in parts]
+
+
+def _unscaled(part: Part, scales: Mapping[int, Mapping[int, float]]) -> Part:
+    """A scaled observation with its loss scale."""
+    seen, rank, summary = part
+    if scale := _scale_at(scales, rank, seen.micro_step):
+        return seen._replace(factor=seen.factor * scale), rank, summary
+    return seen._replace(unobserved=UNKNOWN), rank, summary
 
 
 def _scale_at(scales: Mapping[int, Mapping[int, float]], rank: int, micro_step: int) -> float | None:
@@ -63,9 +73,8 @@ def _scale_at(scales: Mapping[int, Mapping[int, float]], rank: int, micro_step: 
     return next((scale for other in scales.values() for scale in other.values()), None)
 
 
-def _relative(parts: Iterable[Part]) -> list[Part]:
-    """The parts, with summaries relative to the global loss."""
-    found = list(parts)
+def _relative(found: list[Part]) -> list[Part]:
+    """The parts, with summaries relative to the global loss; the list is changed."""
     scaled = [row for row, (seen, _, _) in enumerate(found) if seen.factor != 1.0 and not seen.unobserved]
     if scaled:
         factors = np.array([found[row][0].factor for row in scaled])
@@ -74,12 +83,13 @@ def _relative(parts: Iterable[Part]) -> list[Part]:
     return found
 
 
-def merged_site(key: SiteKey, parts: list[Part]) -> list[MergedSite]:
+def merged_site(key: SiteKey, parts: list[Part], gaps: Gaps) -> list[MergedSite]:
     """The entries of a site, from all its parts in a step: one as a rule, or one per micro-step.
 
     Args:
         key: See `site_key`.
         parts: With summaries relative to the global loss.
+        gaps: What is known of the gaps of other sites.
     """
     if key.phase in ("forward", "backward"):
         parts = _of_last_stage(key, parts)
@@ -90,7 +100,7 @@ def merged_site(key: SiteKey, parts: list[Part]) -> list[MergedSite]:
         lacking = [part for part in parts if part[0].unobserved]
         return [_entry(key, lacking, summary=empty(), shape=(), unobserved=missing)]
     if key.phase in ("batch", "forward", "backward") and key.stage != SAMPLE and (uneven := _uneven(parts)):
-        entries = [_whole(key, same, together=False) for same in uneven]
+        entries = [_whole(key, same, None) for same in uneven]
         return [replace(entry, key=key._replace(micro_step=number)) for number, entry in enumerate(entries)]
     if first.merge == "mean":
         terms = _without_copies(parts)
@@ -99,11 +109,11 @@ def merged_site(key: SiteKey, parts: list[Part]) -> list[MergedSite]:
         summary = add([summary for _, _, summary in terms], weights / total)
         return [_entry(key, parts, summary=summary, shape=first.shard.shape, exact=False, summed=True)]
     if first.merge == "sum" or first.shard.batched or key.stage == SAMPLE:
-        return [_whole(key, parts)]
+        return [_whole(key, parts, gaps)]
     by_micro_step: dict[int, list[Part]] = {}
     for part in parts:
         by_micro_step.setdefault(part[0].micro_step, []).append(part)
-    return _per_micro_step(key, [_whole(key, same) for same in by_micro_step.values()])
+    return _per_micro_step(key, [_whole(key, same, gaps) for same in by_micro_step.values()])
 
 
 def _uneven(parts: Sequence[Part]) -> list[list[Part]]:
@@ -135,13 +145,13 @@ def _of_last_stage(key: SiteKey, parts: list[Part]) -> list[Part]:
     return [part for part in parts if part[0].order // PLACE == last]
 
 
-def _whole(key: SiteKey, parts: Sequence[Part], *, together: bool = True) -> MergedSite:
+def _whole(key: SiteKey, parts: Sequence[Part], gaps: Gaps | None) -> MergedSite:
     """A whole tensor from its shards, from copies of shards on several ranks, and from terms of sums.
 
     Args:
         key: Of the tensor.
         parts: Its parts.
-        together: They are all parts of the site in this step.
+        gaps: Tells what they leave out; None if these are not all parts of the site in this step.
     """
     boxes: dict[Shard, list[Part]] = {}
     for part in parts:
@@ -151,7 +161,9 @@ def _whole(key: SiteKey, parts: Sequence[Part], *, together: bool = True) -> Mer
     summaries: list[Any] = []
     apart: tuple[tuple[int, ...], ...] = ()
     spread, unknown = 0.0, ""
-    for box in boxes.values():
+    if len(boxes) == len(parts):  # no copies, and no terms
+        summaries = [summary for _, _, summary in parts]
+    for box in () if summaries else boxes.values():
         same = _latest(box) if key.phase in ("grad", "optimizer", "param") and not summed else box
         if key.phase in ("forward", "backward", "loss"):
             unknown = unknown or not_placed(same)
@@ -184,7 +196,7 @@ def _whole(key: SiteKey, parts: Sequence[Part], *, together: bool = True) -> Mer
         # Replays cover only a range of each parameter.
         unobserved=""
         if key.phase == "update" or key.stage == SAMPLE
-        else unknown or (gap(shape, boxes) if together else ""),
+        else unknown or ("" if gaps is None else gaps.of(shape, boxes)),
     )
 
 
@@ -268,10 +280,30 @@ def _entry(
         dtype=first.dtype,
         shape=shape,
         summary=summary,
-        parts=tuple(RankPart(seen.micro_step, rank, seen.shard, one, seen.term) for seen, rank, one in parts),
+        parts=tuple(
+            map(_rank_part, [(seen.micro_step, rank, seen.shard, one, seen.term) for seen, rank, one in parts])
+        ),
         unobserved=unobserved,
         **about,
     )
+
+
+_rank_part: Callable[[tuple[Any, ...]], RankPart] = partial(tuple.__new__, RankPart)
+"""A `RankPart` from its fields; a third of the time, of thousands for each step."""
+
+
+class Gaps:
+    """What the shards of tensors leave out. Most tensors of a step share the objects that say how they are divided."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], tuple[list[Shard], str]] = {}  # the shards are kept: ids are of objects
+
+    def of(self, shape: tuple[int, ...], shards: Collection[Shard]) -> str:
+        """`gap` of a tensor."""
+        key = (shape, *map(id, shards))
+        if key not in self._known:
+            self._known[key] = [*shards], gap(shape, shards)
+        return self._known[key][1]
 
 
 _MOST_RUNS = 1 << 20

@@ -12,7 +12,7 @@ import numpy as np
 
 from traindiff.analyse.merge.idle_passes import without_idle
 from traindiff.analyse.merge.site import NAMES, MergedSite, Part, RankPart, SiteKey, filled
-from traindiff.analyse.merge.step_table import merged_site, site_key
+from traindiff.analyse.merge.step_table import Gaps, merged_site, site_key
 from traindiff.core.observation import (
     CLEARED,
     LOSS_SCALE,
@@ -103,11 +103,13 @@ class TablePlan:
             self._scaled.append(scaled)
             self._factors.append(1.0 / np.array([step.observations[row].factor for row in scaled]))
         parts = [list(zip(one.observations, repeat(one.rank), one.summaries, strict=False)) for one in of_ranks]
+        self._gaps = Gaps()
         self._sites: list[_Alone | _Several] = []
         for key, places in by_site.items():
             first = parts[places[0][0]][places[0][1]]
             alone = len(places) == 1 and first[0].merge != "mean"
-            self._sites.append(_alone(key, first, places[0]) if alone else _Several(key=key, places=places))
+            one = _alone(key, first, places[0], self._gaps) if alone else _Several(key=key, places=places)
+            self._sites.append(one)
 
     def fits(self, of_ranks: Sequence[StepObservations]) -> bool:
         """True if each rank has the same observations in this step."""
@@ -130,7 +132,8 @@ class TablePlan:
                 number, row = site.place
                 entries.append(site.entry(relative[number][row]))
             else:
-                entries += merged_site(site.key, [self._part(of_ranks, relative, place) for place in site.places])
+                parts = [self._part(of_ranks, relative, place) for place in site.places]
+                entries += merged_site(site.key, parts, self._gaps)
         entries.sort(key=attrgetter("order"))
         return Planned(
             table={entry.key: entry for entry in entries},
@@ -143,8 +146,8 @@ class TablePlan:
         return of_ranks[number].observations[row], self._ranks[number], summaries[number][row]
 
 
-def _alone(key: SiteKey, first: Part, place: _Place) -> _Alone:
-    (entry,) = merged_site(key, [first])
+def _alone(key: SiteKey, first: Part, place: _Place, gaps: Gaps) -> _Alone:
+    (entry,) = merged_site(key, [first], gaps)
     values = [getattr(entry, name) for name in NAMES]
     values[_SUMMARY] = values[_PARTS] = None
     (part,) = entry.parts
