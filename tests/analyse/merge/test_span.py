@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.made_up import Edit, Seen, Step, record
-from traindiff.analyse.compare import compare, comparing
+from traindiff.analyse.compare import compare, opened
 from traindiff.analyse.merge.span import WHOLE_RUN, Span, span_of
 from traindiff.core.observation import ITSELF, TAP_FAILED
 from traindiff.core.steps import StepSelection
