@@ -48,8 +48,9 @@ def compact(
     The recording that is read stays as it is.
     """
     from traindiff.analyse.compact.compacting import compact as compacted
+    from traindiff.analyse.compact.compacting import default_output
 
-    make = partial(compacted, recording, output or f"{recording.rstrip('/')}-compact")
+    make = partial(compacted, recording, output or default_output(recording))
     _print_made(make, recording, whole_every, workers, follower(follow, patience))
 
 

@@ -205,9 +205,9 @@ def checked_compact(value: Any, problems: list[Problem]) -> int | None:
         return None
     if value is True:
         return 0
-    if is_whole(value) and value >= 0:
+    if is_whole(value) and value >= 1:
         return value
-    what = "must be True, or a whole number of steps."
+    what = "must be True, or a whole number of steps, at least 1."
     fix = (
         "Write compact=True to merge the ranks of all steps, or compact=100 to keep every hundredth step rank by rank."
     )

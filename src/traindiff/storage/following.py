@@ -58,8 +58,13 @@ class Follower:
 
     def notes(self) -> list[str]:
         """A sentence about each rank to which nothing was added for too long."""
-        return [f"Nothing was added to {what} for {self.patience_seconds:g} seconds, so it was not followed any more."
+        return [f"Nothing was added to {what} for {self.patience}, so it was not followed any more."
                 for what in self._silent]  # fmt: skip
+
+    @property
+    def patience(self) -> str:
+        """How long it waits, in words."""
+        return f"{self.patience_seconds:g} second{'' if self.patience_seconds == 1 else 's'}"
 
 
 def not_following() -> Follower:
@@ -135,6 +140,23 @@ class FollowedRecording(Recording):
     def __init__(self, path: str, follower: Follower) -> None:
         super().__init__(path)
         self._follower = follower
+        self._known: dict[int, str] = {}  # by rank: the state of its rank.json
+
+    def says_more(self) -> bool:
+        """As for every recording; what has changed is read again.
+
+        A session adds to it what it finds out, and in the end how it ended.
+        """
+        now = {rank: self._state_of(rank) for rank in self.ranks}
+        changed = [rank for rank, state in now.items() if state != self._known.get(rank)]
+        self._known = now
+        for rank in changed:
+            self._contents.pop(rank, None)
+        return bool(changed)
+
+    def _state_of(self, rank: int) -> str:
+        name = f"{rank_directory(rank)}/rank.json"
+        return self._folder.state(name) if self._folder.exists(name) else ""
 
     def status(self, rank: int) -> RankStatus:
         """As for every recording, now."""
@@ -177,9 +199,9 @@ def open_followed(path: str, follower: Follower) -> Recording:
         is_late = follower.clock() - begin >= follower.patience_seconds
         try:
             recording = FollowedRecording(path, follower)
-        except NotARecordingError:
+        except NotARecordingError as error:
             if is_late:
-                raise
+                raise NotARecordingError(f"{error} Nothing began there within {follower.patience}.") from None
         else:
             wanted = recording.run["settings"].get("ranks") or range(recording.world_size)
             if recording.is_compact or is_late or all(map(recording.has_begun, wanted)):

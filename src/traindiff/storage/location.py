@@ -209,6 +209,42 @@ def make_room(
             file_system.rm(posixpath.join(root, name), recursive=True)
 
 
+TEMPORARY = re.compile(r".+\.(pruned|unfinished)-\d{1,9}", re.ASCII)
+"""Names of directories in which a compact recording is being made; see `traindiff.analyse.compact`."""
+
+
+def foreign_files(root: str) -> list[str]:
+    """Paths, in a local recording, of files and directories that are no part of it, without what is inside of them."""
+    names = _names(LocalFiles(), root)
+    return sorted(_other_things(LocalFiles(), root, names, ranks={name for name in names if _rank_of(name) >= 0}))
+
+
+def size_bytes(root: str) -> int:
+    """Size of the files of a local recording; of other files in its directory, nothing."""
+    foreign = {posixpath.join(root, name) for name in foreign_files(root)}
+    total = 0
+    for folder, below, files in os.walk(root):
+        below[:] = [name for name in below if posixpath.join(folder, name) not in foreign]
+        own = [path for name in files if (path := posixpath.join(folder, name)) not in foreign]
+        total += sum(os.lstat(path).st_size for path in own)
+    return total
+
+
+def writers_of(root: str) -> list[str]:
+    """The directories of ranks, and the files of nodes, of a local recording that a process is writing at the moment.
+
+    Empty if the file system has no locks.
+    """
+    found = []
+    for name in sorted(_names(LocalFiles(), root)):
+        if not NODE.fullmatch(name) and _rank_of(name) < 0:
+            continue
+        lock = RecordingLock(posixpath.join(root, name) if NODE.fullmatch(name) else posixpath.join(root, name, DATA))
+        found += [name] if lock.is_taken else []
+        lock.release()
+    return found
+
+
 def _other_things(file_system: Any, root: str, names: set[str], *, ranks: set[str]) -> set[str]:
     """Names of files that are not part of a recording."""
     other = {name for name in names if _rank_of(name) < 0 and not NODE.fullmatch(name)}

@@ -143,6 +143,10 @@ class Recording(Shown):
             }
         return self._contents[rank]
 
+    def says_more(self) -> bool:
+        """True if `rank_content` may have changed since this was asked last, because the run goes on."""
+        return False
+
     def _read_rank(self, name: str) -> dict[str, Any]:
         if not self._folder.exists(name):
             return {}

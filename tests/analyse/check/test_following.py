@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from tests.analyse.compact.made_up_ranks import Change, on_rank, record_ranks, writers_of
+from tests.analyse.rules.test_interrupted import part
 from tests.compacted import comparison_of, verdict_of
 from tests.made_up import CONTENT, Step, at, observed, plain_step, record
 from traindiff.analyse.check import check
 from traindiff.analyse.compare import compare
+from traindiff.analyse.compare.incremental import RunningComparison
 from traindiff.errors import ConfigError, NotARecordingError
 from traindiff.storage import Follower, RecordingWriter
 
@@ -219,3 +221,65 @@ def test_a_run_on_a_store_is_followed(tmp_path: Path) -> None:
 
     assert found.verdict == "unhealthy"
     assert (found.findings[0].step, found.findings[0].path) == (2, "fc.weight")
+
+
+def _ranks_of_which_one_fails(path: Path) -> Iterator[None]:
+    """Two ranks; an error ends rank 0 in the forward pass of step 3, and rank 1 leaves nothing of that step."""
+    observe = ["batch", "forward", "grad", "param"]
+    settings = {"observe": observe, "ranks": None, "steps": None, "every": 1, "detail": ["summary"]}
+    run = {"world_size": 2, "mesh": None, "settings": settings, "versions": {}, "environment": {}}
+    writers = [RecordingWriter(str(path), run=run, rank=rank, world_size=2) for rank in (0, 1)]
+    for writer in writers:
+        writer.write_rank({"model": "Model"})
+    yield
+    paths = ("embedding", "experts", "head", "")
+    for step in range(4):
+        for rank, writer in enumerate(writers[: 1 if step == 3 else 2]):
+            parts = [part(one, n, rank=rank, step=step) for n, one in enumerate(paths[: 1 if step == 3 else 4])]
+            if step < 3:
+                parts.append(part("head.weight", 9, rank=rank, phase="param", step=step))
+            writer.write_step([seen for seen, _, _ in parts], np.array([summary for _, _, summary in parts]))
+            yield
+    error = {"type": "RuntimeError", "message": "Connection reset by peer", "step": 3}
+    writers[0].write_rank({"model": "Model", "ended": {"steps": {"optimizer": 3}, "error": error}})
+    writers[0].close()
+    yield
+
+
+def test_how_ranks_ended_is_known_in_the_end_as_it_is_afterwards(tmp_path: Path) -> None:
+    run = Run(_ranks_of_which_one_fails(tmp_path / "run"))
+    found = check(tmp_path / "run", follow=run.follower())
+
+    after = check(tmp_path / "run")
+    assert [one.kind for one in after.warnings] == ["interrupted"]
+    assert found.warnings == after.warnings
+    assert found.rules == after.rules
+
+
+def test_what_a_candidate_finds_out_later_is_known_as_it_is_afterwards(tmp_path: Path) -> None:
+    later = {"reduced_in": "bfloat16", **CONTENT["parameters"]["fc.weight"]}
+    content = {**CONTENT, "parameters": {**CONTENT["parameters"], "fc.weight": later}}
+    record(tmp_path / "baseline", steps=6, recorded=WHOLE_RUN)
+    seen: list[bool] = []
+
+    def parts() -> Iterator[None]:
+        begun = written(tmp_path / "run")
+        for number, _ in enumerate(begun):
+            if number == 3:
+                writer = RecordingWriter(str(tmp_path / "other"), run={"world_size": 1, "settings": {}})
+                writer.write_rank(content)
+                writer.close()
+                (tmp_path / "other" / "rank-00000" / "rank.json").replace(tmp_path / "run" / "rank-00000" / "rank.json")
+            yield
+
+    def learn(self: RunningComparison, candidate: Any) -> None:
+        seen.append("reduced_in" in candidate.rank_content(0)["parameters"]["fc.weight"])
+        told(self, candidate)
+
+    told = RunningComparison.learn
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunningComparison, "learn", learn)
+        found = compare(tmp_path / "baseline", tmp_path / "run", follow=Run(parts()).follower())
+    assert seen[0] is False
+    assert seen[1:] == [True]
+    assert found.verdict == "identical"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -198,82 +196,6 @@ def test_a_compact_recording_that_was_cut_off_is_not_taken_for_a_whole_one(tmp_p
     assert "rank 0: the recording was not compacted to its end, so steps are missing." in found["notes"][0]
 
 
-def test_pruning_replaces_a_recording(tmp_path: Path) -> None:
-    path = record_ranks(tmp_path / "run", CHANGES["a copy"], steps=6)
-    before = verdict_of(path)
-    made = prune(path, whole_every=5)
-
-    assert [one.name for one in tmp_path.iterdir()] == ["run"]
-    assert made.whole == {ASKED: 2}
-    assert open_recording(str(path)).is_compact
-    assert verdict_of(path) == before
-
-
-def test_a_recording_is_kept_if_its_compact_form_says_something_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = record_ranks(tmp_path / "run")
-    saids = iter([{"findings": []}, {"findings": ["one"]}])
-    monkeypatch.setattr("traindiff.analyse.compact.pruning._said", lambda verdict: next(saids))
-
-    with pytest.raises(Exception, match="stays as it is"):
-        prune(path)
-    assert not open_recording(str(path)).is_compact
-    assert [one.name for one in tmp_path.iterdir()] == ["run"]
-
-
-def busy(*_: Any, **__: Any) -> None:
-    raise OSError(16, "Device or resource busy")
-
-
-def rename_unless(is_busy: Callable[[Path, Path], bool]) -> Any:
-    """In place of `Path.rename`: it fails for some paths and targets."""
-    rename = Path.rename
-    return lambda path, target: busy() if is_busy(path, Path(target)) else rename(path, target)
-
-
-def test_a_recording_whose_place_cannot_be_taken_gets_its_name_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = record_ranks(tmp_path / "run", CHANGES["a copy"])
-    before = verdict_of(path)
-    monkeypatch.setattr(Path, "rename", rename_unless(lambda one, to: ".pruned-" in one.name and to == path))
-    with pytest.raises(RecordingError, match=r"stays as it is: .* \(Device or resource busy\)"):
-        prune(path)
-
-    assert [one.name for one in tmp_path.iterdir()] == ["run"]
-    assert not open_recording(str(path)).is_compact
-    assert verdict_of(path) == before
-
-
-def test_it_is_said_where_a_recording_is_that_lost_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = record_ranks(tmp_path / "run")
-    before = verdict_of(path)
-    monkeypatch.setattr(Path, "rename", rename_unless(lambda one, to: to == path))
-    with pytest.raises(RecordingError, match="It is whole: give it its name again") as told:
-        prune(path)
-
-    (kept,) = tmp_path.iterdir()
-    assert str(kept) in str(told.value)
-    assert verdict_of(kept) == before
-
-
-def test_it_is_said_what_is_left_of_a_recording_that_was_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = record_ranks(tmp_path / "run")
-    remove = shutil.rmtree
-    monkeypatch.setattr(shutil, "rmtree", lambda one, **how: busy() if ".replaced-" in str(one) else remove(one, **how))
-    with pytest.raises(
-        RecordingError, match="is now its compact form, but what it replaces could not be removed"
-    ) as told:
-        prune(path)
-
-    assert open_recording(str(path)).is_compact
-    (left,) = [one for one in tmp_path.iterdir() if one != path]
-    assert str(left) in str(told.value)
-
-
 def test_a_compact_recording_is_replaced_by_a_new_one(tmp_path: Path) -> None:
     compact(record_ranks(tmp_path / "run"), tmp_path / "compact")
     about = {"world_size": 1, "settings": {"observe": []}}
@@ -282,6 +204,25 @@ def test_a_compact_recording_is_replaced_by_a_new_one(tmp_path: Path) -> None:
     RecordingWriter(str(tmp_path / "compact"), run=about, overwrite=True).close()
 
     assert sorted(one.name for one in (tmp_path / "compact").iterdir()) == ["rank-00000", "run.json"]
+
+
+def test_nothing_is_left_where_there_is_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = record_ranks(tmp_path / "run")
+    write = RecordingWriter.write_step
+
+    def full(self: RecordingWriter, observations: Any, summaries: Any, **how: Any) -> Any:
+        if observations[0].step == 3:
+            raise OSError(28, "step 3 could not be written: No space left on device")
+        return write(self, observations, summaries, **how)
+
+    monkeypatch.setattr(RecordingWriter, "write_step", full)
+    with pytest.raises(RecordingError, match=r"small was not made: step 3 could not be written: No space") as told:
+        compact(path, tmp_path / "small")
+    assert "record(" not in str(told.value)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecordingError, match=r"small was not made: .*Not a directory"):
+        compact(path, tmp_path / "file" / "small")
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["file", "run"]
 
 
 def test_a_recording_on_a_store_is_compacted_here(tmp_path: Path) -> None:

@@ -8,15 +8,19 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 
+from tests.analyse.compact.made_up_ranks import record_ranks
 from tests.made_up import CONTENT, Edit, Seen, Step, both, observed, record, scaled
+from traindiff.analyse.compact import compact
 from traindiff.present.viewer import catalog as catalogs
 from traindiff.present.viewer import looking, looks
 from traindiff.present.viewer.catalog import Catalog
 from traindiff.present.viewer.listing import Listing, curve
 from traindiff.present.viewer.looks import Looks
+from traindiff.present.viewer.stored_catalog import StoredCatalog
 from traindiff.storage import RecordingWriter, open_recording
 
 
@@ -132,6 +136,35 @@ def test_nothing_is_read_again_that_has_not_changed(
     record(root / "again", falling, steps=6, content=GPT)
     assert rows(complete(listing))["again"] == ["pin", "GPT", "5", "0.66667", "healthy"]
     assert opened == ["again"]
+
+
+def test_the_size_of_a_recording_is_that_of_its_files_in_any_form(tmp_path: Path, root: Path) -> None:
+    shutil.rmtree(root)
+    made = compact(record_ranks(tmp_path / "whole"), root / "compact")
+    (root / "compact" / "checkpoint.pt").write_bytes(bytes(10**6))  # not of the recording
+    shutil.copytree(root / "compact", root / "run.pruned-12")  # being made
+    shutil.copytree(root / "compact", root / "run.pruned-12.unfinished-12")
+    settings = {"observe": ["grad"], "ranks": None, "steps": None, "every": 1}
+    writer = RecordingWriter(str(root / "of-node"), run={"world_size": 1, "settings": settings}, per_node=True)
+    writer.write_rank(CONTENT)
+    writer.close()
+    catalog = Catalog(root)
+    before = catalog.state("compact"), catalog.state("of-node")
+    sizes = {one.name: one.size_bytes for one in catalog.recordings()}
+
+    frames = (root / "of-node" / "node-00000.frames").stat().st_size
+    assert sizes == {"compact": made.bytes_after, "of-node": frames + (root / "of-node" / "run.json").stat().st_size}
+    store = fsspec.filesystem("memory")
+    store.put(str(root), "/listing", recursive=True)
+    try:
+        stored = StoredCatalog("memory://listing")
+        assert {one.name: one.size_bytes for one in stored.recordings() if one.name in sizes} == sizes
+    finally:
+        store.rm("/listing", recursive=True)
+    for part in (root / "compact" / "merged" / "observations.arrows", root / "of-node" / "node-00000.frames"):
+        part.write_bytes(part.read_bytes() + b"more")
+    assert catalog.state("compact") != before[0]
+    assert catalog.state("of-node") != before[1]
 
 
 def test_a_recording_that_ends_its_reader_costs_its_own_row_only(

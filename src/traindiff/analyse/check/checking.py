@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from traindiff.analyse.merge.indexed import indexed
 from traindiff.analyse.merge.parameters import Updates
 from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.unobserved import FailedTaps, unrecorded_of, without_lost
-from traindiff.analyse.products import ProductTable, product_checks
+from traindiff.analyse.products import ProductCheck, ProductTable, product_checks
 from traindiff.analyse.rules import RULES, run_facts
 from traindiff.analyse.rules.run_judge import Answer, AskedRule, RunJudge
 from traindiff.core.observation import Observation
@@ -27,7 +27,7 @@ from traindiff.core.shown import Shown
 from traindiff.core.site import label
 from traindiff.core.steps import ALL_STEPS, StepSelection, parse_steps
 from traindiff.errors import ConfigError
-from traindiff.storage import Follower, Run, not_following, open_followed
+from traindiff.storage import Follower, Recording, Run, not_following, open_followed
 
 Word = Literal["healthy", "unhealthy", "incomplete"]
 
@@ -196,11 +196,10 @@ def check(
     missing: dict[int, int] = {}  # by rank: the first step that it did not record
     failed = FailedTaps()
     kept = RunHistory() if history else None
-    described = {rank: run.rank_content(rank).get("products", {}) for rank in run.ranks}
     products = ProductTable() if "products" in run.run["settings"].get("observe", ()) else None
     endings = Endings(run, selection)
     several = False
-    for step in steps_of(run, workers):
+    for step in _steps(run, judge, workers):
         endings.see(step)
         if step.step not in selection:
             continue
@@ -219,7 +218,7 @@ def check(
             kept.note(recorded, step.step)
         table = indexed(recorded | {entry.key: entry for entry in updates.derive(recorded, step=step.step)[0]})
         judge.note_unknown(table)
-        checks = product_checks(step.products, described)
+        checks = _checks(run, step)
         judge.note_contents(table, checks)
         if products is not None:
             products.add(checks)
@@ -285,6 +284,22 @@ class _Found:
     def first_ones(self) -> list[Finding]:
         times = self._times
         return [replace(one, evidence={**one.evidence, "num_steps": times[what]}) for what, one in self._first.items()]
+
+
+def _steps(run: Recording, judge: RunJudge, workers: Workers) -> Iterator[RunStep]:
+    """The steps of a run; before each, the judge learns what the run has found out since."""
+    for step in steps_of(run, workers):
+        if run.says_more():
+            judge.learn(run_facts(run))
+        yield step
+        del step
+
+
+def _checks(run: Recording, step: RunStep) -> list[ProductCheck]:
+    """The checks of products in a step."""
+    if not step.products:
+        return []
+    return product_checks(step.products, {rank: run.rank_content(rank).get("products", {}) for rank in run.ranks})
 
 
 def _missing(run: Run, missing: dict[int, int]) -> list[str]:

@@ -6,7 +6,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from traindiff.analyse.merge.rank_steps import rank_steps
 from traindiff.analyse.merge.run_steps import StepMerger
 from traindiff.analyse.merge.span import Span
 from traindiff.core.summary import empty
-from traindiff.errors import ConfigError, Problem
+from traindiff.core.untrusted.local_files import local_path
+from traindiff.errors import ConfigError, Problem, RecordingError
 from traindiff.storage import Follower, Recording, RecordingWriter, StepObservations, not_following, open_followed
-from traindiff.storage.location import MERGED, PLACES
+from traindiff.storage.location import MERGED, PLACES, size_bytes
 from traindiff.storage.merged_rows import whole_mark
 from traindiff.storage.places import PlaceWriter
 from traindiff.storage.stores import protocol_of
@@ -40,6 +41,7 @@ class Compacted:
         bytes_after: Size of the compact one.
         created: When the recording was made, as its `run.json` says.
         notes: Ranks of a run that was followed to which nothing was added for too long, one sentence each.
+        is_kept: Whether the recording stays as it is, because its compact form is not smaller.
     """
 
     recording: str
@@ -51,8 +53,12 @@ class Compacted:
     bytes_after: int
     created: str = ""
     notes: tuple[str, ...] = ()
+    is_kept: bool = False
 
     def __str__(self) -> str:
+        if self.is_kept:
+            sizes = f"{_size_text(self.bytes_after)}, and it takes {_size_text(self.bytes_before or 0)}"
+            return f"{self.output} stays as it is: its compact form would take {sizes}."
         before = f"{_size_text(self.bytes_before)} are now " if self.bytes_before is not None else ""
         size = f"{before}{_size_text(self.bytes_after)}"
         per = self.bytes_after / max(1, self.ranks * self.steps) / 1000.0
@@ -60,6 +66,13 @@ class Compacted:
                  "per rank and step."]  # fmt: skip
         lines += [f"{_count(number, 'step')} stored rank by rank: {reason}." for reason, number in self.whole.items()]
         return "\n".join([*lines, *self.notes])
+
+
+def default_output(recording: str) -> str:
+    """The path of the compact form of a recording, if none is given: beside it, also if it is the working directory."""
+    path = recording.rstrip("/") or recording
+    has_name = protocol_of(recording) or Path(path).name not in ("", "..")
+    return f"{path if has_name else os.path.realpath(path)}-compact"
 
 
 ASKED = "asked for with --whole-every"
@@ -102,17 +115,18 @@ def compact(
         raise ConfigError("traindiff compact", problems, consequence="nothing was written")
     unfinished = target.with_name(f"{target.name}.unfinished-{os.getpid()}")
     try:
-        with tasks_of(workers) as tasks, _Compacting(run, unfinished, whole_every, tasks) as compacting:
+        with tasks_of(workers) as tasks, _Compacting(run, str(target), unfinished, whole_every, tasks) as compacting:
             for step in compacting.run():
                 if progress:
                     progress(step)
         unfinished.rename(target)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+    local = local_path(run.path)
     return Compacted(
         recording=run.path, output=str(target), ranks=len(run.ranks), steps=compacting.num_steps,
-        whole=dict(compacting.whole), bytes_before=_size_bytes(Path(recording)) or None,
-        bytes_after=_size_bytes(target), notes=tuple(follower.notes()), created=str(run.run.get("created", "")),
+        whole=dict(compacting.whole), bytes_before=None if local is None else size_bytes(local),
+        bytes_after=size_bytes(str(target)), notes=tuple(follower.notes()), created=str(run.run.get("created", "")),
     )  # fmt: skip
 
 
@@ -124,6 +138,9 @@ def _problems(run: Recording, target: str, whole_every: int | None) -> list[Prob
     elif os.path.lexists(target):
         fix = "Give the path of a directory that does not exist yet."
         problems.append(Problem(where=target, what="is there already.", fix=fix))
+    elif not protocol_of(run.path) and Path(os.path.realpath(target)).is_relative_to(os.path.realpath(run.path)):
+        fix = "Give the path of a directory outside of it (-o)."
+        problems.append(Problem(where=target, what=f"is inside the recording {run.path}.", fix=fix))
     if whole_every is not None and whole_every < 1:
         what, fix = "must be a whole number of steps, at least 1.", "Write 100 to keep every hundredth step whole."
         problems.append(Problem(where=f"--whole-every {whole_every}", what=what, fix=fix))
@@ -137,9 +154,18 @@ def _problems(run: Recording, target: str, whole_every: int | None) -> list[Prob
 
 
 class _Compacting:
-    """Writes a compact recording. To be used in a `with` statement."""
+    """Writes a compact recording. To be used in a `with` statement.
 
-    def __init__(self, run: Recording, target: Path, whole_every: int | None, tasks: Tasks | None) -> None:
+    Args:
+        run: The recording.
+        name: How messages call the compact one.
+        target: Where it is written.
+        whole_every: See `compact`.
+        tasks: Read and merge the steps; this process alone, if None.
+    """
+
+    def __init__(self, run: Recording, name: str, target: Path, whole_every: int | None, tasks: Tasks | None) -> None:
+        self._name = name
         self.whole: Counter[str] = Counter()
         self.num_steps = 0
         self._run = run
@@ -155,9 +181,10 @@ class _Compacting:
         self._not_ended = list(run.ranks)
 
     def __enter__(self) -> _Compacting:
-        self._of_rank(self._lead)
-        self._merged = self._open(MERGED)
-        self._places = PlaceWriter(self._open(PLACES))
+        with self._making():
+            self._of_rank(self._lead)
+            self._merged = self._open(MERGED)
+            self._places = PlaceWriter(self._open(PLACES))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -166,17 +193,29 @@ class _Compacting:
     def run(self) -> Iterator[int]:
         """Write all steps, and yield the number of each."""
         for found, of_ranks in self._steps():
-            self._write(found, of_ranks)
+            with self._making():
+                self._write(found, of_ranks)
             self.num_steps += 1
             yield found.step
         self._see_endings()
-        for rank in self._run.ranks:
-            self._of_rank(rank).write_rank(self._run.rank_content(rank))  # which says since how the training ended
-            if rank != self._lead:
-                self._writers.pop(rank).close()
-        self._writers[self._lead].write_run(self._content(self._endings))
-        self._writers[self._lead].close()
-        self._merged.close()
+        with self._making():
+            for rank in self._run.ranks:
+                self._of_rank(rank).write_rank(self._run.rank_content(rank))  # which says since how the training ended
+                if rank != self._lead:
+                    self._writers.pop(rank).close()
+            self._writers[self._lead].write_run(self._content(self._endings))
+            self._writers[self._lead].close()
+            self._merged.close()
+
+    @contextmanager
+    def _making(self) -> Iterator[None]:
+        """Say of an error of a writer what was not made; nothing is left of it."""
+        try:
+            yield
+        except (ConfigError, OSError) as error:
+            why = error.problems[0].what if isinstance(error, ConfigError) else f"{error.strerror or error}."
+            fix = "Nothing is left of it. Give the path of a directory where you may write and there is room."
+            raise RecordingError(f"{self._name} was not made: {why} {fix}") from None
 
     def _see_endings(self) -> None:
         """Note how ranks have ended; of a run that goes on, those to which nothing is added any more."""
@@ -246,10 +285,6 @@ class _Compacting:
     def _content(self, endings: Mapping[str, Any] | None) -> dict[str, Any]:
         """Content of `run.json`."""
         return {**self._run.run, "compact": {"endings": endings}}
-
-
-def _size_bytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def _size_text(size: int) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -14,6 +16,7 @@ from traindiff.analyse.check import check
 from traindiff.analyse.compact.compacting import Compacted, compact
 from traindiff.errors import ConfigError, Problem, RecordingError
 from traindiff.storage import Follower, open_recording
+from traindiff.storage.location import RecordingLock, foreign_files, size_bytes, writers_of
 from traindiff.storage.stores import protocol_of
 
 
@@ -28,9 +31,10 @@ def prune(
     """Replace a recording by its compact form.
 
     Before the recording is removed, both forms are checked by all rules, and must have the same findings and notes.
+    Files that are no part of the recording stay where they are. A recording whose compact form is not smaller stays.
 
     Args:
-        recording: A local directory.
+        recording: A local directory, or a link to one.
         whole_every: Keep every n-th step rank by rank.
         progress: Called with the number of each step.
         workers: As for `compact`.
@@ -41,31 +45,90 @@ def prune(
 
     Raises:
         ConfigError: The recording holds what cannot be merged, or is not on this machine.
-        RecordingError: The recording cannot be used, or its compact form has other findings, or cannot be put in its
-            place. It is then as before, or the message says where it is.
+        RecordingError: The recording cannot be used, or is still being written, or its compact form has other findings,
+            or cannot be put in its place. It is then as before, or the message says where it is.
         WorkerError: Worker processes died again and again.
     """
     if protocol_of(os.fspath(recording)):
         fix = "Use traindiff compact with -o DIRECTORY, and put its result in the place of the recording yourself."
         problem = Problem(where=os.fspath(recording), what="is no path on this machine.", fix=fix)
         raise ConfigError("traindiff prune", [problem], consequence="nothing was removed")
-    path = Path(recording)
+    path = Path(os.path.realpath(recording))
     pruned, old = (path.with_name(f"{path.name}.{word}-{os.getpid()}") for word in ("pruned", "replaced"))
+    _put_back(path)
+    before = None
+    if follow is None and path.is_dir():
+        _refuse_written(path)
+        before = size_bytes(str(path))
     try:
         made = compact(path, pruned, whole_every=whole_every, progress=progress, workers=workers, follow=follow)
         if made.notes:
             raise RecordingError(f"{path} stays as it is, since it may go on. {' '.join(made.notes)}")
-        if _said(check(path, workers=workers)) != _said(check(pruned)):
-            raise RecordingError(
-                f"{path} stays as it is: its compact form has other findings than it. Please report this. "
-                "`traindiff compact` writes the compact form beside it."
-            )
-        if str(open_recording(str(path)).run.get("created", "")) != made.created:
-            raise RecordingError(f"{path} stays as it is: another recording has taken its place meanwhile.")
-        _replace(path, pruned, old)
+        # Only now: until here, another process may have been at work.
+        held = RecordingLock(str(path / "run.json"))
+        if held.is_taken:
+            raise RecordingError(f"{path} stays as it is: another process is about to replace it, too.")
+        try:
+            _finish_others(path)
+            said = _said(check(path, workers=workers))
+            _refuse_written(path)
+            if str(open_recording(str(path)).run.get("created", "")) != made.created:
+                raise RecordingError(f"{path} stays as it is: another recording has taken its place meanwhile.")
+            if (now := size_bytes(str(path))) != (made.bytes_before if before is None else before):
+                raise RecordingError(f"{path} stays as it is: it was written to meanwhile. {_WHEN_ENDED}")
+            if said != _said(check(pruned)):
+                raise RecordingError(
+                    f"{path} stays as it is: its compact form has other findings than it. Please report this. "
+                    "`traindiff compact` writes the compact form beside it."
+                )
+            if made.bytes_after >= now:
+                return replace(made, output=os.fspath(recording), is_kept=True)
+            _replace(path, pruned, old)
+        finally:
+            held.release()
     finally:
         shutil.rmtree(pruned, ignore_errors=True)
-    return replace(made, output=str(path))
+    return replace(made, output=os.fspath(recording))
+
+
+_WHEN_ENDED = "Prune it when the run has ended, or wait for that with --follow."
+
+
+def _refuse_written(path: Path) -> None:
+    """Raise `RecordingError` if a process is writing the recording at the moment."""
+    if written := writers_of(str(path)):
+        raise RecordingError(
+            f"{path} stays as it is: it is being recorded at the moment ({', '.join(written[:3])}). {_WHEN_ENDED}"
+        )
+
+
+def _put_back(path: Path) -> None:
+    """Give a recording its name again, if a process was killed between renaming it and putting another in its place."""
+    if os.path.lexists(path):
+        return
+    for old in _left(path, "replaced"):
+        lock = RecordingLock(str(old / "run.json"))
+        if not lock.is_taken and (old / "run.json").exists() and not os.path.lexists(path):
+            old.rename(path)
+        lock.release()
+
+
+def _finish_others(path: Path) -> None:
+    """Do what other processes had begun with this recording when they were killed. Its lock must be held."""
+    for unfinished in _left(path, "pruned"):
+        if unfinished.name.partition(".pruned-")[2].partition(".")[0] != str(os.getpid()):
+            shutil.rmtree(unfinished, ignore_errors=True)
+    for old in _left(path, "replaced"):
+        lock = RecordingLock(str(old / "run.json"))
+        if not lock.is_taken:
+            _remove(old, path)
+        lock.release()
+
+
+def _left(path: Path, word: str) -> list[Path]:
+    """Directories that processes have made beside a recording while they replaced it."""
+    name = re.compile(rf"{re.escape(path.name)}\.{word}-\d{{1,9}}(\.unfinished-\d{{1,9}})?", re.ASCII)
+    return sorted(one for one in path.parent.glob(f"*.{word}-*") if name.fullmatch(one.name))
 
 
 def _replace(path: Path, pruned: Path, old: Path) -> None:
@@ -91,12 +154,23 @@ def _replace(path: Path, pruned: Path, old: Path) -> None:
             f"{path} stays as it is: its compact form could not be put in its place ({error.strerror})."
         ) from None
     try:
-        shutil.rmtree(old)
+        _remove(old, path)
     except OSError as error:
         raise RecordingError(
             f"{path} is now its compact form, but what it replaces could not be removed ({error.strerror}). "
             f"Remove the rest of it: {old}"
         ) from None
+
+
+def _remove(old: Path, path: Path) -> None:
+    """Remove a recording that was replaced; files that are no part of it go to the same place in the new one."""
+    for name in foreign_files(str(old)):
+        target = path / name
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, f"{name} is in both", str(target))
+        target.parent.mkdir(exist_ok=True)
+        (old / name).rename(target)
+    shutil.rmtree(old)
 
 
 def _said(verdict: Any) -> Mapping[str, Any]:

@@ -178,6 +178,8 @@ def compare(
             history=DifferenceHistory() if history else None, accepted=accepted,
         )  # fmt: skip
         for both in opened.pairs:
+            if opened.recordings[1].says_more():
+                comparison.learn(opened.recordings[1])
             step, has_findings = _compared(comparison, *both)
             for one in both:
                 if one is not None:

@@ -137,13 +137,43 @@ def batch_statistics_message(
     return ""
 
 
+def _may_be_of_data(finding: Finding) -> bool:
+    """True for another loss that other data may explain."""
+    looks_like_data = finding.kind in ("value", "scale", "offset") and "(=" not in finding.message
+    is_loss = (finding.phase, finding.slot) == ("loss", "backward")
+    return is_loss and looks_like_data and "losses" not in finding.evidence
+
+
+def unseen_batch_message(finding: Finding, tables: Sequence[StepTable]) -> str:
+    """A hint that a batch which could not be compared may explain another loss, as a sentence; empty if not.
+
+    Args:
+        finding: The first divergence.
+        tables: The step of both runs, as recorded.
+    """
+    if not _may_be_of_data(finding):
+        return ""
+    unknown = next(
+        (
+            (label(key.path, key.slot), entry.unobserved)
+            for table in tables
+            for key, entry in table.items()
+            if key[:2] == ("batch", "") and key.path != "rng" and entry.unobserved
+        ),
+        None,
+    )
+    if unknown is None:
+        return ""
+    site, why = unknown
+    return f" The batch of this step could not be compared: {site} ({why}). Does it hold the same samples?"
+
+
 def unseen_labels_message(finding: Finding, pairs: Iterable[Pair]) -> str:
     """A hint that unrecorded labels may explain another loss, as a sentence after the finding's; empty if not.
 
     Trainings that call `traindiff.inspect` know how to record them.
     """
-    looks_like_labels = finding.kind in ("value", "scale", "offset") and "(=" not in finding.message
-    if (finding.phase, finding.slot) != ("loss", "backward") or not looks_like_labels or "losses" in finding.evidence:
+    if not _may_be_of_data(finding):
         return ""
     if any(pair.baseline.key.phase == "forward" and pair.baseline.key.slot == "value" for pair in pairs):
         return ""

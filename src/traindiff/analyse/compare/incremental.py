@@ -53,6 +53,7 @@ from traindiff.analyse.compare.explanations import (
     shifted_labels_message,
     surroundings,
     unreached_positions_message,
+    unseen_batch_message,
     unseen_contributions_message,
     unseen_labels_message,
     with_each_ranks_own,
@@ -90,6 +91,7 @@ from traindiff.analyse.story import representation_note
 from traindiff.core.maps.accepted import NONE_ACCEPTED, AcceptedDifferences
 from traindiff.core.site import label
 from traindiff.core.summary import rounding
+from traindiff.storage import Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +193,11 @@ class RunningComparison:
         self._operators = OperatorSearch(runs.runs, rename)
         may_wait = noise is None and history is None and not self._forced and not self._counts_in_float32
         self._same = SameSoFar(self._judge) if may_wait else None
+
+    def learn(self, candidate: Run) -> None:
+        """Judge later steps with what the candidate has found out since."""
+        self._facts = (self._facts[0], run_facts(candidate, self._rename))
+        self._both.learn(self._facts[1])
 
     def feed(self, baseline: RunStep | None, candidate: RunStep | None) -> ComparedStep | None:
         """Compare one step of both runs (see `TwoRuns.pair`); None if it was not compared."""
@@ -411,7 +418,8 @@ class RunningComparison:
             divided = (micro_steps[0], micro_steps[1])
             recorded = [side.table for side in given.sides]
             statistics = batch_statistics_message(first, self._facts[0].modules, recorded, divided)
-            labels = unreached_positions_message(first, pairs) or unseen_labels_message(first, pairs)
+            batch = unseen_batch_message(first, recorded)
+            labels = unreached_positions_message(first, pairs) or batch or unseen_labels_message(first, pairs)
             shifted = shifted_labels_message(first, pairs)
             unseen = unseen_contributions_message(first, pairs, max(micro_steps), recorded)
             buffers = other_buffers_message(first, self._other_buffers, () if statistics else changed)

@@ -356,10 +356,8 @@ class BothRuns:
             step: Its number.
             same: Both tables hold the same.
         """
-        if self._alike and not same:
-            for judges in (self._strict, self._lenient):
-                judges[1] = deepcopy(judges[0], {id(self._facts[0]): self._facts[1]})
-            self._alike = False
+        if not same:
+            self._part()
         if self._alike:
             tables = tables[:1]
         tables = [*map(indexed, tables)]
@@ -381,6 +379,21 @@ class BothRuns:
             for one in strict[run]
             if self._is_of_one_run(one, run, tables, lenient[1 - run])
         ]
+
+    def learn(self, facts: RunFacts) -> None:
+        """Judge later steps of the candidate with facts that have become known since."""
+        if self._alike and facts == self._facts[0]:
+            return
+        self._part()
+        for judges in (self._strict, self._lenient):
+            judges[1].learn(facts)
+
+    def _part(self) -> None:
+        """Judge each run by itself from now on."""
+        if self._alike:
+            for judges in (self._strict, self._lenient):
+                judges[1] = deepcopy(judges[0], {id(self._facts[0]): self._facts[1]})
+            self._alike = False
 
     def _is_of_one_run(self, one: Finding, run: int, tables: Sequence[StepTable], other: set[tuple[str, str]]) -> bool:
         """True if a fault of one run is known not to be one of the other run, whose faults are given."""

@@ -69,6 +69,12 @@ class RunJudge:
         self._waiting = list(self._rules)
         self._num_steps = 0
 
+    def learn(self, facts: RunFacts) -> None:
+        """Judge later steps with facts that have become known since."""
+        self._facts = facts
+        for rule in self._rules:
+            rule.facts = facts
+
     def step(
         self, table: StepTable, *, step: int, finished: bool = True, products: Sequence[ProductCheck] = ()
     ) -> list[Finding]:

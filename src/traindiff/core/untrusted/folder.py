@@ -121,6 +121,18 @@ class Folder:
             return self._status(self._resolved(name), name).st_size
         return self._about(self.path(name))
 
+    def state(self, name: str) -> str:
+        """A text that changes when a file is written again.
+
+        Raises:
+            TraindiffError: There is no regular file of this name inside the directory.
+        """
+        if self._local:
+            status = self._status(self._resolved(name), name)
+            return f"{status.st_size}:{status.st_mtime_ns}:{status.st_ino}"
+        size = self._about(self.path(name))
+        return f"{size}:{self.file_system.info(self.path(name))}"
+
     def open(self, name: str, *, limit: int | None = None) -> IO[bytes]:
         """Open a file, which may have `limit` bytes, to read it piece by piece.
 

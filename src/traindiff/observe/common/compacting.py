@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 
 from traindiff.core.settings import RecordSettings
@@ -47,7 +48,7 @@ def check_compacting(path: str, settings: RecordSettings) -> None:
 def compact_beside(path: str, whole_every: int) -> None:
     """Start the process that replaces a recording by its compact form when all ranks have closed it.
 
-    What it says is in the file `PATH-compact.log`. It outlives the training, whose signals do not reach it.
+    What it says is added to the file `PATH-compact.log`. It outlives the training, whose signals do not reach it.
 
     Args:
         path: Directory of the recording, which has begun.
@@ -55,7 +56,9 @@ def compact_beside(path: str, whole_every: int) -> None:
     """
     directory = Path(local_path(path) or path)
     every = ("--whole-every", str(whole_every)) if whole_every else ()
-    with directory.with_name(f"{directory.name}-compact.log").open("wb") as log:
+    with directory.with_name(f"{directory.name}-compact.log").open("ab") as log:
+        log.write(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC: {directory} is compacted when it has ended.\n".encode())
+        log.flush()
         process = subprocess.Popen(
             [sys.executable, "-m", "traindiff", "prune", "--follow", str(directory), *every],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=_alone(os.environ),

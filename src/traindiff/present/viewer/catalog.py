@@ -12,6 +12,7 @@ from typing import Protocol
 from traindiff.errors import RecordingError
 from traindiff.present.page.writing import environment, policy, styles
 from traindiff.storage import Recording, open_recording
+from traindiff.storage.location import DATA, MERGED, SEALS, TEMPORARY, size_bytes
 
 DEPTH = 6
 """Levels of directories in which recordings are looked for."""
@@ -116,7 +117,8 @@ class Catalog:
             return "gone"
         ranks = sorted(path.glob("rank-*"))[:32]
         inside = [rank for rank in ranks if Path(os.path.realpath(rank)).is_relative_to(path)]
-        files = [rank / name for rank in inside for name in ("observations.arrows", "observations.crc", "rank.json")]
+        files = [rank / name for rank in inside for name in (DATA, SEALS, "rank.json")]
+        files += [path / MERGED / DATA, *sorted(path.glob("node-*.frames"))[:32]]
         return ";".join(map(_size_and_time, (path / "run.json", *files)))
 
     def _found(self) -> Iterator[tuple[str, Path]]:
@@ -130,7 +132,7 @@ class Catalog:
                 yield str(name), here
             elif len(name.parts) >= self._depth:
                 below.clear()
-            below[:] = sorted(one for one in below if not one.startswith("."))
+            below[:] = sorted(one for one in below if not (one.startswith(".") or TEMPORARY.fullmatch(one)))
             if count == MOST:
                 return
 
@@ -158,7 +160,7 @@ def _ending(of_ranks: set[str]) -> str:
 def _listed(path: Path, name: str) -> Listed:
     try:
         listed = described(open_recording(str(path)), name, size_bytes=0)  # first: it refuses links to other places
-        return replace(listed, size_bytes=sum(file.lstat().st_size for file in path.glob("rank-*/*")))
+        return replace(listed, size_bytes=size_bytes(str(path)))
     except (RecordingError, OSError) as error:
         return without_details(name, ending="unreadable", message=str(error))
 

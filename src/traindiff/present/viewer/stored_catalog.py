@@ -10,7 +10,7 @@ from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import RecordingError, TraindiffError
 from traindiff.present.viewer.catalog import DEPTH, MOST, KeptDescriptions, Listed, described, without_details
 from traindiff.storage import open_recording
-from traindiff.storage.location import file_system
+from traindiff.storage.location import MERGED, NODE, PLACES, file_system
 
 _RANKS = 32
 """Ranks that are asked whether a recording has grown."""
@@ -53,16 +53,17 @@ class StoredCatalog:
         if self.find(name) is None:
             return "gone"
         folder = self._within(name)
-        digest = hashlib.sha256(str(folder.sizes().get("run.json")).encode())
-        for rank in [one for one in folder.names() if one.startswith("rank-")][:_RANKS]:
-            digest.update(repr(sorted(folder.within(rank).sizes().items())).encode())
+        digest = hashlib.sha256(repr(_own_sizes(folder)).encode())
+        for part in _parts(folder)[:_RANKS]:
+            digest.update(repr(sorted(folder.within(part).sizes().items())).encode())
         return digest.hexdigest()
 
     def _listed(self, name: str) -> Listed:
         try:
             recording = open_recording(self._url(name))
-            folders = (self._within(name).within(f"rank-{rank:05d}") for rank in recording.ranks)
-            return described(recording, name, size_bytes=sum(sum(one.sizes().values()) for one in folders))
+            whole = self._within(name)
+            sizes = (sum(whole.within(part).sizes().values()) for part in _parts(whole))
+            return described(recording, name, size_bytes=sum(sizes, start=sum(size for _, size in _own_sizes(whole))))
         except (RecordingError, OSError) as error:
             return without_details(name, ending="unreadable", message=str(error))
 
@@ -87,3 +88,14 @@ class StoredCatalog:
 
     def _url(self, name: str) -> str:
         return self.root if name == "." else posixpath.join(self.root, name)
+
+
+def _parts(folder: Folder) -> list[str]:
+    """Names of the directories of a recording: those of merged steps first, then those of ranks."""
+    names = folder.names()
+    return [*(one for one in (MERGED, PLACES) if one in names), *(one for one in names if one.startswith("rank-"))]
+
+
+def _own_sizes(folder: Folder) -> list[tuple[str, int]]:
+    """Names and sizes of the files of a recording that are in no directory of it."""
+    return sorted((name, size) for name, size in folder.sizes().items() if name == "run.json" or NODE.fullmatch(name))
