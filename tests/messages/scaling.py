@@ -17,7 +17,7 @@ from tests.made_up import record
 from tests.messages.command_line import command
 from tests.messages.provoking import Chapter
 from traindiff.analyse.check import check
-from traindiff.analyse.compact import compact, pruning
+from traindiff.analyse.compact import compact, compacting, pruning
 from traindiff.present.text.recording import print_head
 from traindiff.present.webhook import send
 from traindiff.storage import Follower, RecordingWriter, manifest, open_recording
@@ -30,7 +30,7 @@ situation = chapter.situation
 @situation("a recording that is compacted")
 def _(here: Path, patched: pytest.MonkeyPatch) -> str:
     record_ranks(here / "run", steps=6)
-    patched.setattr("traindiff.analyse.compact.compacting._size_bytes", lambda path: 9_000_000)
+    patched.setattr("traindiff.analyse.compact.compacting.size_bytes", lambda path: 9_000_000)
     return str(compact("run", "small", whole_every=4))
 
 
@@ -64,6 +64,52 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> str:
     saids = iter([{"findings": []}, {"findings": ["one"]}])
     patched.setattr(pruning, "_said", lambda verdict: next(saids))
     return command("prune", "run")
+
+
+@situation("a recording that is being written, when it is to be replaced")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    record(here / "run")
+    patched.setattr(pruning, "writers_of", lambda path: ["rank-00000"])
+    return command("prune", "run")
+
+
+@situation("a recording that was written to, when it is to be replaced")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    record(here / "run")
+    sizes = iter([1, 2])
+    patched.setattr(pruning, "size_bytes", lambda path: next(sizes))
+    return command("prune", "run")
+
+
+@situation("a recording that another process is about to replace")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    record(here / "run")
+    patched.setattr(pruning, "RecordingLock", lambda path: SimpleNamespace(is_taken=True))
+    return command("prune", "run")
+
+
+@situation("a recording whose compact form is not smaller")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    record(here / "run")
+    for module in (pruning, compacting):
+        patched.setattr(module, "size_bytes", lambda path: 9_000_000)
+    return str(pruning.prune("run"))
+
+
+@situation("a compact recording inside the recording")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    record(here / "run")
+    return command("compact", "run", "-o", "run/small")
+
+
+@situation("a compact recording for which there is no room")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    def full(*_: object) -> None:
+        raise OSError(28, "step 0 could not be written: No space left on device")
+
+    record(here / "run")
+    patched.setattr(RecordingWriter, "write_step", full)
+    return command("compact", "run", "-o", "small")
 
 
 @situation("a recording in whose place another one is, when it is to be replaced")
@@ -258,7 +304,7 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> str:
     record_ranks(here / "run")
     patched.setattr("os.getpid", lambda: 7)
     rename = Path.rename
-    patched.setattr(Path, "rename", lambda one, to: _busy() if str(to) == "run" else rename(one, to))
+    patched.setattr(Path, "rename", lambda one, to: _busy() if to.name == "run" else rename(one, to))
     return command("prune", "run")
 
 

@@ -53,7 +53,9 @@ def prune(
         fix = "Use traindiff compact with -o DIRECTORY, and put its result in the place of the recording yourself."
         problem = Problem(where=os.fspath(recording), what="is no path on this machine.", fix=fix)
         raise ConfigError("traindiff prune", [problem], consequence="nothing was removed")
-    path = Path(os.path.realpath(recording))
+    path = Path(recording)
+    if path.is_symlink() or path.name in ("", ".."):  # of a link, what it leads to; the working directory has a name
+        path = Path(os.path.realpath(path))
     pruned, old = (path.with_name(f"{path.name}.{word}-{os.getpid()}") for word in ("pruned", "replaced"))
     _put_back(path)
     before = None

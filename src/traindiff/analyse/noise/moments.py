@@ -82,16 +82,28 @@ class MomentFloors:
             pair: Both sides.
             floor: Floor of their relative L2 difference.
         """
-        limit = self.limit(pair, floor)
-        if limit is None:
+        if (base := self._base(pair, floor)) is None:
             return None
-        for statistic, apart in moments_apart(pair).items():
+        apart_in = moments_apart(pair)
+        if max(apart_in.values()) <= self._limit(pair, floor, base, _least_unit(pair)):
+            return None  # as most do: the least that they may move takes no sums over groups of elements
+        limit = self._limit(pair, floor, base, self._largest_unit(pair))
+        for statistic, apart in apart_in.items():
             if apart > limit:
-                return Moved(statistic=statistic, apart=apart, floor=limit, unit=self._units(pair)[0])
+                return Moved(statistic=statistic, apart=apart, floor=limit, unit=self._largest_unit(pair))
         return None
 
     def limit(self, pair: Pair, floor: float) -> float | None:
         """How far the norm or the sum of a pair may move, given the arguments of `moved`; None if that is unknown."""
+        base = self._base(pair, floor)
+        return None if base is None else self._limit(pair, floor, base, self._largest_unit(pair))
+
+    def _limit(self, pair: Pair, floor: float, base: float, unit: float) -> float:
+        """The limit if rounding moves a norm by so much on the way to here, and here."""
+        return max(SCATTER * unit * max(1.0, floor / max(self._u, *_roundoffs(pair))) + HANDED_ON * self._seen, base)
+
+    def _base(self, pair: Pair, floor: float) -> float | None:
+        """What the limit of a pair is in any case; None if it is unknown."""
         key, u = pair.baseline.key, max(self._u, *_roundoffs(pair))
         of_a_parameter = (key.phase, key.stage, key.slot) == ("grad", "", "grad")
         if not (of_a_parameter or key.phase in ("forward", "backward", "loss")):
@@ -100,10 +112,9 @@ class MomentFloors:
             return None
         if int(pair.baseline.summary["count"]) < FEW and key.phase != "loss":
             return None
-        unit, _ = self._units(pair)
         # In one dtype a constant (of dropout, of an attention's scale) is rounded; in the other it is not.
         constants = u if pair.baseline.dtype != pair.candidate.dtype else 0.0
-        return max(SCATTER * unit * max(1.0, floor / u) + HANDED_ON * self._seen, self._measured(key), constants)
+        return max(self._measured(key), constants)
 
     def saw(self, pair: Pair, *, handed_on: bool = True) -> None:
         """Note a pair on the data's path; not `handed_on` if later sites do not compute with the candidate's."""
@@ -112,12 +123,12 @@ class MomentFloors:
         if handed_on and _are_known(pair):
             self._seen = max(self._seen, *moments_apart(pair).values())
 
-    def _units(self, pair: Pair) -> tuple[float, float]:
-        """How far rounding moves a norm, and the unit roundoff of the shortest dtype; on the way to here, and here."""
+    def _largest_unit(self, pair: Pair) -> float:
+        """How far rounding moves a norm on the way to here, and here."""
         for one in self._not_measured:
             self._unit = max(self._unit, _unit(one))
         self._not_measured.clear()
-        return max(self._unit, _unit(pair)), max(self._u, *_roundoffs(pair))
+        return max(self._unit, _unit(pair))
 
 
 def _roundoffs(pair: Pair) -> tuple[float, float]:
@@ -126,9 +137,18 @@ def _roundoffs(pair: Pair) -> tuple[float, float]:
 
 def _unit(pair: Pair) -> float:
     """How far rounding moves the norm of a tensor."""
-    groups = SHARED / math.sqrt(_groups(pair.baseline.shape))
-    scatter = max(1.0 / math.sqrt(max(1.0, alike(pair.baseline.summary))), groups)
-    return max(_roundoffs(pair)) * scatter
+    scatter = 1.0 / math.sqrt(max(1.0, alike(pair.baseline.summary)))
+    return max(_roundoffs(pair)) * max(scatter, _shared(pair))
+
+
+def _least_unit(pair: Pair) -> float:
+    """A number that `_unit` is never below: no tensor is alike to more elements than it has."""
+    scatter = (1.0 - 1e-9) / math.sqrt(max(1, int(pair.baseline.summary["count"])))
+    return max(_roundoffs(pair)) * max(scatter, _shared(pair))
+
+
+def _shared(pair: Pair) -> float:
+    return SHARED / math.sqrt(_groups(pair.baseline.shape))
 
 
 def _groups(shape: tuple[int, ...]) -> int:
