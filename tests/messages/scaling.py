@@ -308,6 +308,22 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> str:
     return command("prune", "run")
 
 
+@situation("a recording that was replaced, with a file that is in both")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    record_ranks(here / "run")
+    (here / "run" / "notes.txt").write_text("mine")
+    patched.setattr("os.getpid", lambda: 7)
+    rename = Path.rename
+
+    def put(one: Path, to: Path) -> None:
+        rename(one, to)
+        if one.suffix == ".pruned-7":
+            (to / "notes.txt").write_text("written meanwhile")
+
+    patched.setattr(Path, "rename", put)
+    return command("prune", "run")
+
+
 @situation("a recording that was replaced, and could not be removed")
 def _(here: Path, patched: pytest.MonkeyPatch) -> str:
     record_ranks(here / "run")

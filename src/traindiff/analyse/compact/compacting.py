@@ -214,7 +214,7 @@ class _Compacting:
             yield
         except (ConfigError, OSError) as error:
             why = error.problems[0].what if isinstance(error, ConfigError) else f"{error.strerror or error}."
-            fix = "Nothing is left of it. Give the path of a directory where you may write and there is room."
+            fix = "Nothing of it remains. Give the path of a directory where you may write and there is room."
             raise RecordingError(f"{self._name} was not made: {why} {fix}") from None
 
     def _see_endings(self) -> None:

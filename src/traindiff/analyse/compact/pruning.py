@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,8 @@ def _finish_others(path: Path) -> None:
     for old in _left(path, "replaced"):
         lock = RecordingLock(str(old / "run.json"))
         if not lock.is_taken:
-            _remove(old, path)
+            with suppress(OSError):  # what cannot be removed stays
+                _remove(old, path)
         lock.release()
 
 
@@ -160,7 +162,7 @@ def _replace(path: Path, pruned: Path, old: Path) -> None:
     except OSError as error:
         raise RecordingError(
             f"{path} is now its compact form, but what it replaces could not be removed ({error.strerror}). "
-            f"Remove the rest of it: {old}"
+            f"What remains of it: {old}"
         ) from None
 
 
