@@ -11,7 +11,7 @@ import posixpath
 import re
 import weakref
 from collections.abc import Collection
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache
 from typing import Any, Protocol
 
@@ -226,7 +226,9 @@ def size_bytes(root: str) -> int:
     for folder, below, files in os.walk(root):
         below[:] = [name for name in below if posixpath.join(folder, name) not in foreign]
         own = [path for name in files if (path := posixpath.join(folder, name)) not in foreign]
-        total += sum(os.lstat(path).st_size for path in own)
+        for path in own:
+            with suppress(OSError):  # removed meanwhile
+                total += os.lstat(path).st_size
     return total
 
 

@@ -123,9 +123,10 @@ def compact(
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     local = local_path(run.path)
+    before = size_bytes(local) if local is not None and Path(local).is_dir() else None
     return Compacted(
         recording=run.path, output=str(target), ranks=len(run.ranks), steps=compacting.num_steps,
-        whole=dict(compacting.whole), bytes_before=None if local is None else size_bytes(local),
+        whole=dict(compacting.whole), bytes_before=before,
         bytes_after=size_bytes(str(target)), notes=tuple(follower.notes()), created=str(run.run.get("created", "")),
     )  # fmt: skip
 
