@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -11,6 +12,7 @@ from threading import Thread
 from typing import Any
 from xml.etree import ElementTree
 
+import pytest
 from typer.testing import CliRunner
 
 from tests.made_up import FC, record, scaled
@@ -77,11 +79,62 @@ def test_a_verdict_that_cannot_be_sent_is_still_one(tmp_path: Path) -> None:
         assert f"nothing was sent to {url}: " in result.stderr
 
 
+@contextmanager
+def odd_server(answer: bytes) -> Iterator[str]:
+    """The address of a server that answers everything with these bytes."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        thread = Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/hook"
+        thread.join()
+
+
+@pytest.mark.parametrize("answer", [b"hello\r\n\r\n", b"HTTP/1.1 200 OK\r\nX: " + b"y" * 70_000 + b"\r\n\r\n", b""])
+def test_an_answer_that_is_no_http_changes_no_verdict(tmp_path: Path, answer: bytes) -> None:
+    with odd_server(answer) as url:
+        result = CliRunner().invoke(app, ["check", str(record(tmp_path / "run")), "--webhook", url])
+
+    assert result.exit_code == 0, result.exception
+    assert "healthy" in result.stdout
+    assert f"nothing was sent to {url}: " in result.stderr
+    assert len(result.stderr) < 400
+
+
+def test_a_file_that_cannot_be_written_in_the_end_changes_no_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, junit, write = str(record(tmp_path / "run")), tmp_path / "found.xml", Path.open
+
+    def full(self: Path, *arguments: Any, **how: Any) -> Any:
+        if self == junit:
+            raise OSError(28, "No space left on device")
+        return write(self, *arguments, **how)
+
+    monkeypatch.setattr(Path, "open", full)
+    with web_server() as (url, sent):
+        result = CliRunner().invoke(app, ["check", path, "--junit", str(junit), "--webhook", url])
+    assert result.exit_code == 0
+    assert "was not written: No space left on device" in result.stderr
+    assert len(sent) == 1
+
+
 def test_what_cannot_be_an_address_or_a_file_is_refused_at_once(tmp_path: Path) -> None:
     path = str(record(tmp_path / "run"))
     for options, what in (
         (["--webhook", "file:///etc/passwd"], "is no address of a web server"),
         (["--webhook", "https://"], "is no address of a web server"),
+        (["--webhook", "http://[::1/"], "is no address of a web server"),
+        (["--webhook", "http://127.0.0.1:abc/"], "is no address of a web server"),
+        (["--webhook", "http://localhost/a b"], "is no address of a web server"),
+        (["--webhook", "http://exa mple.com/"], "is no address of a web server"),
+        (["--junit", str(tmp_path)], "is a directory"),
         (["--junit", str(tmp_path / "no" / "found.xml")], "is in a directory that does not exist"),
     ):
         result = CliRunner().invoke(app, ["check", path, *options])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,20 +38,35 @@ def follower(
 
         for alert in alerts:
             check_alert(alert)
-    if junit is not None and not junit.parent.is_dir():
-        fix = "Give the path of a file in a directory that is there."
-        problem = Problem(where=f"--junit {junit}", what="is in a directory that does not exist.", fix=fix)
-        raise ConfigError("--junit", [problem], consequence="nothing was read")
+    if junit is not None and (what := _cannot_be_written(junit)):
+        fix = "Give the path of a file in a directory that is there, where you may write."
+        raise ConfigError(
+            "--junit", [Problem(where=f"--junit {junit}", what=what, fix=fix)], consequence="nothing was read"
+        )
     return Follower(patience) if wanted else None
 
 
+def _cannot_be_written(file: Path) -> str:
+    """Why a file cannot be written, which is not changed by asking; empty if it can."""
+    if not file.parent.is_dir():
+        return "is in a directory that does not exist."
+    if file.is_dir():
+        return "is a directory."
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        return "may not be written."
+    return ""
+
+
 def hand_on(result: Any, webhook: str | None, junit: Path | None, alerts: Sequence[str] = ()) -> None:
-    """Write and send a verdict. That it could not be sent is said, and changes nothing."""
+    """Write and send a verdict. That it could not be written or sent is said, and changes nothing."""
     if junit is not None:
         from traindiff.present.data import writer
 
-        with junit.open("w", encoding="utf-8") as file:
-            writer("junit")(result, file)
+        try:
+            with junit.open("w", encoding="utf-8") as file:
+                writer("junit")(result, file)
+        except OSError as error:
+            messages.print(f"traindiff: {junit} was not written: {error.strerror}", markup=False, soft_wrap=True)
     if webhook is not None:
         from traindiff.present.webhook import send
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
@@ -12,6 +13,9 @@ from traindiff.errors import ConfigError, Problem
 
 _SECONDS = 30.0
 
+_LONGEST = 200
+"""Characters of an error that are shown."""
+
 
 def check_webhook(url: str) -> None:
     """Refuse an address to which nothing can be sent.
@@ -19,7 +23,12 @@ def check_webhook(url: str) -> None:
     Raises:
         ConfigError: It is none of a web server.
     """
-    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 80) > 0
+    except ValueError:  # brackets without an end, or a port that is no number
+        is_address = False
+    if not is_address or any(one.isspace() or not one.isprintable() for one in url):
         fix = "Write an address that begins with https:// or http://."
         raise ConfigError("--webhook", [Problem(where=url, what="is no address of a web server.", fix=fix)])
 
@@ -43,6 +52,7 @@ def send(url: str, *, text: str, result: dict[str, Any]) -> str:
     except HTTPError as error:
         error.close()
         return " ".join(str(error).split())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         reason = error.reason if isinstance(error, URLError) else error
-        return " ".join(str(reason).split())
+        said = " ".join(str(reason).split())[:_LONGEST]
+        return f"it answered with what is not HTTP ({said})" if isinstance(error, HTTPException) else said

@@ -216,7 +216,8 @@ TEMPORARY = re.compile(r".+\.(pruned|unfinished)-\d{1,9}", re.ASCII)
 def foreign_files(root: str) -> list[str]:
     """Paths, in a local recording, of files and directories that are no part of it, without what is inside of them."""
     names = _names(LocalFiles(), root)
-    return sorted(_other_things(LocalFiles(), root, names, ranks={name for name in names if _rank_of(name) >= 0}))
+    own = {name for name in names if _rank_of(name) >= 0 or name in (MERGED, PLACES)}
+    return sorted(_other_things(LocalFiles(), root, names, ranks=own))
 
 
 def size_bytes(root: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -136,6 +137,7 @@ def test_a_recording_that_was_written_to_meanwhile_stays(tmp_path: Path) -> None
 def test_other_files_stay_where_they_are(tmp_path: Path) -> None:
     path = record_ranks(tmp_path / "run")
     others = ["notes.txt", "checkpoints/step-1/model.pt", "rank-00001/mine.txt", "rank-00002/more/of-it"]
+    others += ["merged/adapter.safetensors", "places/mine.txt"]
     for name in others:
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_text(name)
@@ -149,6 +151,8 @@ def test_other_files_stay_where_they_are(tmp_path: Path) -> None:
     assert made.bytes_after + size == held
     assert names_in(tmp_path) == ["run"]
     verdict_of(path)
+    prune(path)  # compact already
+    assert [(path / name).read_text() for name in others] == others
 
 
 def test_what_a_link_leads_to_is_replaced(tmp_path: Path) -> None:
@@ -198,10 +202,10 @@ def test_what_was_left_by_a_process_that_was_killed_is_finished(tmp_path: Path) 
     path = record_ranks(tmp_path / "run")
     whole = verdict_of(path)
     # Killed while it compacted, and while it checked.
-    shutil.copytree(path, tmp_path / "run.pruned-1.unfinished-1")
-    compact(path, tmp_path / "run.pruned-2")
+    shutil.copytree(path, tmp_path / "run.pruned-999999991.unfinished-999999991")
+    compact(path, tmp_path / "run.pruned-999999992")
     # Killed between the two renames.
-    path.rename(tmp_path / "run.replaced-3")
+    path.rename(tmp_path / "run.replaced-999999993")
     prune(path)
 
     assert names_in(tmp_path) == ["run"]
@@ -212,13 +216,33 @@ def test_what_was_left_by_a_process_that_was_killed_is_finished(tmp_path: Path) 
 def test_what_was_not_removed_in_time_is_removed_later(tmp_path: Path) -> None:
     path = record_ranks(tmp_path / "run", CHANGES["a copy"])
     (path / "notes.txt").write_text("mine")
-    path.rename(tmp_path / "run.replaced-3")
-    compact(tmp_path / "run.replaced-3", path)
+    path.rename(tmp_path / "run.replaced-999999993")
+    compact(tmp_path / "run.replaced-999999993", path)
     (tmp_path / "run.pruned-final").mkdir()  # somebody's own
     assert prune(path).is_kept
 
     assert names_in(tmp_path) == ["run", "run.pruned-final"]
     assert (path / "notes.txt").read_text() == "mine"
+
+
+def test_what_another_process_is_making_is_left_alone(tmp_path: Path) -> None:
+    path = record_ranks(tmp_path / "run")
+    of_parent = tmp_path / f"run.pruned-{os.getppid()}.unfinished-{os.getppid()}"
+    of_parent.mkdir()
+    prune(path)
+    assert names_in(tmp_path) == ["run", of_parent.name]
+
+
+def test_what_cannot_be_finished_stays(tmp_path: Path) -> None:
+    path = record_ranks(tmp_path / "run")
+    shutil.copytree(path, tmp_path / "run.replaced-999999993")
+    for one in (path, tmp_path / "run.replaced-999999993"):
+        (one / "latest.pt").write_text(one.name)
+    prune(path)
+
+    assert open_recording(str(path)).is_compact
+    assert names_in(tmp_path) == ["run", "run.replaced-999999993"]
+    assert (tmp_path / "run.replaced-999999993" / "latest.pt").read_text() == "run.replaced-999999993"
 
 
 def test_a_process_that_is_at_work_is_left_alone(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Adam
 
 import traindiff
+from traindiff.analyse.compare import Comparison
 
 
 class Heads(nn.Module):
@@ -97,3 +99,49 @@ def test_runs_that_recorded_other_steps_are_not_held_against_each_other(tmp_path
     baseline, candidate = train(tmp_path / "b"), train(tmp_path / "c", every=2)
 
     assert [one.kind for one in traindiff.compare(baseline, candidate).findings if one.kind == "turn"] == []
+
+
+@pytest.mark.parametrize("first_step", [0, 3])
+def test_optimizers_that_step_at_other_rates_go_on_where_they_were(tmp_path: Path, first_step: int) -> None:
+    """Steps 3 to 7 of the first optimizer are continued; the second one has stepped twice before."""
+
+    def parts() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+        return model, [
+            torch.optim.AdamW(model[0].parameters(), lr=1e-2),
+            torch.optim.AdamW(model[2].parameters(), 1e-2),
+        ]
+
+    def go(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: range, *, skip: int = -1) -> None:
+        for step in steps:
+            model(torch.randn(8, 4, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            optimizers[0].step()
+            if step % 2 == 0 and step != skip:
+                optimizers[1].step()
+            for one in optimizers:
+                one.zero_grad()
+
+    model, optimizers = parts()
+    with traindiff.record(tmp_path / "b", model, optimizers):
+        go(model, optimizers, range(3))
+        saved = copy.deepcopy((model.state_dict(), [one.state_dict() for one in optimizers]))
+        go(model, optimizers, range(3, 8))
+
+    def resumed(name: str, *, skip: int = -1) -> Comparison:
+        model, optimizers = parts()
+        model.load_state_dict(saved[0])
+        for one, state in zip(optimizers, saved[1], strict=True):
+            one.load_state_dict(copy.deepcopy(state))
+        with traindiff.record(tmp_path / name, model, optimizers, first_step=first_step):
+            go(model, optimizers, range(3, 8), skip=skip)
+        return traindiff.compare(tmp_path / "b", tmp_path / name)
+
+    right = resumed("right")
+    assert right.verdict == "identical", str(right)
+    if not first_step:
+        assert right.notes[0].startswith("Step 0 of the candidate begins with the parameters of the baseline's step 3")
+    first = resumed("wrong", skip=6).first_divergence
+    assert first is not None
+    assert (first.step, first.kind, first.path) == (7, "turn", "optimizer[1]")
+    assert (first.evidence["baseline"], first.evidence["candidate"]) == (4, 3)

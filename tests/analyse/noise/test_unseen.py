@@ -83,3 +83,37 @@ def test_under_autocast_only_another_order_of_samples_is_a_representation(
         return str(path)
 
     assert traindiff.compare(run(tmp_path / "a", other=False), run(tmp_path / "b", other=True)).verdict == verdict
+
+
+class Listed(nn.Module):
+    """Parameters in lists, which are never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.held = nn.ModuleList(
+            [nn.ParameterList([nn.Parameter(torch.randn(6)) for _ in range(2)]) for _ in range(3)]
+        )
+        self.named = nn.ParameterDict({"bias": nn.Parameter(torch.randn(6))})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for one in self.held:
+            x = torch.tanh(x * one[0] + one[1])
+        return (x + self.named["bias"]).sum(-1)
+
+
+def test_lists_of_parameters_hide_no_gates(tmp_path: Path) -> None:
+    def trained(path: Path, factor: float) -> str:
+        model = Listed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        with traindiff.record(path, model, optimizer):
+            for step in range(2):
+                model(torch.randn(8, 6, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+                model.held[1][0].grad.mul_(factor if step else 1.0)  # type: ignore[union-attr,index]
+                optimizer.step()
+                optimizer.zero_grad()
+        return str(path)
+
+    found = traindiff.compare(trained(tmp_path / "a", 1.0), trained(tmp_path / "b", 1.003)).first_divergence
+    assert found is not None
+    assert (found.step, found.phase, found.path) == (1, "grad", "held.1.0")

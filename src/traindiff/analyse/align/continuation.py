@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 
 from traindiff.analyse.align.side import SideStep
 from traindiff.analyse.merge.merged_tables import MergedTables
+from traindiff.analyse.merge.parameters import parameter_groups
 from traindiff.analyse.merge.rank_steps import rank_steps
 from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.site import MergedSite, Part, SiteKey
+from traindiff.analyse.merge.span import Span
 from traindiff.analyse.merge.step_table import step_table
 from traindiff.core.observation import BEFORE, EDITED, Observation
 from traindiff.core.summary import number
@@ -27,6 +29,7 @@ class Beginning:
         optimizer: Name of the optimizer that counts the step.
         step: Its number.
         parameters: The parameters as the step finds them, by path.
+        late: Paths of other ones: a step of their optimizer, which came before, is not known yet.
         batch: The inputs of the model, by path and slot.
         random: The states of random generators before the first forward pass, by slot.
         settings: The settings of the optimizers, by path and slot.
@@ -35,6 +38,7 @@ class Beginning:
     optimizer: str
     step: int
     parameters: Mapping[str, MergedSite]
+    late: frozenset[str]
     batch: Mapping[Site, MergedSite]
     random: Mapping[str, MergedSite]
     settings: Mapping[Site, float]
@@ -48,9 +52,11 @@ def beginnings(recording: Recording, rename: Rename = str) -> Iterator[Beginning
         rename: Turns its paths into the baseline's.
     """
     held: dict[str, MergedSite] = {}
+    latest: dict[str, int] = {}  # step, by optimizer
+    groups = parameter_groups(recording, rename)
     merged = MergedTables(recording.world_size, 0, recording.path)
     for of_ranks in rank_steps(recording):
-        optimizer, step = of_ranks[0].optimizer, of_ranks[0].step
+        optimizer, step, after = of_ranks[0].optimizer, of_ranks[0].step, of_ranks[0].after
         if of_ranks[0].places is not None:
             table = merged.table(of_ranks[0])
         else:
@@ -65,10 +71,14 @@ def beginnings(recording: Recording, rename: Rename = str) -> Iterator[Beginning
         for key, entry in table.items():
             if _is_value(key) and key.stage in (BEFORE, EDITED):
                 held[rename(key.path)] = entry.without_parts()
+        # A step is complete when its optimizer begins the next one, which others may do more often.
+        not_yet = [name for name, number in after.items() if latest.get(name, -1) < number]
+        late = frozenset(path for name in not_yet for group in groups.get(name, ()) for path in group)
         yield Beginning(
             optimizer=optimizer,
             step=step,
-            parameters={path: entry for path, entry in held.items() if not entry.unobserved},
+            parameters={path: one for path, one in held.items() if not (one.unobserved or path in late)},
+            late=late,
             batch={
                 (rename(key.path), key.slot): entry
                 for key, entry in table.items()
@@ -88,6 +98,7 @@ def beginnings(recording: Recording, rename: Rename = str) -> Iterator[Beginning
         for key, entry in table.items():
             if _is_value(key) and not key.stage:
                 held[rename(key.path)] = entry.without_parts()
+        latest[optimizer] = step
 
 
 def _is_wanted(seen: Observation) -> bool:
@@ -118,7 +129,7 @@ class Continuation:
         own: The number of its first step, as it counts.
         step: The step of the baseline that begins with the same parameters.
         same: Number of parameters that are the same there, of those that tell one step from another.
-        of: Number of parameters that tell one step from another.
+        of: Number of parameters that tell one step from another, and are known there.
     """
 
     own: int
@@ -157,7 +168,7 @@ def find_continuation(baseline: Recording, candidate: Recording, rename: Rename)
     if first is None or first.step:
         return None
     wanted = {path: entry for path, entry in first.parameters.items() if _tells(entry)}
-    own, found = 0, [(0, -1, False)]
+    own, found = 0, [(0, -1, False, 0)]
     for one in beginnings(baseline):
         if one.optimizer != first.optimizer:
             continue
@@ -167,13 +178,41 @@ def find_continuation(baseline: Recording, candidate: Recording, rename: Rename)
             if same == of:
                 return None
         elif same and 2 * same > of:
-            found.append((same, one.step, _same_batch(first, one)))
-    most = max(same for same, _, _ in found)
+            found.append((same, one.step, _same_batch(first, one), len(wanted.keys() - one.late)))
+    most = max(same for same, *_ in found)
     if most <= own:
         return None
-    best = [(step, batch) for same, step, batch in found if same == most]
-    step = next((step for step, batch in best if batch), best[0][0])
-    return Continuation(own=first.step, step=step, same=most, of=len(wanted))
+    best = [one for one in found if one[0] == most]
+    _, step, _, known = next((one for one in best if one[2]), best[0])
+    return Continuation(own=first.step, step=step, same=most, of=known)
+
+
+def other_offsets(baseline: Recording, candidate: Recording, offset: int) -> dict[str, int]:
+    """What is added to the step numbers of optimizers that step more or less often than the first one, by name.
+
+    A run that continues another one counts the steps of all its optimizers from the same number. In the run that it
+    continues, each has a number of its own by then.
+
+    Args:
+        baseline: The run that is continued.
+        candidate: The run that begins in its middle.
+        offset: What is added to the numbers of the first optimizer's steps.
+    """
+    names = {one["name"] for rank in candidate.ranks[:1] for one in candidate.rank_content(rank).get("optimizers", ())}
+    begun = candidate.run.get("first_step") or 0
+    if len(names) < 2 or begun + offset <= 0:
+        return {}
+    first = next((of_ranks[0] for of_ranks in rank_steps(candidate)), None)
+    if first is None or first.step != begun or first.after:
+        return {}  # it has recorded none of its first steps, and its own numbers tell how often each has stepped
+    span = Span(end=begun + offset)
+    same = (
+        of_ranks[0].after
+        for of_ranks in rank_steps(baseline, span)
+        if (of_ranks[0].optimizer, of_ranks[0].step) == (first.optimizer, begun + offset)
+    )
+    found = {name: number + 1 - begun for name, number in next(same, {}).items() if name in names}
+    return {name: number for name, number in found.items() if number != offset}
 
 
 def begin_alike(baseline: RunStep | None, candidate: RunStep | None, rename: Rename) -> bool:

@@ -78,7 +78,7 @@ def prune(
             if str(open_recording(str(path)).run.get("created", "")) != made.created:
                 raise RecordingError(f"{path} stays as it is: another recording has taken its place meanwhile.")
             if (now := size_bytes(str(path))) != (made.bytes_before if before is None else before):
-                raise RecordingError(f"{path} stays as it is: it was written to meanwhile. {_WHEN_ENDED}")
+                raise RecordingError(f"{path} stays as it is: it was written to, or replaced, meanwhile. {_WHEN_ENDED}")
             if said != _said(check(pruned)):
                 raise RecordingError(
                     f"{path} stays as it is: its compact form has other findings than it. Please report this. "
@@ -119,7 +119,7 @@ def _put_back(path: Path) -> None:
 def _finish_others(path: Path) -> None:
     """Do what other processes had begun with this recording when they were killed. Its lock must be held."""
     for unfinished in _left(path, "pruned"):
-        if unfinished.name.partition(".pruned-")[2].partition(".")[0] != str(os.getpid()):
+        if not _is_alive(int(unfinished.name.rpartition(".pruned-")[2].partition(".")[0])):
             shutil.rmtree(unfinished, ignore_errors=True)
     for old in _left(path, "replaced"):
         lock = RecordingLock(str(old / "run.json"))
@@ -127,6 +127,19 @@ def _finish_others(path: Path) -> None:
             with suppress(OSError):  # what cannot be removed stays
                 _remove(old, path)
         lock.release()
+
+
+def _is_alive(process: int) -> bool:
+    """True if a process of this machine has this number, or if that cannot be asked."""
+    if os.name != "posix":
+        return True
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # of another user
+        return True
+    return True
 
 
 def _left(path: Path, word: str) -> list[Path]:

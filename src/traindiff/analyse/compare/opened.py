@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
-from traindiff.analyse.align.continuation import Continuation, begin_alike, find_continuation
+from traindiff.analyse.align.continuation import Continuation, begin_alike, find_continuation, other_offsets
 from traindiff.analyse.align.optimizer_names import with_names_of
 from traindiff.analyse.align.side import step_pairs
 from traindiff.analyse.align.two_runs import TwoRuns
@@ -80,8 +80,10 @@ class ToCompare:
 
     def _opened(self, tasks: Tasks | None, shift: int) -> Opened:
         """The runs, with a number that is added to those of the candidate's steps."""
-        candidate = ShiftedRecording(self.candidate.path, shift) if shift else self.candidate
+        candidate = self.candidate
         if not self.is_followed:
+            others = other_offsets(self.baseline, candidate, shift)
+            candidate = ShiftedRecording(candidate.path, shift, others) if shift or others else candidate
             candidate = with_names_of(self.baseline, candidate, self.named)
         recordings = self.baseline, candidate
         runs = TwoRuns(recordings, self.renames, self.selection, self.entries)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,7 @@ class StepInput:
         evaluation: Number of the evaluation of the loss; None in a step with one.
         whole: True if the pairs include those of the whole step: updates, and the optimizer's state.
         classes: Class names of norms, other than LayerNorm, and of embeddings, by path.
+        holders: Paths of modules that hold parameters and are never called.
         unplaced: The baseline's entries of sites whose rows could not be brought together, in execution order.
         unpaired: Entries of sites that only one run has, the baseline's first.
         hidden: Stretches of activations that one run alone has observed, in the baseline's execution order.
@@ -86,6 +87,7 @@ class StepInput:
     evaluation: int | None = None
     whole: bool = True
     classes: Mapping[str, str] = field(default_factory=dict)
+    holders: Collection[str] = ()
     unplaced: tuple[MergedSite, ...] = ()
     unpaired: tuple[MergedSite, ...] = ()
     hidden: tuple[MergedSite, ...] = ()

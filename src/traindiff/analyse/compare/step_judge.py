@@ -63,9 +63,9 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
     floors = SiteFloors(
         judge.run, parameters=given.parameters, pairs=given.pairs, samples=given.samples,
         micro_steps=given.most_micro_steps, noise=given.noise, calibration=given.calibration, forced=judge.forced,
-        leaky=given.leaky, classes=given.classes, unplaced=given.unplaced, unpaired=given.unpaired,
-        hidden=given.hidden, computed_in=given.computed_in, other_form=given.other_form, calls=given.calls,
-        clipped=given.clip,
+        leaky=given.leaky, classes=given.classes, holders=given.holders, unplaced=given.unplaced,
+        unpaired=given.unpaired, hidden=given.hidden, computed_in=given.computed_in, other_form=given.other_form,
+        calls=given.calls, clipped=given.clip,
     )  # fmt: skip
     is_judged = given.noise is not None or judge.findings or (given.first and given.drift == math.inf)
     if not is_judged and (parted := floors.parted_unseen(given.drift if given.first else 0.0)):

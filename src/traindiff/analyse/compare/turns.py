@@ -32,11 +32,15 @@ class Turns:
         self._begun = self._begun or (baseline.step, candidate.step)
         found = []
         for name in sorted({*baseline.after, *candidate.after} - {baseline.optimizer}):
-            runs = zip((baseline, candidate), self._begun, strict=True)
-            counts = [one.after.get(name, begun - 1) + 1 for one, begun in runs]
+            if any(
+                begun and name not in one.after for one, begun in zip((baseline, candidate), self._begun, strict=True)
+            ):
+                continue  # how often it has stepped in a run that begins late is known when it has done so once more
+            counts = [one.after.get(name, -1) + 1 for one in (baseline, candidate)]
             apart, pair = counts[1] - counts[0], (baseline.optimizer, name)
             before, self._apart[pair] = self._apart.get(pair), apart
-            if (abs(apart) <= 1 if before is None else apart == before) or {name, baseline.optimizer} & self._told:
+            is_fine = any(self._begun) or abs(apart) <= 1 if before is None else apart == before
+            if is_fine or {name, baseline.optimizer} & self._told:
                 continue
             self._told.add(name)
             did = "leaves out a" if apart < (before or 0) else "takes a further"

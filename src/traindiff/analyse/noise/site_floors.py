@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from traindiff.analyse.merge.distance import ESTIMATED_PERMUTED_NORMS, Pair, has_other_losses, norms_apart
@@ -76,6 +76,7 @@ class SiteFloors:
         computed_in: The shortest dtype to which autocast converts in one of the runs; empty without autocast.
         other_form: Whether both runs were given the same samples, padded or ordered otherwise.
         calls: By module that the runs call on other parts of the batch: the most calls in a step.
+        holders: Paths of modules that hold parameters and are never called.
         clipped: Factor by which clipping made the baseline's gradients smaller.
     """
 
@@ -98,6 +99,7 @@ class SiteFloors:
         computed_in: str = "",
         other_form: bool = False,
         calls: Mapping[str, int] = MappingProxyType({}),
+        holders: Collection[str] = (),
         clipped: float = 1.0,
     ) -> None:
         self._run = run
@@ -137,7 +139,7 @@ class SiteFloors:
         run.begin(pairs, (self._alone, self._floors, self._calm))
         self._unseen = UnseenNoise()
         self._unplaced = UnplacedNoise(sorted((*unplaced, *hidden), key=lambda entry: entry.order))
-        self._hidden = HiddenPath(pairs, hidden, unplaced, computed_in, other_form=other_form)
+        self._hidden = HiddenPath(pairs, hidden, unplaced, computed_in, other_form=other_form, holders=holders)
         self._has_hidden = bool(self._hidden)
         self.parted = not forced and (bool(run.disturbed) or run.settings_differ)  # more than noise differs so far
         self._undisturbed: dict[SiteKey, float] = {}

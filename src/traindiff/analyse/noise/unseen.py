@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
 
@@ -158,6 +158,7 @@ class HiddenPath:
         unplaced: What both runs recorded, and of which only norms and sums are compared; see `UnplacedNoise`.
         computed_in: The shortest dtype to which autocast converts in one of the runs; empty without autocast.
         other_form: Whether both runs were given the same samples, padded or ordered otherwise.
+        holders: Paths of modules that hold parameters and are never called: these are used by the module around them.
     """
 
     def __init__(
@@ -168,6 +169,7 @@ class HiddenPath:
         computed_in: str,
         *,
         other_form: bool = False,
+        holders: Collection[str] = (),
     ) -> None:
         recorded = (*hidden, *unplaced, *(pair.baseline for pair in pairs))
         shown = [entry.key for entry in recorded if not entry.key.stage]
@@ -175,7 +177,7 @@ class HiddenPath:
         gradients = [pair for pair in pairs if pair.baseline.key.phase == "grad" and pair.baseline.key.slot == "grad"]
         dtypes = {entry.dtype for pair in gradients for entry in (pair.baseline, pair.candidate)}
         once = max((rounding(dtype) for dtype in (*dtypes, computed_in)), default=0.0)
-        modules = {pair.baseline.key.path.rpartition(".")[0] for pair in gradients}
+        modules = {_user(pair.baseline.key.path, holders) for pair in gradients}
         silent = modules - called
         if 2 * len(silent) <= len(modules):  # some do not call, as the output projection of torch's attention
             silent = set()
@@ -217,6 +219,14 @@ class HiddenPath:
                 noise = max(noise, _GATED_MARGIN * math.sqrt(self._gates * error))
         if flows:
             floors.saw(noise / GAIN)
+
+
+def _user(parameter: str, holders: Collection[str]) -> str:
+    """Path of the module that a parameter belongs to, and that may be called."""
+    module = parameter.rpartition(".")[0]
+    while module in holders:
+        module = module.rpartition(".")[0]
+    return module
 
 
 def _error(dtype: str) -> float:
