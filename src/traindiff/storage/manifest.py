@@ -155,6 +155,7 @@ RANK: Demand = shaped(
         "rank": whole(0, MOST_RANKS - 1),
         "model": TEXT,
         "modules": mapped(TEXT),
+        "holders": listed(TEXT),
         "module_settings": mapped(mapped(TEXT)),
         "surroundings": mapped(mapped(TEXT)),
         "gradient_paths": mapped(TEXT),

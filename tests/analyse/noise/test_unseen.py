@@ -85,8 +85,16 @@ def test_under_autocast_only_another_order_of_samples_is_a_representation(
     assert traindiff.compare(run(tmp_path / "a", other=False), run(tmp_path / "b", other=True)).verdict == verdict
 
 
+class Weights(nn.Module):
+    """A module without a forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6))
+
+
 class Listed(nn.Module):
-    """Parameters in lists, which are never called."""
+    """Parameters in modules that are never called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,12 +102,13 @@ class Listed(nn.Module):
         self.held = nn.ModuleList(
             [nn.ParameterList([nn.Parameter(torch.randn(6)) for _ in range(2)]) for _ in range(3)]
         )
+        self.own = Weights()
         self.named = nn.ParameterDict({"bias": nn.Parameter(torch.randn(6))})
 
     def forward(self, x: Tensor) -> Tensor:
         for one in self.held:
             x = torch.tanh(x * one[0] + one[1])
-        return (x + self.named["bias"]).sum(-1)
+        return (x * self.own.weight + self.named["bias"]).sum(-1)
 
 
 def test_lists_of_parameters_hide_no_gates(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ class RunningComparison:
         modules = self._facts[0].modules
         self._leaky = not _LEAKY.isdisjoint(modules.values())
         self._classes = {path: name for path, name in modules.items() if _SUMMING.search(name)}
-        self._holders = {path for path, name in modules.items() if name in _HOLDERS}
+        self._holders = self._facts[0].holders & self._facts[1].holders
         contents = [[run.rank_content(rank) for rank in run.ranks] for run in runs.runs]
         self._computed_in = max((facts.autocast for facts in self._facts), key=rounding)
         self._configurations = Configurations(contents[0], contents[1], rename, ranks=[run.ranks for run in runs.runs])
@@ -510,9 +510,6 @@ class RunningComparison:
 _SUMMING = re.compile("(Batch|Instance|Group|RMS)Norm|Embedding")
 """Modules whose kernels are known to sum in their own ways: norms, most of them over the positions of an image or a
 sequence, and embeddings."""
-
-_HOLDERS = frozenset({"ModuleDict", "ModuleList", "ParameterDict", "ParameterList"})
-"""Modules that have no forward pass of their own."""
 
 _LEAKY = frozenset({"LeakyReLU", "PReLU", "RReLU"})
 """Modules with gates that leave no zeros when they shut."""

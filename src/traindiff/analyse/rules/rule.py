@@ -23,6 +23,7 @@ class RunFacts:
     Attributes:
         complete: Whether all parameters of a single optimizer were recorded, on all ranks.
         modules: Class name of each module by path.
+        holders: Paths of the modules that have no forward pass: what they hold is used by the module around them.
         tied: Path of a parameter by each of its further names.
         parameters: Paths of all parameters.
         trainable: Paths of the parameters that require a gradient.
@@ -42,6 +43,7 @@ class RunFacts:
 
     complete: bool = False
     modules: Mapping[str, str] = field(default_factory=dict)
+    holders: frozenset[str] = frozenset()
     tied: Mapping[str, str] = field(default_factory=dict)
     parameters: frozenset[str] = frozenset()
     trainable: frozenset[str] = frozenset()
@@ -66,6 +68,7 @@ def run_facts(recording: Run, rename: Rename = str) -> RunFacts:
     return RunFacts(
         complete=everything and one_optimizer and bool(contents),
         modules={rename(path): name for one in contents for path, name in one.get("modules", {}).items()},
+        holders=frozenset(rename(path) for one in contents for path in one.get("holders", ())),
         tied={rename(other): rename(path) for one in contents for other, path in one.get("tied", {}).items()},
         parameters=frozenset(rename(path) for one in contents for path in one.get("parameters", {})),
         trainable=_parameters_with("requires_grad", contents, rename),

@@ -210,6 +210,7 @@ class Targets:
         return {
             "model": ", ".join(type(one).__qualname__ for one in self._models),
             "modules": {path_in_whole(path): type(module).__qualname__ for path, module in self.modules.items()},
+            "holders": [path_in_whole(path) for path, module in self.modules.items() if _is_holder(module)],
             "parameters": {
                 path: _describe_tensor(one, self.shapes.get(path))
                 | ({"not_reduced": True} if id(one) in own else {})
@@ -382,6 +383,11 @@ def _unprepared(optimizer: Any) -> Any:
         return optimizer
     inner = getattr(optimizer, "optimizer", None)
     return inner if isinstance(inner, Optimizer) else optimizer
+
+
+def _is_holder(module: nn.Module) -> bool:
+    """True if a module has no forward pass, so that what it holds is used by the module around it."""
+    return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 
 def _describe_tensor(tensor: Tensor, shape: tuple[int, ...] | None = None) -> dict[str, Any]:
