@@ -254,6 +254,11 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> str:
     return command("check", "run", "--workers", "2", "--follow")
 
 
+@situation("workers for a recording in the memory of one process")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    return command("check", "memory://run", "--workers", "2")
+
+
 @situation("workers of Ray, which is not installed")
 def _(here: Path, patched: pytest.MonkeyPatch) -> str:
     record(here / "run")

@@ -81,7 +81,8 @@ class Pool:
                 if deaths == MOST_DEATHS:
                     raise WorkerError(
                         f"A worker process died {deaths} times before the next steps were read. It may have run out of "
-                        "memory: use fewer workers, or none."
+                        "memory: use fewer workers, or none. Workers also import the script that starts them: what it "
+                        'does belongs below if __name__ == "__main__".'
                     ) from None
                 self._executor.shutdown(wait=True, cancel_futures=True)
                 self._executor = self._new()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol
 
 from traindiff.errors import ConfigError, Problem
+from traindiff.storage.stores import protocol_of
 
 Workers = int | str | None
 """Number of worker processes on this machine, or `"ray"`; None for the process that asks alone."""
@@ -60,16 +62,31 @@ def tasks_of(workers: Workers) -> AbstractContextManager[Tasks | None]:
     return Pool(number)
 
 
-def refuse_following(workers: Workers, follow: object) -> None:
-    """Refuse workers for a run that is followed: each of its steps is read when it is there.
+def refuse_workers(workers: Workers, follow: object, *recordings: str | os.PathLike[str]) -> None:
+    """Refuse workers for what they cannot read.
+
+    Args:
+        workers: The workers, if any.
+        follow: What follows the run, if it goes on: each of its steps is read when it is there.
+        recordings: Paths of the recordings.
 
     Raises:
-        ConfigError: Both are asked for.
+        ConfigError: The run is followed, or a recording is in the memory of this process.
     """
-    if workers is not None and follow is not None:
+    if workers is None:
+        return
+    problems = []
+    if follow is not None:
         what = "reads blocks of steps, and a run that is followed has them one by one."
-        problem = Problem(where=f"workers={workers!r}", what=what, fix="Leave it out while the run goes on.")
-        raise ConfigError("workers", [problem], consequence="nothing was read")
+        problems.append(Problem(where=f"workers={workers!r}", what=what, fix="Leave it out while the run goes on."))
+    for path in [os.fspath(one) for one in recordings]:
+        if protocol_of(path) == "memory":
+            what = f"reads {path} in other processes, which do not have what is in the memory of this one."
+            problems.append(
+                Problem(where=f"workers={workers!r}", what=what, fix="Leave it out, or copy the recording.")
+            )
+    if problems:
+        raise ConfigError("workers", problems, consequence="nothing was read")
 
 
 def _number(workers: int | str) -> int | None:

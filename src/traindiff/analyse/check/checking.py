@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from traindiff.analyse import next_commands
 from traindiff.analyse.blocks.steps import steps_of
-from traindiff.analyse.blocks.tasks import Workers, refuse_following
+from traindiff.analyse.blocks.tasks import Workers, refuse_workers
 from traindiff.analyse.check.chosen_rules import CONSEQUENCE, chosen_rules
 from traindiff.analyse.check.ignored_sites import IgnoredSites
 from traindiff.analyse.findings import Finding, also_text, grouped, phase_text, ranks_text, steps_text, where_text
@@ -181,7 +181,7 @@ def check(
         RecordingError: The recording cannot be used.
         WorkerError: Worker processes died again and again.
     """
-    refuse_following(workers, follow)
+    refuse_workers(workers, follow, recording)
     selection = parse_steps(steps, where="check(steps=...)")
     if not isinstance(selection, StepSelection):
         raise ConfigError("check(...)", [selection], consequence=CONSEQUENCE)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from traindiff.analyse.blocks.steps import block_results, is_divided
-from traindiff.analyse.blocks.tasks import Tasks, Workers, refuse_following, tasks_of
+from traindiff.analyse.blocks.tasks import Tasks, Workers, refuse_workers, tasks_of
 from traindiff.analyse.compact.step_rows import RowsOfSteps, StepRows, rows_of_block
 from traindiff.analyse.merge.rank_steps import rank_steps
 from traindiff.analyse.merge.run_steps import StepMerger
@@ -107,7 +107,7 @@ def compact(
         RecordingError: The recording cannot be used.
         WorkerError: Worker processes died again and again.
     """
-    refuse_following(workers, follow)
+    refuse_workers(workers, follow, recording)
     follower = follow or not_following()
     run = open_followed(os.fspath(recording), follower)
     target = Path(output)

@@ -17,7 +17,7 @@ from itertools import groupby
 
 from traindiff.analyse.align.site_map import SideNames, SiteMap
 from traindiff.analyse.align.two_runs import AlignedStep
-from traindiff.analyse.blocks.tasks import Workers, refuse_following, tasks_of
+from traindiff.analyse.blocks.tasks import Workers, refuse_workers, tasks_of
 from traindiff.analyse.compare.earlier_states import with_earlier_states
 from traindiff.analyse.compare.incremental import Noise, RunningComparison
 from traindiff.analyse.compare.opened import ToCompare
@@ -154,7 +154,7 @@ def compare(
     if not isinstance(selection, StepSelection):
         raise ConfigError("compare(...)", [selection], consequence="nothing was compared")
     tolerance = parse_tolerance(rtol, atol)
-    refuse_following(workers, follow)
+    refuse_workers(workers, follow, baseline, candidate)
     renames, entries, accepted = parse_renames(rename), map_of(map), accepted_of(accept, ignore)
     follower = follow or not_following()
     runs = (open_recording(os.fspath(baseline)), open_followed(os.fspath(candidate), follower))
