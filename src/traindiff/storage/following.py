@@ -147,16 +147,12 @@ class FollowedRecording(Recording):
 
         A session adds to it what it finds out, and in the end how it ended.
         """
-        now = {rank: self._state_of(rank) for rank in self.ranks}
+        now = {rank: self._folder.state(f"{rank_directory(rank)}/rank.json") for rank in self.ranks}
         changed = [rank for rank, state in now.items() if state != self._known.get(rank)]
         self._known = now
         for rank in changed:
             self._contents.pop(rank, None)
         return bool(changed)
-
-    def _state_of(self, rank: int) -> str:
-        name = f"{rank_directory(rank)}/rank.json"
-        return self._folder.state(name) if self._folder.exists(name) else ""
 
     def status(self, rank: int) -> RankStatus:
         """As for every recording, now."""

@@ -119,3 +119,24 @@ def test_files_elsewhere_are_checked_likewise() -> None:
         folder.read("file", limit=3)
     with pytest.raises(CorruptRecordingError, match="missing"):
         folder.read("other", limit=3)
+
+
+def test_a_file_that_is_written_again_has_another_state(inside: Path) -> None:
+    store = fsspec.filesystem("memory")
+    store.put(str(inside), "/states", recursive=True)
+    try:
+        for folder in (Folder.of(inside), Folder(store, "/states")):
+            before = folder.state("below/file")
+            assert before != ""
+            assert folder.state("below/file") == before
+            assert folder.state("below/none") == ""
+            if folder.file_system is store:
+                store.pipe_file("/states/below/file", b"written")
+            else:
+                (inside / "other").write_bytes(b"written")
+                (inside / "other").replace(inside / "below/file")
+            assert folder.state("below/file") != before
+    finally:
+        store.rm("/states", recursive=True)
+    with pytest.raises(CorruptRecordingError):
+        Folder.of(inside).state("../secret")

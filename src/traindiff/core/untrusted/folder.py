@@ -122,16 +122,19 @@ class Folder:
         return self._about(self.path(name))
 
     def state(self, name: str) -> str:
-        """A text that changes when a file is written again.
+        """A text that changes when a file is written again, by one request; empty if there is nothing of this name.
 
         Raises:
-            TraindiffError: There is no regular file of this name inside the directory.
+            TraindiffError: It leads outside, or is no regular file.
         """
+        path = self.path(name)
         if self._local:
-            status = self._status(self._resolved(name), name)
-            return f"{status.st_size}:{status.st_mtime_ns}:{status.st_ino}"
-        size = self._about(self.path(name))
-        return f"{size}:{self.file_system.info(self.path(name))}"
+            status = self._status(self._resolved(name), name) if os.path.lexists(path) else None
+            return f"{status.st_size}:{status.st_mtime_ns}:{status.st_ino}" if status else ""
+        try:
+            return str(self.file_system.info(path))
+        except FileNotFoundError:
+            return ""
 
     def open(self, name: str, *, limit: int | None = None) -> IO[bytes]:
         """Open a file, which may have `limit` bytes, to read it piece by piece.
