@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from traindiff.analyse.align.batch_indices import count_within
@@ -14,10 +14,11 @@ from traindiff.analyse.align.side import Tables
 from traindiff.analyse.findings import Finding, more_text
 from traindiff.analyse.merge.placed_parts import places_of
 from traindiff.analyse.merge.recorded_calls import Samples, samples_of
-from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
+from traindiff.analyse.merge.site import MergedSite, RankPart, SiteKey, StepTable
 from traindiff.core.observation import ITSELF, SAMPLE
 from traindiff.core.site import ROOT, label
 from traindiff.core.summary import UNIT_ROUNDOFF, merge
+from traindiff.storage.places import Place
 
 Cut = Mapping[tuple[int, int], int]
 """Samples by micro-step and term: how a run cuts the batch of a step into micro-batches, and among ranks."""
@@ -89,6 +90,7 @@ class Unplaced:
             return tables
         baseline, candidate = dict(tables[0]), dict(tables[1])
         samples = samples_of(tables[0]), samples_of(tables[1])
+        cutters = _Cutter(cuts[0]), _Cutter(cuts[1])
         unplaced = [*rows.without]
         for site in sides[0]:
             both = sides[0][site], sides[1].get(site, [])
@@ -98,7 +100,7 @@ class Unplaced:
                 continue
             without = site.phase == "backward" and site._replace(phase="forward") in self._lacking
             others = site in calls.sites or site in moved or self.other_form
-            if not without and not others and (same_cut or _rows_fit(both, cuts, samples)):
+            if not without and not others and (same_cut or _rows_fit(both, cutters, samples)):
                 continue
             unplaced.append(both[0][0])
             for table, entries in zip((baseline, candidate), both, strict=True):
@@ -227,7 +229,7 @@ def _by_site(table: StepTable) -> dict[SiteKey, list[MergedSite]]:
     return found
 
 
-def _rows_fit(sides: Sides, cuts: tuple[Cut, Cut], samples: tuple[Samples, Samples]) -> bool:
+def _rows_fit(sides: Sides, cutters: tuple[_Cutter, _Cutter], samples: tuple[Samples, Samples]) -> bool:
     """True if each row of one run has a counterpart in the other."""
     if any(len(side) > 1 for side in sides):
         return False
@@ -241,7 +243,7 @@ def _rows_fit(sides: Sides, cuts: tuple[Cut, Cut], samples: tuple[Samples, Sampl
         return bool(baseline.summary["fingerprint"] == candidate.summary["fingerprint"])  # may be places in the batch
     if baseline.batched != candidate.batched:
         return False
-    return all(_is_proportional(one, cut) for one, cut in zip((baseline, candidate), cuts, strict=True))
+    return all(own.cuts_evenly(one) for one, own in zip((baseline, candidate), cutters, strict=True))
 
 
 def _are_renumbered(baseline: MergedSite, candidate: MergedSite, samples: tuple[Samples, Samples]) -> bool:
@@ -252,16 +254,29 @@ def _are_renumbered(baseline: MergedSite, candidate: MergedSite, samples: tuple[
     return count_within(baseline, candidate, (samples[0].get(site, ()), samples[1].get(site, ())))
 
 
-def _is_proportional(entry: MergedSite, cut: Cut) -> bool:
-    """True if each micro-batch has as many rows of a tensor per sample as the others."""
-    if not entry.batched:
-        return True
-    rows = {
-        (part.shard.shape[0], cut[part.micro_step, part.term])
-        for part in places_of(entry.parts)
-        if part.shard.shape and (part.micro_step, part.term) in cut
-    }
-    return all(count * samples == first * own for count, own in rows for first, samples in rows)
+class _Cutter:
+    """How a run cuts the batch. In a compact recording, most tensors have their parts in the same places."""
+
+    def __init__(self, cut: Cut) -> None:
+        self._cut = cut
+        self._known: dict[int, bool] = {}  # by object that says where the parts are; those of one step all live
+
+    def cuts_evenly(self, entry: MergedSite) -> bool:
+        """True if each micro-batch has as many rows of a tensor per sample as the others."""
+        if not entry.batched:
+            return True
+        places = places_of(entry.parts)
+        if id(places) not in self._known:
+            self._known[id(places)] = self._are_even(places)
+        return self._known[id(places)]
+
+    def _are_even(self, parts: Iterable[RankPart | Place]) -> bool:
+        rows = {
+            (part.shard.shape[0], self._cut[part.micro_step, part.term])
+            for part in parts
+            if part.shard.shape and (part.micro_step, part.term) in self._cut
+        }
+        return all(count * samples == first * own for count, own in rows for first, samples in rows)
 
 
 def _pooled(site: SiteKey, entries: Sequence[MergedSite], *, whole_numbers: bool) -> MergedSite | None:
