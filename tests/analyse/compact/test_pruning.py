@@ -225,6 +225,26 @@ def test_what_was_not_removed_in_time_is_removed_later(tmp_path: Path) -> None:
     assert (path / "notes.txt").read_text() == "mine"
 
 
+def test_a_training_can_write_to_its_directories_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, rename, seen = record_ranks(tmp_path / "run"), Path.rename, list[str]()
+    (path / "checkpoints" / "empty").mkdir(parents=True)
+    (path / "checkpoints" / "1.pt").write_text("one")
+
+    def write(self: Path, target: Path) -> Path:
+        moved = rename(self, target)
+        if target.is_dir() and target.name == "run":  # the compact form is in place, and nothing was moved yet
+            seen.append(self.name)
+            (path / "checkpoints" / "empty" / "2.pt").write_text("two")
+        return moved
+
+    monkeypatch.setattr(Path, "rename", write)
+    prune(path)
+    assert len(seen) == 1
+    assert (path / "checkpoints" / "1.pt").read_text() == "one"
+    assert (path / "checkpoints" / "empty" / "2.pt").read_text() == "two"
+    assert names_in(tmp_path) == ["run"]
+
+
 def test_what_another_process_is_making_is_left_alone(tmp_path: Path) -> None:
     path = record_ranks(tmp_path / "run")
     of_parent = tmp_path / f"run.pruned-{os.getppid()}.unfinished-{os.getppid()}"

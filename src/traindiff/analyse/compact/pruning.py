@@ -155,6 +155,7 @@ def _replace(path: Path, pruned: Path, old: Path) -> None:
         RecordingError: A step of this failed; the message says what is where.
     """
     try:
+        _make_directories(path, pruned)
         path.rename(old)
         try:
             pruned.rename(path)
@@ -179,15 +180,36 @@ def _replace(path: Path, pruned: Path, old: Path) -> None:
         ) from None
 
 
+def _make_directories(path: Path, pruned: Path) -> None:
+    """Make the directories that are no part of a recording in its compact form, too: a training may write to them."""
+    for name in foreign_files(str(path)):
+        if (path / name).is_dir() and not (path / name).is_symlink():
+            for folder, _, _ in os.walk(path / name):
+                (pruned / Path(folder).relative_to(path)).mkdir(parents=True, exist_ok=True)
+
+
 def _remove(old: Path, path: Path) -> None:
     """Remove a recording that was replaced; files that are no part of it go to the same place in the new one."""
     for name in foreign_files(str(old)):
-        target = path / name
-        if os.path.lexists(target):
-            raise FileExistsError(errno.EEXIST, f"{name} is in both", str(target))
-        target.parent.mkdir(exist_ok=True)
-        (old / name).rename(target)
+        (path / name).parent.mkdir(exist_ok=True)
+        _move(old / name, path / name)
     shutil.rmtree(old)
+
+
+def _move(source: Path, target: Path) -> None:
+    """Move a file, or all that is in a directory.
+
+    Raises:
+        OSError: A file cannot be moved, or one of its name is there already.
+    """
+    if source.is_dir() and not source.is_symlink():
+        target.mkdir(exist_ok=True)
+        for one in list(source.iterdir()):
+            _move(one, target / one.name)
+    elif os.path.lexists(target):
+        raise FileExistsError(errno.EEXIST, f"{source.name} is in both", str(target))
+    else:
+        source.rename(target)
 
 
 def _said(verdict: Any) -> Mapping[str, Any]:
