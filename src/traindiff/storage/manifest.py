@@ -6,6 +6,7 @@ import json
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from traindiff.core.settings import MOST_RANKS, SETTINGS
@@ -212,13 +213,20 @@ def load(data: bytes, *, where: str) -> Manifest:
     return _checked(demanded(parse(data, where=where), shaped({}), where=where), where)
 
 
-def load_rank(data: bytes, *, where: str) -> Manifest:
+def load_rank(data: bytes, *, where: str, like: Mapping[str, Any] = MappingProxyType({})) -> Manifest:
     """Parse a `rank.json`.
+
+    Args:
+        data: Its bytes.
+        where: The file, for messages.
+        like: What this returned for another rank. Values that are equal are not looked at again.
 
     Raises:
         CorruptRecordingError: The file is damaged (see `load`), or does not meet the demand `RANK`.
     """
-    content: Manifest = demanded(load(data, where=where), RANK, where=where)
+    content = load(data, where=where)
+    others = {name: value for name, value in content.items() if not (name in like and like[name] == value)}
+    demanded(others, RANK, where=where)
     return content
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from traindiff.core.shards import Shard
 from traindiff.core.shown import Shown
+from traindiff.core.site import printable
 from traindiff.core.untrusted.demands import MOST_JSON_BYTES
 from traindiff.core.untrusted.folder import Folder
 from traindiff.core.untrusted.ranges import LEAST_AHEAD
@@ -88,6 +89,7 @@ class Recording(Shown):
         self._fs = with_nodes(self._fs, self._root)
         self._folder = Folder(self._fs, self._root)
         self._contents: dict[int, dict[str, Any]] = {}
+        self._latest: tuple[dict[str, Any], dict[str, Any]] = ({}, {})  # the latest rank's, as it is and made printable
         self._streams: dict[int, RankStream] = {}
         self._columns = SharedColumns()
         self._num_verified: dict[int, int] = {}  # steps whose files have been checked
@@ -135,12 +137,7 @@ class Recording(Shown):
                     "Give each directory its name again, or restore them from where they were copied."
                 )
             self._check_run(content, rank)
-            # Ranks that share a value, as most do for modules and parameters, share one object.
-            before = next(reversed(self._contents.values()), {})
-            self._contents[rank] = {
-                name: before[name] if name in before and before[name] == value else value
-                for name, value in content.items()
-            }
+            self._contents[rank] = content
         return self._contents[rank]
 
     def says_more(self) -> bool:
@@ -151,7 +148,14 @@ class Recording(Shown):
         if not self._folder.exists(name):
             return {}
         data = self._folder.read(name, limit=MOST_JSON_BYTES)
-        content: dict[str, Any] = manifest.readable(manifest.load_rank(data, where=self._folder.path(name)))
+        before, shown = self._latest
+        raw = manifest.load_rank(data, where=self._folder.path(name), like=before)
+        # Ranks that share a value, as most do for modules and parameters, share one object.
+        content: dict[str, Any] = {}
+        for key, value in raw.items():
+            is_known = key in shown and key in before and before[key] == value
+            content[printable(key)] = shown[key] if is_known else manifest.readable(value)
+        self._latest = raw, dict(content)
         return content
 
     def _check_run(self, content: Mapping[str, Any], rank: int) -> None:
