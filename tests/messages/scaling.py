@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,7 +70,7 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> str:
 @situation("a recording that is being written, when it is to be replaced")
 def _(here: Path, patched: pytest.MonkeyPatch) -> str:
     record(here / "run")
-    patched.setattr(pruning, "writers_of", lambda path: ["rank-00000"])
+    patched.setattr(pruning, "without_writers", lambda path: nullcontext(["rank-00000"]))
     return command("prune", "run")
 
 
@@ -84,7 +85,7 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> str:
 @situation("a recording that another process is about to replace")
 def _(here: Path, patched: pytest.MonkeyPatch) -> str:
     record(here / "run")
-    patched.setattr(pruning, "RecordingLock", lambda path: SimpleNamespace(is_taken=True))
+    patched.setattr(pruning, "RecordingLock", lambda path: SimpleNamespace(is_taken=True, release=lambda: None))
     return command("prune", "run")
 
 
@@ -298,16 +299,18 @@ def _busy(*_: Any, **__: Any) -> None:
 @situation("a compact form that cannot be put in the place of a recording")
 def _(here: Path, patched: pytest.MonkeyPatch) -> str:
     record_ranks(here / "run")
-    patched.setattr("os.getpid", lambda: 7)
+    patched.setattr(pruning, "uuid4", lambda: SimpleNamespace(hex="0123456789ab"))
     rename = Path.rename
-    patched.setattr(Path, "rename", lambda one, to: _busy() if one.suffix == ".pruned-7" else rename(one, to))
+    patched.setattr(
+        Path, "rename", lambda one, to: _busy() if one.suffix == ".pruned-0123456789ab" else rename(one, to)
+    )
     return command("prune", "run")
 
 
 @situation("a recording that cannot be given its name again either")
 def _(here: Path, patched: pytest.MonkeyPatch) -> str:
     record_ranks(here / "run")
-    patched.setattr("os.getpid", lambda: 7)
+    patched.setattr(pruning, "uuid4", lambda: SimpleNamespace(hex="0123456789ab"))
     rename = Path.rename
     patched.setattr(Path, "rename", lambda one, to: _busy() if to.name == "run" else rename(one, to))
     return command("prune", "run")
@@ -317,12 +320,12 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> str:
 def _(here: Path, patched: pytest.MonkeyPatch) -> str:
     record_ranks(here / "run")
     (here / "run" / "notes.txt").write_text("mine")
-    patched.setattr("os.getpid", lambda: 7)
+    patched.setattr(pruning, "uuid4", lambda: SimpleNamespace(hex="0123456789ab"))
     rename = Path.rename
 
     def put(one: Path, to: Path) -> None:
         rename(one, to)
-        if one.suffix == ".pruned-7":
+        if one.suffix == ".pruned-0123456789ab":
             (to / "notes.txt").write_text("written meanwhile")
 
     patched.setattr(Path, "rename", put)
@@ -332,7 +335,7 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> str:
 @situation("a recording that was replaced, and could not be removed")
 def _(here: Path, patched: pytest.MonkeyPatch) -> str:
     record_ranks(here / "run")
-    patched.setattr("os.getpid", lambda: 7)
+    patched.setattr(pruning, "uuid4", lambda: SimpleNamespace(hex="0123456789ab"))
     remove = pruning.shutil.rmtree
     patched.setattr(
         pruning.shutil, "rmtree", lambda one, **how: _busy() if ".replaced-" in str(one) else remove(one, **how)

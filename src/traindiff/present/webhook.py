@@ -25,7 +25,7 @@ def check_webhook(url: str) -> None:
     """
     try:
         parts = urlsplit(url)
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 80) > 0
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # brackets without an end, or a port that is no number
         is_address = False
     if not is_address or any(one.isspace() or not one.isprintable() for one in url):

@@ -10,8 +10,8 @@ import os
 import posixpath
 import re
 import weakref
-from collections.abc import Collection
-from contextlib import ExitStack, suppress
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from typing import Any, Protocol
 
@@ -209,7 +209,7 @@ def make_room(
             file_system.rm(posixpath.join(root, name), recursive=True)
 
 
-TEMPORARY = re.compile(r".+\.(pruned|unfinished)-\d{1,9}", re.ASCII)
+TEMPORARY = re.compile(r".+\.(pruned-[0-9a-f]{12}|unfinished-\d{1,9})", re.ASCII)
 """Names of directories in which a compact recording is being made; see `traindiff.analyse.compact`."""
 
 
@@ -217,7 +217,8 @@ def foreign_files(root: str) -> list[str]:
     """Paths, in a local recording, of files and directories that are no part of it, without what is inside of them."""
     names = _names(LocalFiles(), root)
     own = {name for name in names if _rank_of(name) >= 0 or name in (MERGED, PLACES)}
-    return sorted(_other_things(LocalFiles(), root, names, ranks=own))
+    files = {name for name in own if not os.path.isdir(posixpath.join(root, name))}  # noqa: PTH112  of thousands of ranks
+    return sorted(_other_things(LocalFiles(), root, names, ranks=own - files) | files)
 
 
 def size_bytes(root: str) -> int:
@@ -233,19 +234,30 @@ def size_bytes(root: str) -> int:
     return total
 
 
-def writers_of(root: str) -> list[str]:
-    """The directories of ranks, and the files of nodes, of a local recording that a process is writing at the moment.
+_MOST_LOCKS = 64
+"""Locks that are held at once: a process may have few open files. Any of them keeps another recording out."""
 
-    Empty if the file system has no locks.
+
+@contextmanager
+def without_writers(root: str) -> Iterator[list[str]]:
+    """Keep other recordings from the place of a local one.
+
+    Yields:
+        The directories of ranks, and the files of nodes, that a process is writing at the moment; nothing if the file
+        system has no locks.
     """
-    found = []
-    for name in sorted(_names(LocalFiles(), root)):
-        if not NODE.fullmatch(name) and _rank_of(name) < 0:
-            continue
-        lock = RecordingLock(posixpath.join(root, name) if NODE.fullmatch(name) else posixpath.join(root, name, DATA))
-        found += [name] if lock.is_taken else []
-        lock.release()
-    return found
+    taken = []
+    with ExitStack() as held:
+        for number, name in enumerate(sorted(_names(LocalFiles(), root))):
+            if not NODE.fullmatch(name) and _rank_of(name) < 0:
+                continue
+            lock = RecordingLock(posixpath.join(root, name, *([] if NODE.fullmatch(name) else [DATA])))
+            taken += [name] if lock.is_taken else []
+            if number < _MOST_LOCKS:
+                held.callback(lock.release)
+            else:
+                lock.release()
+        yield taken
 
 
 def _other_things(file_system: Any, root: str, names: set[str], *, ranks: set[str]) -> set[str]:

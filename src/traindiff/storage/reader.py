@@ -140,6 +140,15 @@ class Recording(Shown):
             self._contents[rank] = content
         return self._contents[rank]
 
+    def order(self) -> Iterator[tuple[str, int, Mapping[str, int]]]:
+        """Optimizer and number of each step of the lowest rank, and the latest step of each other optimizer before it.
+
+        Nothing of the steps is decoded.
+        """
+        stream = self._merged_stream() if self.is_compact else self._stream(min(self.ranks))
+        for one in stream.order():
+            yield one.optimizer, one.step, one.after
+
     def says_more(self) -> bool:
         """True if `rank_content` may have changed since this was asked last, because the run goes on."""
         return False

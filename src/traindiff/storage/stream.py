@@ -191,6 +191,10 @@ class RankStream:
         packed = self._packed_steps(self._start(part) if part.begin else FIRST)
         yield from map(self._unpacked, packed if part == WHOLE else part.of(packed))
 
+    def order(self) -> Iterator[PackedStep]:
+        """All steps in the order of `steps`, as they are on disk: their numbers, and what came before them."""
+        yield from self._packed_steps()
+
     def _start(self, part: Part) -> Start:
         """A message before which nothing belongs to the part. It stays the same in a stream that grows."""
         if part not in self._starts and (size := self._size()) and self._size(SEALS) <= MOST_TO_SEARCH:

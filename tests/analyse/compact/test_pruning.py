@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from tests.compacted import verdict_of
 from traindiff.analyse.compact.compacting import ASKED, compact, default_output
 from traindiff.analyse.compact.pruning import prune
 from traindiff.errors import ConfigError, RecordingError
-from traindiff.storage import open_recording
+from traindiff.storage import Follower, RecordingWriter, manifest, open_recording
 
 
 def test_pruning_replaces_a_recording(tmp_path: Path) -> None:
@@ -93,6 +92,9 @@ def test_it_is_said_what_is_left_of_a_recording_that_was_replaced(
     assert open_recording(str(path)).is_compact
     (left,) = [one for one in tmp_path.iterdir() if one != path]
     assert str(left) in str(told.value)
+
+
+TOKEN = "0123456789cd"
 
 
 def names_in(directory: Path) -> list[str]:
@@ -202,10 +204,10 @@ def test_what_was_left_by_a_process_that_was_killed_is_finished(tmp_path: Path) 
     path = record_ranks(tmp_path / "run")
     whole = verdict_of(path)
     # Killed while it compacted, and while it checked.
-    shutil.copytree(path, tmp_path / "run.pruned-999999991.unfinished-999999991")
-    compact(path, tmp_path / "run.pruned-999999992")
+    shutil.copytree(path, tmp_path / f"run.pruned-{TOKEN}.unfinished-17")
+    compact(path, tmp_path / "run.pruned-0123456789ab")
     # Killed between the two renames.
-    path.rename(tmp_path / "run.replaced-999999993")
+    path.rename(tmp_path / f"run.replaced-{TOKEN}")
     prune(path)
 
     assert names_in(tmp_path) == ["run"]
@@ -216,8 +218,8 @@ def test_what_was_left_by_a_process_that_was_killed_is_finished(tmp_path: Path) 
 def test_what_was_not_removed_in_time_is_removed_later(tmp_path: Path) -> None:
     path = record_ranks(tmp_path / "run", CHANGES["a copy"])
     (path / "notes.txt").write_text("mine")
-    path.rename(tmp_path / "run.replaced-999999993")
-    compact(tmp_path / "run.replaced-999999993", path)
+    path.rename(tmp_path / f"run.replaced-{TOKEN}")
+    compact(tmp_path / f"run.replaced-{TOKEN}", path)
     (tmp_path / "run.pruned-final").mkdir()  # somebody's own
     assert prune(path).is_kept
 
@@ -228,6 +230,7 @@ def test_what_was_not_removed_in_time_is_removed_later(tmp_path: Path) -> None:
 def test_a_training_can_write_to_its_directories_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, rename, seen = record_ranks(tmp_path / "run"), Path.rename, list[str]()
     (path / "checkpoints" / "empty").mkdir(parents=True)
+    (path / "checkpoints").chmod(0o700)
     (path / "checkpoints" / "1.pt").write_text("one")
 
     def write(self: Path, target: Path) -> Path:
@@ -240,29 +243,36 @@ def test_a_training_can_write_to_its_directories_all_the_time(tmp_path: Path, mo
     monkeypatch.setattr(Path, "rename", write)
     prune(path)
     assert len(seen) == 1
+    assert (path / "checkpoints").stat().st_mode & 0o777 == 0o700
     assert (path / "checkpoints" / "1.pt").read_text() == "one"
     assert (path / "checkpoints" / "empty" / "2.pt").read_text() == "two"
     assert names_in(tmp_path) == ["run"]
 
 
-def test_what_another_process_is_making_is_left_alone(tmp_path: Path) -> None:
+def test_what_is_left_of_another_recording_is_left_alone(tmp_path: Path) -> None:
     path = record_ranks(tmp_path / "run")
-    of_parent = tmp_path / f"run.pruned-{os.getppid()}.unfinished-{os.getppid()}"
-    of_parent.mkdir()
     prune(path)
-    assert names_in(tmp_path) == ["run", of_parent.name]
+    other = manifest.load_run((path / "run.json").read_bytes(), where="") | {"created": "2020-01-01T00:00:00+00:00"}
+    for name in (f"run.pruned-{TOKEN}", f"run.replaced-{TOKEN}"):
+        shutil.copytree(path, tmp_path / name)
+        (tmp_path / name / "run.json").write_bytes(manifest.dump(other))
+    (tmp_path / f"run.pruned-{TOKEN}.unfinished-17").mkdir()  # of which nothing tells whose it is
+    shutil.copytree(path, tmp_path / "run.replaced-12")  # somebody's own
+    before = names_in(tmp_path)
+    prune(path)
+    assert names_in(tmp_path) == before
 
 
 def test_what_cannot_be_finished_stays(tmp_path: Path) -> None:
     path = record_ranks(tmp_path / "run")
-    shutil.copytree(path, tmp_path / "run.replaced-999999993")
-    for one in (path, tmp_path / "run.replaced-999999993"):
+    shutil.copytree(path, tmp_path / f"run.replaced-{TOKEN}")
+    for one in (path, tmp_path / f"run.replaced-{TOKEN}"):
         (one / "latest.pt").write_text(one.name)
     prune(path)
 
     assert open_recording(str(path)).is_compact
-    assert names_in(tmp_path) == ["run", "run.replaced-999999993"]
-    assert (tmp_path / "run.replaced-999999993" / "latest.pt").read_text() == "run.replaced-999999993"
+    assert names_in(tmp_path) == ["run", f"run.replaced-{TOKEN}"]
+    assert (tmp_path / f"run.replaced-{TOKEN}" / "latest.pt").read_text() == f"run.replaced-{TOKEN}"
 
 
 def test_a_process_that_is_at_work_is_left_alone(tmp_path: Path) -> None:
@@ -274,3 +284,38 @@ def test_a_process_that_is_at_work_is_left_alone(tmp_path: Path) -> None:
             prune(path)
     assert not open_recording(str(path)).is_compact
     assert names_in(tmp_path) == ["run"]
+
+
+def test_a_recording_that_begins_in_its_place_meanwhile_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it is known that nobody writes there, nobody can begin before the compact form is in its place."""
+    path, rename, refused = record_ranks(tmp_path / "run"), Path.rename, list[str]()
+
+    def begin(self: Path, target: Path) -> Path:
+        with pytest.raises(ConfigError, match="is being recorded at the moment") as told:
+            RecordingWriter(str(path), run={"world_size": 1, "settings": {}}, overwrite=True)
+        refused.append(str(told.value))
+        monkeypatch.setattr(Path, "rename", rename)
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", lambda self, to: begin(self, to) if self == path else rename(self, to))
+    prune(path)
+    assert len(refused) == 1
+    assert open_recording(str(path)).is_compact
+
+
+def test_ranks_may_take_a_while_to_let_go(tmp_path: Path) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    path, now = record_ranks(tmp_path / "run"), [0.0]
+    held = (path / "rank-00001" / "observations.arrows").open("r+b")
+    fcntl.flock(held, fcntl.LOCK_EX)
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] > 5.0:
+            held.close()
+
+    assert prune(path, follow=Follower(30.0, sleep=sleep, clock=lambda: now[0])).steps > 0
+    assert open_recording(str(path)).is_compact
+    assert 5.0 < now[0] < 8.0

@@ -126,3 +126,34 @@ def test_lists_of_parameters_hide_no_gates(tmp_path: Path) -> None:
     found = traindiff.compare(trained(tmp_path / "a", 1.0), trained(tmp_path / "b", 1.003)).first_divergence
     assert found is not None
     assert (found.step, found.phase, found.path) == (1, "grad", "held.1.0")
+
+
+class ActorCritic(nn.Module):
+    """A root without a forward pass, which holds a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.actor, self.critic = nn.Linear(6, 3), nn.Linear(6, 1)
+        self.log_std = nn.Parameter(torch.zeros(3))
+
+
+def test_a_root_without_a_forward_pass_is_compared(tmp_path: Path) -> None:
+    def trained(path: Path, factor: float) -> str:
+        model = ActorCritic()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        with traindiff.record(path, model, optimizer):
+            for step in range(2):
+                x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+                mean = model.actor(x) * model.log_std.exp()
+                (mean.square().mean() + model.critic(x).square().mean()).backward()
+                model.log_std.grad.mul_(factor if step else 1.0)  # type: ignore[union-attr]
+                optimizer.step()
+                optimizer.zero_grad()
+        return str(path)
+
+    baseline = trained(tmp_path / "a", 1.0)
+    assert traindiff.compare(baseline, trained(tmp_path / "same", 1.0)).verdict == "identical"
+    found = traindiff.compare(baseline, trained(tmp_path / "b", 1.01)).first_divergence
+    assert found is not None
+    assert (found.step, found.phase, found.path) == (1, "grad", "log_std")

@@ -142,8 +142,8 @@ def test_the_size_of_a_recording_is_that_of_its_files_in_any_form(tmp_path: Path
     shutil.rmtree(root)
     made = compact(record_ranks(tmp_path / "whole"), root / "compact")
     (root / "compact" / "checkpoint.pt").write_bytes(bytes(10**6))  # not of the recording
-    shutil.copytree(root / "compact", root / "run.pruned-12")  # being made
-    shutil.copytree(root / "compact", root / "run.pruned-12.unfinished-12")
+    shutil.copytree(root / "compact", root / "run.pruned-0123456789ab")  # being made
+    shutil.copytree(root / "compact", root / "run.pruned-0123456789ab.unfinished-12")
     settings = {"observe": ["grad"], "ranks": None, "steps": None, "every": 1}
     writer = RecordingWriter(str(root / "of-node"), run={"world_size": 1, "settings": settings}, per_node=True)
     writer.write_rank(CONTENT)

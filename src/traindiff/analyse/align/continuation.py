@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from traindiff.analyse.align.side import SideStep
@@ -12,7 +12,6 @@ from traindiff.analyse.merge.rank_steps import rank_steps
 from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.site import MergedSite, Part, SiteKey
-from traindiff.analyse.merge.span import Span
 from traindiff.analyse.merge.step_table import step_table
 from traindiff.core.observation import BEFORE, EDITED, Observation
 from traindiff.core.summary import number
@@ -191,7 +190,8 @@ def other_offsets(baseline: Recording, candidate: Recording, offset: int) -> dic
     """What is added to the step numbers of optimizers that step more or less often than the first one, by name.
 
     A run that continues another one counts the steps of all its optimizers from the same number. In the run that it
-    continues, each has a number of its own by then.
+    continues, each has a number of its own by then. So the first step that the candidate has recorded of an optimizer
+    is looked for in the baseline by its place among the steps of the first optimizer.
 
     Args:
         baseline: The run that is continued.
@@ -199,20 +199,41 @@ def other_offsets(baseline: Recording, candidate: Recording, offset: int) -> dic
         offset: What is added to the numbers of the first optimizer's steps.
     """
     names = {one["name"] for rank in candidate.ranks[:1] for one in candidate.rank_content(rank).get("optimizers", ())}
-    begun = candidate.run.get("first_step") or 0
-    if len(names) < 2 or begun + offset <= 0:
+    if len(names) < 2 or not baseline.ranks:
         return {}
-    first = next((of_ranks[0] for of_ranks in rank_steps(candidate)), None)
-    if first is None or first.step != begun or first.after:
-        return {}  # it has recorded none of its first steps, and its own numbers tell how often each has stepped
-    span = Span(end=begun + offset)
-    same = (
-        of_ranks[0].after
-        for of_ranks in rank_steps(baseline, span)
-        if (of_ranks[0].optimizer, of_ranks[0].step) == (first.optimizer, begun + offset)
-    )
-    found = {name: number + 1 - begun for name, number in next(same, {}).items() if name in names}
+    firsts: dict[str, tuple[int, Mapping[str, int]]] = {}
+    for optimizer, step, after in candidate.order():
+        firsts.setdefault(optimizer, (step, after))
+        if firsts.keys() >= names:
+            break
+    begun = candidate.run.get("first_step") or 0
+    main = next(iter(firsts), "")
+    if not main or firsts[main][0] != begun or begun + offset <= 0:
+        return {}  # it has not recorded its first step, so the numbers may be those of a run from its beginning
+    theirs: dict[str, list[tuple[int, int]]] = {name: [] for name in firsts if name != main}
+    for optimizer, step, after in baseline.order():
+        if optimizer in theirs:
+            theirs[optimizer].append((step, after.get(main, -1)))
+    found = {
+        name: _offset_of(firsts[name][0], firsts[name][1].get(main, begun - 1) + offset, offset, steps)
+        for name, steps in theirs.items()
+    }
     return {name: number for name, number in found.items() if number != offset}
+
+
+def _offset_of(step: int, place: int, offset: int, theirs: Sequence[tuple[int, int]]) -> int:
+    """What is added to the step numbers of an optimizer.
+
+    If it seems to be one step ahead of the first optimizer, it is not: then the two step in another order in each run.
+
+    Args:
+        step: The first step that the candidate has recorded of it.
+        place: The latest step of the first optimizer before that, as the baseline counts.
+        offset: What is added to those of the first optimizer.
+        theirs: The baseline's steps of it, each with the latest step of the first optimizer before it.
+    """
+    found = next((number - step for number, before in theirs if before >= place), offset)
+    return offset if found == offset + 1 else found
 
 
 def begin_alike(baseline: RunStep | None, candidate: RunStep | None, rename: Rename) -> bool:

@@ -6,18 +6,19 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from traindiff.analyse.blocks.tasks import Workers
 from traindiff.analyse.check import check
 from traindiff.analyse.compact.compacting import Compacted, compact
-from traindiff.errors import ConfigError, Problem, RecordingError
+from traindiff.errors import ConfigError, Problem, RecordingError, TraindiffError
 from traindiff.storage import Follower, open_recording
-from traindiff.storage.location import RecordingLock, foreign_files, size_bytes, writers_of
+from traindiff.storage.location import RecordingLock, foreign_files, size_bytes, without_writers
 from traindiff.storage.stores import protocol_of
 
 
@@ -57,52 +58,105 @@ def prune(
     path = Path(recording)
     if path.is_symlink() or path.name in ("", ".."):  # of a link, what it leads to; the working directory has a name
         path = Path(os.path.realpath(path))
-    pruned, old = (path.with_name(f"{path.name}.{word}-{os.getpid()}") for word in ("pruned", "replaced"))
     _put_back(path)
-    before = None
-    if follow is None and path.is_dir():
-        _refuse_written(path)
-        before = size_bytes(str(path))
-    try:
+    token = uuid4().hex[:12]
+    pruned, old = (path.with_name(f"{path.name}.{word}-{token}") for word in ("pruned", "replaced"))
+    with ExitStack() as held:
+        if path.is_dir():  # else it is waited for
+            _hold(path, held)
+        before = None
+        if follow is None and path.is_dir():
+            with _unwritten(path):
+                before = size_bytes(str(path))
+        held.callback(shutil.rmtree, pruned, ignore_errors=True)
         made = compact(path, pruned, whole_every=whole_every, progress=progress, workers=workers, follow=follow)
         if made.notes:
             raise RecordingError(f"{path} stays as it is, since it may go on. {' '.join(made.notes)}")
-        # Only now: until here, another process may have been at work.
-        held = RecordingLock(str(path / "run.json"))
-        if held.is_taken:
-            raise RecordingError(f"{path} stays as it is: another process is about to replace it, too.")
-        try:
-            _finish_others(path)
-            said = _said(check(path, workers=workers))
-            _refuse_written(path)
-            if str(open_recording(str(path)).run.get("created", "")) != made.created:
-                raise RecordingError(f"{path} stays as it is: another recording has taken its place meanwhile.")
-            if (now := size_bytes(str(path))) != (made.bytes_before if before is None else before):
-                raise RecordingError(f"{path} stays as it is: it was written to, or replaced, meanwhile. {_WHEN_ENDED}")
-            if said != _said(check(pruned)):
-                raise RecordingError(
-                    f"{path} stays as it is: its compact form has other findings than it. Please report this. "
-                    "`traindiff compact` writes the compact form beside it."
-                )
-            if made.bytes_after >= now:
-                return replace(made, output=os.fspath(recording), is_kept=True)
-            _replace(path, pruned, old)
-        finally:
-            held.release()
-    finally:
-        shutil.rmtree(pruned, ignore_errors=True)
-    return replace(made, output=os.fspath(recording))
+        same = _said(check(path, workers=workers)) == _said(check(pruned))
+        if follow is not None:
+            _wait_for_writers(path, follow)
+        with _unwritten(path):  # from here on nobody else may record there
+            now = _checked_size(path, made, same=same, before=made.bytes_before if before is None else before)
+            is_kept = made.bytes_after >= now
+            if not is_kept:
+                _replace(path, pruned, old)
+    return replace(made, output=os.fspath(recording), is_kept=is_kept)
+
+
+def _checked_size(path: Path, made: Compacted, *, same: bool, before: int | None) -> int:
+    """Size of a recording, if it may be replaced.
+
+    Args:
+        path: The recording.
+        made: Its compact form.
+        same: Whether both have the same findings.
+        before: Its size when it was compacted.
+
+    Raises:
+        RecordingError: It may not.
+    """
+    if str(open_recording(str(path)).run.get("created", "")) != made.created:
+        raise RecordingError(f"{path} stays as it is: another recording has taken its place meanwhile.")
+    if (now := size_bytes(str(path))) != before:
+        raise RecordingError(f"{path} stays as it is: it was written to, or replaced, meanwhile. {_WHEN_ENDED}")
+    if not same:
+        raise RecordingError(
+            f"{path} stays as it is: its compact form has other findings than it. Please report this. "
+            "`traindiff compact` writes the compact form beside it."
+        )
+    return now
 
 
 _WHEN_ENDED = "Prune it when the run has ended, or wait for that with --follow."
 
 
-def _refuse_written(path: Path) -> None:
-    """Raise `RecordingError` if a process is writing the recording at the moment."""
-    if written := writers_of(str(path)):
-        raise RecordingError(
-            f"{path} stays as it is: it is being recorded at the moment ({', '.join(written[:3])}). {_WHEN_ENDED}"
-        )
+def _hold(path: Path, held: ExitStack) -> None:
+    """Keep other processes from replacing a recording, and finish what they had begun when they were killed.
+
+    Raises:
+        RecordingError: Another process is about to replace it.
+    """
+    lock = RecordingLock(str(path / "run.json"))
+    held.callback(lock.release)
+    if lock.is_taken:
+        raise RecordingError(f"{path} stays as it is: another process is about to replace it, too.")
+    created = _created(path)
+    for unfinished in _left(path, "pruned"):
+        if created is not None and _created(unfinished) == created:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    for old in _left(path, "replaced"):
+        if created is not None and _created(old) == created:
+            with suppress(OSError):  # what cannot be removed stays
+                _remove(old, path)
+
+
+@contextmanager
+def _unwritten(path: Path) -> Iterator[None]:
+    """Inside it, nobody writes the recording, or another one in its place.
+
+    Raises:
+        RecordingError: A process is writing it at the moment.
+    """
+    with without_writers(str(path)) as written:
+        if written:
+            raise RecordingError(
+                f"{path} stays as it is: it is being recorded at the moment ({', '.join(written[:3])}). {_WHEN_ENDED}"
+            )
+        yield
+
+
+def _wait_for_writers(path: Path, follow: Follower) -> None:
+    """Wait until all ranks have let go of a recording: they close it first."""
+    begin = follow.clock()
+    while follow.clock() - begin < min(_SECONDS, follow.patience_seconds):
+        with without_writers(str(path)) as written:
+            if not written:
+                return
+        follow.wait()
+
+
+_SECONDS = 60.0
+"""How long ranks may take to let go of a recording that they have closed."""
 
 
 def _put_back(path: Path) -> None:
@@ -111,40 +165,22 @@ def _put_back(path: Path) -> None:
         return
     for old in _left(path, "replaced"):
         lock = RecordingLock(str(old / "run.json"))
-        if not lock.is_taken and (old / "run.json").exists() and not os.path.lexists(path):
+        if not lock.is_taken and _created(old) is not None and not os.path.lexists(path):
             old.rename(path)
         lock.release()
 
 
-def _finish_others(path: Path) -> None:
-    """Do what other processes had begun with this recording when they were killed. Its lock must be held."""
-    for unfinished in _left(path, "pruned"):
-        if not _is_alive(int(unfinished.name.rpartition(".pruned-")[2].partition(".")[0])):
-            shutil.rmtree(unfinished, ignore_errors=True)
-    for old in _left(path, "replaced"):
-        lock = RecordingLock(str(old / "run.json"))
-        if not lock.is_taken:
-            with suppress(OSError):  # what cannot be removed stays
-                _remove(old, path)
-        lock.release()
-
-
-def _is_alive(process: int) -> bool:
-    """True if a process of this machine has this number, or if that cannot be asked."""
-    if os.name != "posix":
-        return True
+def _created(path: Path) -> str | None:
+    """When a recording was made, as it says; None if there is none that can be read."""
     try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except OSError:  # of another user
-        return True
-    return True
+        return str(open_recording(str(path)).run.get("created", ""))
+    except (TraindiffError, OSError):
+        return None
 
 
 def _left(path: Path, word: str) -> list[Path]:
     """Directories that processes have made beside a recording while they replaced it."""
-    name = re.compile(rf"{re.escape(path.name)}\.{word}-\d{{1,9}}(\.unfinished-\d{{1,9}})?", re.ASCII)
+    name = re.compile(rf"{re.escape(path.name)}\.{word}-[0-9a-f]{{12}}(\.unfinished-\d{{1,9}})?", re.ASCII)
     return sorted(one for one in path.parent.glob(f"*.{word}-*") if name.fullmatch(one.name))
 
 
@@ -163,7 +199,7 @@ def _replace(path: Path, pruned: Path, old: Path) -> None:
             old.rename(path)
             raise
     except OSError as error:
-        if old.exists():
+        if not os.path.lexists(path):
             raise RecordingError(
                 f"The recording {path} is now {old}, as neither its compact form nor it could be put in its place "
                 f"({error.strerror}). It is whole: give it its name again."
@@ -185,7 +221,9 @@ def _make_directories(path: Path, pruned: Path) -> None:
     for name in foreign_files(str(path)):
         if (path / name).is_dir() and not (path / name).is_symlink():
             for folder, _, _ in os.walk(path / name):
-                (pruned / Path(folder).relative_to(path)).mkdir(parents=True, exist_ok=True)
+                made = pruned / Path(folder).relative_to(path)
+                made.mkdir(parents=True, exist_ok=True)
+                shutil.copystat(folder, made)
 
 
 def _remove(old: Path, path: Path) -> None:
@@ -203,7 +241,9 @@ def _move(source: Path, target: Path) -> None:
         OSError: A file cannot be moved, or one of its name is there already.
     """
     if source.is_dir() and not source.is_symlink():
-        target.mkdir(exist_ok=True)
+        if not target.is_dir():
+            target.mkdir()
+            shutil.copystat(source, target)
         for one in list(source.iterdir()):
             _move(one, target / one.name)
     elif os.path.lexists(target):

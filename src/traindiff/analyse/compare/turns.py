@@ -39,8 +39,7 @@ class Turns:
             counts = [one.after.get(name, -1) + 1 for one in (baseline, candidate)]
             apart, pair = counts[1] - counts[0], (baseline.optimizer, name)
             before, self._apart[pair] = self._apart.get(pair), apart
-            is_fine = any(self._begun) or abs(apart) <= 1 if before is None else apart == before
-            if is_fine or {name, baseline.optimizer} & self._told:
+            if (abs(apart) <= 1 if before is None else apart == before) or {name, baseline.optimizer} & self._told:
                 continue
             self._told.add(name)
             did = "leaves out a" if apart < (before or 0) else "takes a further"

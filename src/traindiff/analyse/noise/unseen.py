@@ -224,7 +224,7 @@ class HiddenPath:
 def _user(parameter: str, holders: Collection[str]) -> str:
     """Path of the module that a parameter belongs to, and that may be called."""
     module = parameter.rpartition(".")[0]
-    while module in holders:
+    while module and module in holders:
         module = module.rpartition(".")[0]
     return module
 

@@ -17,7 +17,7 @@ from traindiff.analyse.merge.site import MergedSite, RankPart, SiteKey, StepTabl
 from traindiff.analyse.rules.optimizers import moves_parameters
 from traindiff.analyse.rules.rank_multiples import common_multiples, differing_copies, of_part
 from traindiff.analyse.rules.ranks_apart import RanksApart
-from traindiff.analyse.rules.rule import Contents, Rule
+from traindiff.analyse.rules.rule import Contents, Rule, RunFacts
 from traindiff.core.observation import BEFORE, BOUNDARY, PLACE
 from traindiff.core.shards import Shard
 from traindiff.core.site import label
@@ -149,6 +149,11 @@ class CopiesAgree(Rule):
         self._before: dict[SiteKey, dict[Shard, int]] = {}
         self._apart = RanksApart(self.facts)
         self._own: set[str] = set()
+
+    def learn(self, facts: RunFacts) -> None:
+        """`Rule.learn`."""
+        super().learn(facts)
+        self._apart.learn(facts)
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """Findings of a step."""

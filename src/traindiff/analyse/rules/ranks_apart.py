@@ -66,9 +66,13 @@ class RanksApart:
 
     def __init__(self, facts: RunFacts) -> None:
         self._by_path: dict[str, _Apart] = {}
+        self._reduced = False  # gradients are the same on all ranks, or were
+        self.learn(facts)
+
+    def learn(self, facts: RunFacts) -> None:
+        """Go on with facts that have become known since."""
         self._may_average = facts.engine == BY_HAND or facts.has_hook
         self._parameters = facts.parameters
-        self._reduced = False  # gradients are the same on all ranks, or were
 
     def look(self, table: StepTable, *, step: int) -> None:
         """Note the parameters that a step finds to be the same on all ranks, though its optimizer left them apart.

@@ -218,6 +218,10 @@ class Rule:
     def begin(self) -> None:
         """Set up the state that the rule keeps from step to step: little, and not more with every step."""
 
+    def learn(self, facts: RunFacts) -> None:
+        """Judge later steps with facts that have become known since; what follows from them is worked out anew."""
+        self.facts = facts
+
     @property
     def strictness(self) -> float:
         """What the rule divides its limits by."""

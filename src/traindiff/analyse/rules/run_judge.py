@@ -73,7 +73,7 @@ class RunJudge:
         """Judge later steps with facts that have become known since."""
         self._facts = facts
         for rule in self._rules:
-            rule.facts = facts
+            rule.learn(facts)
 
     def step(
         self, table: StepTable, *, step: int, finished: bool = True, products: Sequence[ProductCheck] = ()

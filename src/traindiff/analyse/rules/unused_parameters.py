@@ -17,7 +17,7 @@ from traindiff.analyse.rules.optimizers import (
     moves_parameters,
     optimizer_of,
 )
-from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule, Rule
+from traindiff.analyse.rules.rule import Found, Limit, Repeated, RepeatedRule, Rule, RunFacts
 from traindiff.core.observation import BEFORE, EDITED, MASTER, NO_GRADIENT, REPLACED, TAKEN_OUT
 from traindiff.core.site import enclosing
 from traindiff.core.summary import UNIT_ROUNDOFF, norm_of
@@ -287,6 +287,14 @@ class ParametersMove(Rule):
         self._moved: set[str] = set()
         self._replaced: set[str] = set()
         self._reached: set[str] = set()  # modules other than the root whose outputs get gradients
+        self._find_unheld()
+
+    def learn(self, facts: RunFacts) -> None:
+        """`Rule.learn`."""
+        super().learn(facts)
+        self._find_unheld()
+
+    def _find_unheld(self) -> None:
         self._unheld = self.facts.trainable - self.facts.held_in.keys() if self.facts.held_in else frozenset[str]()
 
     def step(self, table: StepTable, *, step: int) -> None:

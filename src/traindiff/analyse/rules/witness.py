@@ -9,7 +9,7 @@ from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.site import StepTable, finding_at
 from traindiff.analyse.merge.witnessed import Witnessed, rms, witnessed
 from traindiff.analyse.rules.ranks_apart import RanksApart
-from traindiff.analyse.rules.rule import Contents, Limit, Rule
+from traindiff.analyse.rules.rule import Contents, Limit, Rule, RunFacts
 from traindiff.analyse.rules.witness_causes import Before, Cause, cause_of, micro_step_weights, on_ranks
 from traindiff.analyse.rules.witness_changes import SAME_FACTOR, Wrong, change_of_all
 from traindiff.analyse.rules.witness_compiled import CompiledCode
@@ -70,6 +70,11 @@ class GradientsFollow(Rule):
         self._alone: set[str] = set()  # gradients that are the only ones of their optimizer
         self._coverage = Coverage()
         self._compiled = CompiledCode()
+
+    def learn(self, facts: RunFacts) -> None:
+        """`Rule.learn`."""
+        super().learn(facts)
+        self._apart.learn(facts)
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """Findings of a step."""

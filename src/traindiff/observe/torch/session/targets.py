@@ -387,7 +387,7 @@ def _unprepared(optimizer: Any) -> Any:
 
 def _is_holder(module: nn.Module) -> bool:
     """True if a module has no forward pass, so that what it holds is used by the module around it."""
-    return type(module).forward is nn.Module.forward and "forward" not in vars(module)
+    return getattr(type(module), "forward", None) is nn.Module.forward and "forward" not in vars(module)
 
 
 def _describe_tensor(tensor: Tensor, shape: tuple[int, ...] | None = None) -> dict[str, Any]:
