@@ -305,6 +305,22 @@ def test_a_recording_that_begins_in_its_place_meanwhile_is_refused(
     assert open_recording(str(path)).is_compact
 
 
+def test_a_compact_form_that_is_not_whole_replaces_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, rename = record_ranks(tmp_path / "run"), Path.rename
+    before = verdict_of(path)
+
+    def put(self: Path, target: Path) -> Path:
+        if ".pruned-" in self.name and target == path:
+            (self / "merged" / "observations.arrows").unlink()
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", put)
+    with pytest.raises(RecordingError, match=r"stays as it is: .*a part of it was removed"):
+        prune(path)
+    assert verdict_of(path) == before
+    assert names_in(tmp_path) == ["run"]
+
+
 def test_ranks_may_take_a_while_to_let_go(tmp_path: Path) -> None:
     fcntl = pytest.importorskip("fcntl")
     path, now = record_ranks(tmp_path / "run"), [0.0]

@@ -79,7 +79,7 @@ def prune(
             now = _checked_size(path, made, same=same, before=made.bytes_before if before is None else before)
             is_kept = made.bytes_after >= now
             if not is_kept:
-                _replace(path, pruned, old)
+                _replace(path, pruned, old, made.bytes_after)
     return replace(made, output=os.fspath(recording), is_kept=is_kept)
 
 
@@ -184,8 +184,14 @@ def _left(path: Path, word: str) -> list[Path]:
     return sorted(one for one in path.parent.glob(f"*.{word}-*") if name.fullmatch(one.name))
 
 
-def _replace(path: Path, pruned: Path, old: Path) -> None:
+def _replace(path: Path, pruned: Path, old: Path, size: int) -> None:
     """Put the compact form in the place of a recording, which is given another name and then removed.
+
+    Args:
+        path: The recording.
+        pruned: Its compact form.
+        old: The other name.
+        size: Of the compact form.
 
     Raises:
         RecordingError: A step of this failed; the message says what is where.
@@ -194,7 +200,7 @@ def _replace(path: Path, pruned: Path, old: Path) -> None:
         _make_directories(path, pruned)
         path.rename(old)
         try:
-            pruned.rename(path)
+            _put(pruned, path, size)
         except OSError:
             old.rename(path)
             raise
@@ -214,6 +220,18 @@ def _replace(path: Path, pruned: Path, old: Path) -> None:
             f"{path} is now its compact form, but what it replaces could not be removed ({error.strerror}). "
             f"What remains of it: {old}"
         ) from None
+
+
+def _put(pruned: Path, path: Path, size: int) -> None:
+    """Give a compact form the name of its recording.
+
+    Raises:
+        OSError: It cannot be renamed, or is not whole: without locks, a process on another machine may have removed it.
+    """
+    pruned.rename(path)
+    if size_bytes(str(path)) != size:
+        path.rename(pruned)
+        raise OSError(errno.ESTALE, "a part of it was removed meanwhile")
 
 
 def _make_directories(path: Path, pruned: Path) -> None:

@@ -196,7 +196,7 @@ class RunningComparison:
         self._same = SameSoFar(self._judge) if may_wait else None
 
     def learn(self, candidate: Run) -> None:
-        """Judge later steps with what the candidate has found out since."""
+        """Let the rules judge later steps with what the candidate has found out since."""
         self._facts = (self._facts[0], run_facts(candidate, self._rename))
         self._both.learn(self._facts[1])
 
