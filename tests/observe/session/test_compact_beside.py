@@ -29,12 +29,14 @@ def record_compact(path: str, compact: Any) -> None:
 
 
 def said_when_done(path: Path) -> str:
-    """What the process says, once it has ended."""
+    """What the process says once it has ended, after the line that says when it began."""
     log = path.with_name(f"{path.name}-compact.log")
     end = time.monotonic() + SECONDS
-    while time.monotonic() < end and not (log.exists() and log.read_text().strip()):
+    while time.monotonic() < end and not (log.exists() and log.read_text().count("\n") > 1):
         time.sleep(0.2)
-    return log.read_text()
+    began, _, said = log.read_text().partition("\n")
+    assert began.endswith("is compacted when it has ended.")
+    return said
 
 
 @pytest.mark.parametrize(("compact", "whole"), [(True, ""), (2, "asked for with --whole-every")])
