@@ -316,6 +316,20 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> str:
     return command("prune", "run")
 
 
+@situation("a compact form of which a part was removed")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    record_ranks(here / "run")
+    rename = Path.rename
+
+    def put(one: Path, to: Path) -> None:
+        if ".pruned-" in one.name and to.name == "run":
+            (one / "merged" / "observations.arrows").unlink()
+        rename(one, to)
+
+    patched.setattr(Path, "rename", put)
+    return command("prune", "run")
+
+
 @situation("a recording that was replaced, with a file that is in both")
 def _(here: Path, patched: pytest.MonkeyPatch) -> str:
     record_ranks(here / "run")
