@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -111,19 +113,27 @@ class Listed(nn.Module):
         return (x * self.own.weight + self.named["bias"]).sum(-1)
 
 
-def test_lists_of_parameters_hide_no_gates(tmp_path: Path) -> None:
-    def trained(path: Path, factor: float) -> str:
-        model = Listed()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        with traindiff.record(path, model, optimizer):
-            for step in range(2):
-                model(torch.randn(8, 6, generator=torch.Generator().manual_seed(step))).square().mean().backward()
-                model.held[1][0].grad.mul_(factor if step else 1.0)  # type: ignore[union-attr,index]
-                optimizer.step()
-                optimizer.zero_grad()
-        return str(path)
+def trained(
+    path: Path, model: nn.Module, loss: Callable[[Any, Tensor], Tensor], *, of: str, factor: float, lr: float
+) -> str:
+    """Two steps; in the second one, the gradient of a parameter is multiplied by a factor."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    with traindiff.record(path, model, optimizer):
+        for step in range(2):
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+            loss(model, x).backward()  # type: ignore[no-untyped-call]
+            model.get_parameter(of).grad.mul_(factor if step else 1.0)  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+    return str(path)
 
-    found = traindiff.compare(trained(tmp_path / "a", 1.0), trained(tmp_path / "b", 1.003)).first_divergence
+
+def test_lists_of_parameters_hide_no_gates(tmp_path: Path) -> None:
+    def listed(name: str, factor: float) -> str:
+        loss = lambda model, x: model(x).square().mean()  # noqa: E731
+        return trained(tmp_path / name, Listed(), loss, of="held.1.0", factor=factor, lr=1e-3)
+
+    found = traindiff.compare(listed("a", 1.0), listed("b", 1.003)).first_divergence
     assert found is not None
     assert (found.step, found.phase, found.path) == (1, "grad", "held.1.0")
 
@@ -139,21 +149,15 @@ class ActorCritic(nn.Module):
 
 
 def test_a_root_without_a_forward_pass_is_compared(tmp_path: Path) -> None:
-    def trained(path: Path, factor: float) -> str:
-        model = ActorCritic()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-        with traindiff.record(path, model, optimizer):
-            for step in range(2):
-                x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
-                mean = model.actor(x) * model.log_std.exp()
-                (mean.square().mean() + model.critic(x).square().mean()).backward()
-                model.log_std.grad.mul_(factor if step else 1.0)  # type: ignore[union-attr]
-                optimizer.step()
-                optimizer.zero_grad()
-        return str(path)
+    def loss(model: ActorCritic, x: Tensor) -> Tensor:
+        mean = model.actor(x) * model.log_std.exp()
+        return mean.square().mean() + model.critic(x).square().mean()
 
-    baseline = trained(tmp_path / "a", 1.0)
-    assert traindiff.compare(baseline, trained(tmp_path / "same", 1.0)).verdict == "identical"
-    found = traindiff.compare(baseline, trained(tmp_path / "b", 1.01)).first_divergence
+    def acting(name: str, factor: float) -> str:
+        return trained(tmp_path / name, ActorCritic(), loss, of="log_std", factor=factor, lr=1e-2)
+
+    baseline = acting("a", 1.0)
+    assert traindiff.compare(baseline, acting("same", 1.0)).verdict == "identical"
+    found = traindiff.compare(baseline, acting("b", 1.01)).first_divergence
     assert found is not None
     assert (found.step, found.phase, found.path) == (1, "grad", "log_std")

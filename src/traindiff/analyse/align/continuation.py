@@ -11,7 +11,7 @@ from traindiff.analyse.merge.parameters import parameter_groups
 from traindiff.analyse.merge.rank_steps import rank_steps
 from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.run_steps import RunStep
-from traindiff.analyse.merge.site import MergedSite, Part, SiteKey
+from traindiff.analyse.merge.site import MergedSite, Part, SiteKey, StepTable
 from traindiff.analyse.merge.step_table import step_table
 from traindiff.core.observation import BEFORE, EDITED, Observation
 from traindiff.core.summary import number
@@ -67,9 +67,7 @@ def beginnings(recording: Recording, rename: Rename = str) -> Iterator[Beginning
             ]
             table = step_table(parts)
         of_ranks.clear()
-        for key, entry in table.items():
-            if _is_value(key) and key.stage in (BEFORE, EDITED):
-                held[rename(key.path)] = entry.without_parts()
+        held.update((rename(path), entry.without_parts()) for path, entry in _found_by(table).items())
         # A step is complete when its optimizer begins the next one, which others may do more often.
         not_yet = [name for name, number in after.items() if latest.get(name, -1) < number]
         late = frozenset(path for name in not_yet for group in groups.get(name, ()) for path in group)
@@ -246,19 +244,17 @@ def begin_alike(baseline: RunStep | None, candidate: RunStep | None, rename: Ren
     """
     if baseline is None or candidate is None or baseline.step or baseline.earlier or candidate.earlier:
         return False
-    found = _found_by(candidate)
-    same, of = _num_same({rename(path): one for path, one in found.items() if _tells(one)}, _found_by(baseline))
+    theirs, found = (
+        {path: entry for path, entry in _found_by(one.table).items() if not entry.unobserved}
+        for one in (baseline, candidate)
+    )
+    same, of = _num_same({rename(path): entry for path, entry in found.items() if _tells(entry)}, theirs)
     return bool(found) and same == of
 
 
-def _found_by(step: RunStep) -> dict[str, MergedSite]:
+def _found_by(table: StepTable) -> dict[str, MergedSite]:
     """The parameters that a step has recorded as it found them, by path."""
-    return {
-        key.path: entry
-        for stage in (BEFORE, EDITED)
-        for key, entry in step.table.items()
-        if _is_value(key) and key.stage == stage and not entry.unobserved
-    }
+    return {key.path: entry for key, entry in table.items() if _is_value(key) and key.stage in (BEFORE, EDITED)}
 
 
 def _num_same(wanted: Mapping[str, MergedSite], parameters: Mapping[str, MergedSite]) -> tuple[int, int]:

@@ -120,12 +120,13 @@ def _hold(path: Path, held: ExitStack) -> None:
     held.callback(lock.release)
     if lock.is_taken:
         raise RecordingError(f"{path} stays as it is: another process is about to replace it, too.")
-    created = _created(path)
+    if (created := _created(path)) is None:
+        return
     for unfinished in _left(path, "pruned"):
-        if created is not None and _created(unfinished) == created:
+        if _created(unfinished) == created:
             shutil.rmtree(unfinished, ignore_errors=True)
     for old in _left(path, "replaced"):
-        if created is not None and _created(old) == created:
+        if _created(old) == created:
             with suppress(OSError):  # what cannot be removed stays
                 _remove(old, path)
 
