@@ -179,6 +179,19 @@ def test_the_working_directory_is_replaced(tmp_path: Path, monkeypatch: pytest.M
     assert open_recording(str(path)).is_compact
 
 
+@pytest.mark.parametrize("name", ["a", "rank", "last"])
+def test_a_recording_may_be_called_as_a_word_of_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = record_ranks(tmp_path / name)
+    data = path / "rank-00001" / "observations.arrows"
+    data.write_bytes(data.read_bytes()[:-200])
+    monkeypatch.chdir(tmp_path)
+    assert any(name in note for note in verdict_of(path)["notes"])
+    prune(name)
+    assert open_recording(name).is_compact
+
+
 def test_nothing_is_made_inside_the_recording(tmp_path: Path) -> None:
     path = record_ranks(tmp_path / "run")
     (tmp_path / "link").symlink_to("run")

@@ -72,7 +72,8 @@ def prune(
         made = compact(path, pruned, whole_every=whole_every, progress=progress, workers=workers, follow=follow)
         if made.notes:
             raise RecordingError(f"{path} stays as it is, since it may go on. {' '.join(made.notes)}")
-        same = _said(check(path, workers=workers)) == _said(check(pruned))
+        # By their whole paths: the name of a recording may be a word of a note.
+        same = _said(check(path.absolute(), workers=workers)) == _said(check(pruned.absolute()))
         if follow is not None:
             _wait_for_writers(path, follow)
         with _unwritten(path):  # from here on nobody else may record there
