@@ -51,7 +51,7 @@ def _layout() -> tuple[dict[str, Field], int]:
         add(f"{axis}_squares", F64, BUCKETS * LANES)
         for number in (F32, F64):  # each in the type in which the dtype is compared; the other stays zero
             add(f"{axis}_largest_{number}", number, BUCKETS * LANES)
-    for name in ("row_in_bucket", "row_bucket", "column_bucket", "left"):
+    for name in ("row_in_bucket", "row_bucket", "column_bucket", "left", "usual"):
         add(name, I64, 1)
     return fields, offset
 

@@ -141,7 +141,9 @@ def _add_function(module: ir.Module, dtype: FloatDtype | IntegerDtype) -> ir.Fun
         body = head + (((length - head) >> 6) << 6)  # elements up to the end of the last whole block
         if isinstance(dtype, FloatDtype):
             place, profiles = place_function(module), profiles_function(module, dtype)
+            usual = FIELDS["usual"].pointer(code, state)
             code.call(place, start, state, *grid)
+            code.store(usual, zero)
             code.call(elements, x, zero, head, start, state)
             code.call(profiles, x, zero, head, state, *grid)
             with code.loop(head, body, CHUNK) as first:
@@ -149,6 +151,7 @@ def _add_function(module: ir.Module, dtype: FloatDtype | IntegerDtype) -> ir.Fun
                 stop = (end < body).choose(end, body)
                 code.call(blocks, x, first, stop, (start + first) >> 6, state)
                 code.call(profiles, x, first, stop, state, *grid)
+            code.store(usual, zero)
             code.call(elements, x, body, length, start + body, state)
             code.call(profiles, x, body, length, state, *grid)
         else:

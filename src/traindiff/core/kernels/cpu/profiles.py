@@ -51,9 +51,10 @@ def profiles_function(module: ir.Module, dtype: FloatDtype) -> ir.Function:
     row_squares, row_largest = code.variable(zero), code.variable(nothing)
     single = columns <= column_block
     here = code.variable(first)
+    usual = code.load(FIELDS["usual"].pointer(code, state), I64) > 0
     with code.repeat(here, stop):
         length = _least(place["left"].value, stop - here.value)
-        squares, largest = _segment(code, dtype, code.at(x, here.value, dtype.stored), length)
+        squares, largest = _segment(code, dtype, code.at(x, here.value, dtype.stored), length, usual)
         row_squares.value = row_squares.value + squares
         row_largest.value = row_largest.value.larger(largest)
         _merge(code, state, "column", place["column_bucket"].value, squares, largest)
@@ -90,23 +91,34 @@ def _advance(
             place["left"].value = _least((bucket + 1) * column_block, columns) - bucket * column_block
 
 
-def _segment(code: Code, dtype: FloatDtype, x: Value, length: Value) -> tuple[Value, Value]:
-    """Sum of squares and largest magnitude per lane over `length` elements."""
+def _segment(code: Code, dtype: FloatDtype, x: Value, length: Value, usual: Value) -> tuple[Value, Value]:
+    """Sum of squares and largest magnitude per lane over `length` elements.
+
+    Args:
+        code: Of the function.
+        dtype: Of the elements.
+        x: Pointer to the first.
+        length: Their number.
+        usual: Whether all of them are known to be finite.
+    """
     squares = code.variable(code.constant(VECTOR_F64, 0.0))
     largest = code.variable(code.constant(vector(dtype.number), 0.0))
 
-    def take(raw: Value) -> None:
+    def take(raw: Value, *, finite: bool = False) -> None:
         value = dtype.value(raw)
         size = magnitude(value)
-        size = (size < float("inf")).choose(size, 0.0)
-        long = size.widened(F64)
+        if not finite:
+            size = (size < float("inf")).choose(size, 0.0)
+        long = (value if finite else size).widened(F64)
         squares.value = squares.value.plus_product(long, long, exact=dtype.bits < 64)
         largest.value = size.larger(largest.value)
 
     kind = vector(dtype.stored)
     whole = length & ~(LANES - 1) & (2**64 - 1)
-    with code.loop(code.constant(I64, 0), whole, LANES) as start:
-        take(code.load(code.at(x, start, dtype.stored), kind))
+    with code.either(usual) as (yes, no):
+        for branch, finite in ((yes, True), (no, False)):
+            with branch, code.loop(code.constant(I64, 0), whole, LANES) as start:
+                take(code.load(code.at(x, start, dtype.stored), kind), finite=finite)
     with code.when(whole < length):
         take(code.load_first(code.at(x, whole, dtype.stored), kind, length - whole))
     return squares.value, largest.value

@@ -140,6 +140,10 @@ class Value:
         """Integers zero-extended, floats made longer, exactly."""
         return self._cast(element, "fpext" if self._is_float else "zext")
 
+    def sign_extended(self, element: ir.Type) -> Value:
+        """Integers made longer, with copies of the first bit: a mask becomes all ones or zero."""
+        return self._cast(element, "sext")
+
     def shortened(self, element: ir.Type) -> Value:
         """Floats rounded to a shorter type."""
         return self._cast(element, "fptrunc")
