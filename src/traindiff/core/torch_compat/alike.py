@@ -37,8 +37,11 @@ def looks_like(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[Any]], boo
 def looks_like_one(tensor: torch.Tensor) -> Callable[[Any], bool] | None:
     """`looks_like` for one tensor, which is not in a sequence."""
     check = _check(tensor)
-    return None if check is None else lambda other: not other.is_nested and check(other)
+    # A tensor of another class has code of its own for its attributes, which the training would see run.
+    return None if check is None else lambda other: type(other) in _PLAIN and not other.is_nested and check(other)
 
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _is_nested = attrgetter("is_nested")
 """To be asked first: given a nested tensor, which has no strides, torch's check would end the process."""

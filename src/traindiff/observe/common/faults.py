@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
+from traceback import walk_tb
+from types import CodeType
 from typing import Any
 
 from traindiff.errors import LostFilesError, TraindiffWarning
@@ -32,6 +35,22 @@ class _Running(threading.local):
     """Whether a hook runs on this thread."""
 
     hook = False
+
+
+def comes_from_signal(error: BaseException) -> bool:
+    """True if a handler of a signal raised an error."""
+    handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()}
+    return any(frame.f_code in handlers for frame, _ in walk_tb(error.__traceback__))
+
+
+def _code_of(handler: Any) -> CodeType | None:
+    """The code of a function, of a method, or of what calls an object."""
+    while isinstance(handler, partial):
+        handler = handler.func
+    if not hasattr(handler, "__code__"):
+        handler = getattr(handler, "__func__", None) or getattr(type(handler), "__call__", None)
+    code = getattr(handler, "__code__", None)
+    return code if isinstance(code, CodeType) else None
 
 
 class Faults:
@@ -83,8 +102,11 @@ class Faults:
             running.hook = outer
 
     def failed(self, tap: str, error: Exception) -> None:
-        """Disable a tap because of an error, which is raised instead where that is wanted."""
-        if self._strict or self._passes(error):
+        """Disable a tap because of an error, which is raised instead where that is wanted, or if it is the training's.
+
+        A handler of a signal, such as a time limit, runs wherever the training happens to be: also inside a hook.
+        """
+        if self._strict or self._passes(error) or comes_from_signal(error):
             raise error
         message = str(error) if isinstance(error, LostFilesError) else f"{type(error).__name__}: {error}"
         self.disable(tap, message, error)

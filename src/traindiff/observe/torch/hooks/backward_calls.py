@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 
 from traindiff.core.observation import BROADCAST
 from traindiff.core.torch_compat.execution import exclude_from_compilation, inside_backward, inside_transform
@@ -122,19 +123,45 @@ class _Listener:
                     )  # fmt: skip
 
 
+def _kept(given: Any) -> Any:
+    """An argument of `torch.autograd` that can be looked at before it is handed on: no iterator."""
+    return tuple(given) if isinstance(given, Iterator) else given
+
+
+def _listed(given: Any) -> list[Any]:
+    """The tensors and edges of the graph in an argument of `torch.autograd`, which may be one of them."""
+    if isinstance(given, (Tensor, GradientEdge)):
+        return [given]
+    if isinstance(given, Mapping):
+        return [*given.values()]
+    return [*given] if isinstance(given, Iterable) else []
+
+
+def _tensors(given: Any) -> list[Tensor]:
+    return [one for one in _listed(given) if isinstance(one, Tensor)]
+
+
+_PLACE_OF_INPUTS = 4
+"""Of `inputs` among the arguments of `torch.autograd.backward` behind the first one."""
+
+
 def _followed_backward(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def backward(tensors: Any, *args: Any, **named: Any) -> None:
-        roots = [tensors] if isinstance(tensors, Tensor) else [t for t in tensors if isinstance(t, Tensor)]
+        tensors = _kept(tensors)
+        roots = _tensors(tensors)
         if inside_backward():  # reentrant checkpointing: a part of the backward pass that is running
             for listener in _listeners:
                 listener.events.on_inner_backward(roots)
             original(tensors, *args, **named)
             return
-        inputs = None
-        if (given := named.get("inputs")) is not None:
-            inputs = [given] if isinstance(given, Tensor) else [*(given.values() if isinstance(given, dict) else given)]
-            named["inputs"] = given if isinstance(given, (Tensor, dict)) else inputs  # it may be a generator
+        if len(args) > _PLACE_OF_INPUTS:
+            *before, given = args[: _PLACE_OF_INPUTS + 1]
+            given = _kept(given)
+            args = (*before, given, *args[_PLACE_OF_INPUTS + 1 :])
+        elif (given := _kept(named.get("inputs"))) is not None:
+            named["inputs"] = given
+        inputs = None if given is None else _listed(given)
         listeners = [listener for listener in _listeners if listener.concerns(roots)]
         for listener in listeners:
             listener.events.at_backward()
@@ -155,11 +182,12 @@ def _followed_backward(original: Callable[..., None]) -> Callable[..., None]:
 def _followed_grad(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def grad(outputs: Any, inputs: Any, *args: Any, **named: Any) -> Any:
+        outputs, inputs = _kept(outputs), _kept(inputs)
         again = named.get("create_graph", args[2] if len(args) > 2 else False)
-        if again or inside_backward() or inside_transform() or not isinstance(inputs, (Tensor, list, tuple)):
+        if again or inside_backward() or inside_transform() or not _listed(inputs):
             return original(outputs, inputs, *args, **named)
-        roots = [outputs] if isinstance(outputs, Tensor) else [t for t in outputs if isinstance(t, Tensor)]
-        asked = frozenset(id(one) for one in ([inputs] if isinstance(inputs, Tensor) else inputs))
+        roots = _tensors(outputs)
+        asked = frozenset(map(id, _listed(inputs)))
         listeners = [listener for listener in _listeners if listener.asks_for_parameters(asked)]
         for listener in listeners:
             listener.events.at_backward()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +13,7 @@ from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
 from traindiff.core.torch_compat.training import is_nested_step
-from traindiff.observe.torch.hooks.followed_modules import HeldHooks
+from traindiff.observe.torch.hooks.followed_modules import STEP_POST_HOOKS, STEP_PRE_HOOKS, HeldHooks
 from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy
 
 StepHook = Callable[..., Any]
@@ -30,6 +32,23 @@ def hook_after_step(optimizer: Optimizer, hook: StepHook) -> HeldHooks:
     hooks = HeldHooks()
     hooks.after_step(optimizer, Once(hook))
     return hooks
+
+
+def put_around(optimizer: Optimizer) -> None:
+    """Have our hooks called last before a step, and first after it, so that they see what the step reads and writes.
+
+    Hooks of the training may change gradients before it, and parameters after it, whenever they were registered.
+    """
+    for attribute, are_last in ((STEP_PRE_HOOKS, True), (STEP_POST_HOOKS, False)):
+        hooks = getattr(optimizer, attribute)
+        ours = [key for key, hook in hooks.items() if isinstance(hook, Once)]
+        if len(ours) == len(hooks):
+            continue
+        others = [key for key in hooks if key not in ours]
+        order = [*others, *ours] if are_last else [*ours, *others]
+        if order != [*hooks]:
+            for key in order:
+                hooks[key] = hooks.pop(key)
 
 
 class Once(InertOnCopy):
@@ -63,8 +82,23 @@ def has_closure(*call: Any) -> bool:
     """True if a hook on `step`, called with the optimizer, `args` and `kwargs`, was called for `step(closure)`."""
     if len(call) < 3:
         return False
-    _, args, kwargs = call  # `args` begins with the optimizer itself
-    return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
+    optimizer, args, kwargs = call  # `args` begins with the optimizer itself
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    return callable(closure) and _takes_closure(type(optimizer), by_place=len(args) > 1)
+
+
+@lru_cache(maxsize=256)
+def _takes_closure(kind: type[Any], *, by_place: bool) -> bool:
+    """True if the first argument of `step`, or the one that is called so, is the closure: a class may have another."""
+    try:
+        _, *parameters = inspect.signature(kind.step).parameters.values()
+    except (AttributeError, TypeError, ValueError):
+        return True
+    named = [one for one in parameters if one.name == "closure"]
+    if by_place:
+        first = parameters[0] if parameters else None
+        return first is None or first.kind is inspect.Parameter.VAR_POSITIONAL or first in named
+    return bool(named) or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
 
 
 def leaves_out(optimizer: Optimizer) -> bool:
