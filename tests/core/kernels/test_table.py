@@ -53,24 +53,27 @@ def test_what_is_empty_or_has_gaps_is_not_one_stretch() -> None:
 
 @pytest.mark.parametrize("expected", [0, 3, 10_000])
 def test_rows_keep_their_order_however_they_come(expected: int) -> None:
-    rows, made = Rows(expected), []
+    rows, made, places = Rows(expected), list[int](), list[int]()
     for number in range(200):
         if number % 7:
             one = empty()
             one["count"] = number
-            rows.append(one[()])
+            places.append(rows.append(one[()]))
             made.append(number)
         else:
             many = empty(number)
             many["count"] = range(number)
             address = rows.place(number)
+            places += [address + row * many.itemsize for row in range(number)]
             ctypes.memmove(address, many.ctypes.data, many.nbytes)
             made += range(number)
-    assert len(rows) == len(made)
-    assert resolved(rows)["count"].tolist() == made
-    assert [int(one["count"]) for one in rows] == made
-    assert int(rows[150]["count"]) == made[150]
-    assert not is_late(rows)
+    taken = rows.taken(places)
+    assert len(taken) == len(made)
+    assert resolved(taken)["count"].tolist() == made
+    assert [int(one["count"]) for one in taken] == made
+    assert int(taken[150]["count"]) == made[150]
+    assert not is_late(taken)
+    assert resolved(rows.taken(places[::-2]))["count"].tolist() == made[::-2]
 
 
 def test_tensors_look_alike_only_if_everything_but_their_numbers_is_the_same() -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from traindiff.core.kernels import summarize
 from traindiff.core.kernels.registry import AT_ONCE, PUT_OFF, Kernel
-from traindiff.core.kernels.rows import Deferred, Rows
+from traindiff.core.kernels.rows import ROW_BYTES, Deferred, Rows
 from traindiff.errors import UnsupportedTensorError
 
 if TYPE_CHECKING:
@@ -57,18 +57,21 @@ class SummaryStore:
         self._used: set[Any] = set()
         self._waiting: list[tuple[Tensor, Shard, Deferred]] | None = None
 
-    def add_to(self, rows: Rows, tensor: Tensor, shard: Shard) -> bool:
-        """Add the summary of a tensor to rows the shortest way; False, and nothing is added, where there is none."""
+    def add_to(self, rows: Rows, tensor: Tensor, shard: Shard) -> int:
+        """Add the summary of a tensor to rows the shortest way.
+
+        Returns:
+            The address of its row; 0, and nothing is added, where there is no such way.
+        """
         if tensor.device.type not in self._device_types:
-            return self._shortest is not None and bool(self._shortest.add_to(rows, tensor, shard))
+            return 0 if self._shortest is None else int(self._shortest.add_to(rows, tensor, shard))
         device_rows = self._rows_of(tensor)
         if device_rows is None:
-            return False
+            return 0
         try:
-            rows.append(self._put_off(device_rows, tensor, shard))
+            return rows.append(self._put_off(device_rows, tensor, shard))
         except UnsupportedTensorError:
-            return False
-        return True
+            return 0
 
     def writer(self, tensor: Tensor, shard: Shard) -> Callable[[int, int], None] | None:
         """A function that writes the summary of a tensor that looks like this one, given the addresses of both.
@@ -118,13 +121,14 @@ class SummaryStore:
             tables: From `tables`.
             addresses: Of the first element of each tensor, int64.
             rows: The rows.
-            first: The number of the first tensor's row.
+            first: The address of the first tensor's row.
         """
         for one in tables:
             device_rows = self._rows[one.device]
             self._used.add(one.device)
             slot = device_rows.add_table(one.table, addresses[one.places])
-            rows.arrive_with(device_rows.ticket, np.arange(slot, slot + len(one.places)), first + one.places)
+            slots = np.arange(slot, slot + len(one.places))
+            rows.arrive_with(device_rows.ticket, slots, first + ROW_BYTES * one.places)
 
     def _put_off(self, rows: DeviceRows, tensor: Tensor, shard: Shard) -> Deferred:
         deferred = Deferred()

@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
+from inspect import getattr_static
 from traceback import walk_tb
 from types import CodeType
 from typing import Any
@@ -48,7 +49,7 @@ def _code_of(handler: Any) -> CodeType | None:
     while isinstance(handler, partial):
         handler = handler.func
     if not hasattr(handler, "__code__"):
-        handler = getattr(handler, "__func__", None) or getattr(type(handler), "__call__", None)
+        handler = getattr(handler, "__func__", None) or getattr_static(type(handler), "__call__", None)
     code = getattr(handler, "__code__", None)
     return code if isinstance(code, CodeType) else None
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from traindiff.core.kernels.rows import Rows
+from traindiff.core.kernels.rows import Rows, TakenRows
 from traindiff.core.observation import Merge, Observation, is_of_evaluation
 from traindiff.core.observation_table import ObservationTable
 from traindiff.core.shards import Region, Shard
@@ -112,10 +112,13 @@ class Sink(Protocol):
         """The same for a hook that changes the training: its result is used, unless that is None."""
 
 
-Step = tuple[ObservationTable, Rows, dict[int, Detail]]
+Step = tuple[ObservationTable, TakenRows, dict[int, Detail]]
 """Observations of one step of one optimizer, their summaries, and details by position."""
 
-_NOTHING = empty()
+_Waiting = tuple[ObservationTable, Rows, dict[int, Detail]]
+"""The same while more is added: the summaries that were placed, and details by the address of the row."""
+
+_NOTHING = empty()[()]
 ROW_BYTES = SUMMARY.itemsize + 600  # with the rest of an observation
 
 
@@ -133,7 +136,7 @@ class ObservationBuffer(ABC):
     def __init__(self, progress: Progress, on_full: Callable[[], None]) -> None:
         self.progress = progress
         self._on_full = on_full
-        self._steps: dict[tuple[str, int], Step] = {}
+        self._steps: dict[tuple[str, int], _Waiting] = {}
         self._latest: dict[str, int] = {}  # by optimizer: observations of its latest step
         self._bytes = 0
 
@@ -157,12 +160,13 @@ class ObservationBuffer(ABC):
         Summaries come as they were given; `traindiff.core.kernels.store.resolved` makes one array of them.
         """
         for key in sorted(key for key in self._steps if optimizer in (None, key[0])):
-            step = self._steps.pop(key)
-            observations, _, details = step
+            observations, summaries, details = self._steps.pop(key)
             self._latest[key[0]] = len(observations)
             self._bytes -= sum(detail.num_bytes for detail in details.values()) + ROW_BYTES * len(observations)
             if observations:  # an error may have kept away what should have come
-                yield step
+                places = observations.places()
+                by_position = {row: details[place] for row, place in enumerate(places) if place in details}
+                yield observations, summaries.taken(places), by_position if details else {}
 
     def clear(self) -> None:
         """Drop everything."""
@@ -193,19 +197,20 @@ class ObservationBuffer(ABC):
     def _append(self, seen: Observation, summary: Any, detail: Detail | None = None) -> None:
         """Keep one observation; `summary` is None for an unobserved site."""
         observations, summaries, details = self._of_step(seen.optimizer, seen.step)
+        place = summaries.append(_NOTHING if summary is None else summary)
         if detail is not None:
-            details[len(observations)] = detail
+            details[place] = detail
             self._bytes += detail.num_bytes
-        observations.append(seen)
-        summaries.append(_NOTHING if summary is None else summary)
+        observations.append(seen, place)
         self._bytes += ROW_BYTES
 
-    def _of_step(self, optimizer: str, number: int) -> Step:
+    def _of_step(self, optimizer: str, number: int) -> _Waiting:
         """What waits of a step of an optimizer, to which more is added."""
         key = (optimizer, number)
         step = self._steps.get(key)
         if step is None:
-            step = self._steps[key] = (ObservationTable(), Rows(self._latest.get(optimizer, 0)), {})
+            made = (ObservationTable(), Rows(self._latest.get(optimizer, 0)), dict[int, Detail]())
+            step = self._steps.setdefault(key, made)  # another thread may have made it meanwhile
         return step
 
     def _keep_now(self, summary: Any, detail: Detail | None, **about: Any) -> None:

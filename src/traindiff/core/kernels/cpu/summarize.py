@@ -46,21 +46,22 @@ def summarize(tensor: torch.Tensor, shard: Shard) -> np.void:
     return memory.finish(state, plan.size)
 
 
-def add_to(rows: Rows, tensor: torch.Tensor, shard: Shard) -> bool:
+def add_to(rows: Rows, tensor: torch.Tensor, shard: Shard) -> int:
     """Add the summary of a tensor to rows, the shortest way, if the tensor is one stretch of memory.
 
     Returns:
-        False, and nothing is added, for any other tensor.
+        The address of its row; 0, and nothing is added, for any other tensor.
     """
     plan = _plan_of_stretch(tensor, shard)
     if plan is None:
-        return False
+        return 0
     try:
         first = address(tensor)
     except UnsupportedTensorError:
-        return False
-    memory.write_summary(NAMES[tensor.dtype], first, plan, rows.place())
-    return True
+        return 0
+    place = rows.place()
+    memory.write_summary(NAMES[tensor.dtype], first, plan, place)
+    return place
 
 
 def writer(tensor: torch.Tensor, shard: Shard) -> Callable[[int, int], None] | None:

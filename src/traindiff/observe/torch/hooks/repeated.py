@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor, nn, strided
 
 from traindiff.core.kernels.registry import TABLES
-from traindiff.core.kernels.rows import Deferred, Rows
+from traindiff.core.kernels.rows import ROW_BYTES, Deferred, Rows
 from traindiff.core.kernels.store import DeviceTable, SummaryStore
 from traindiff.core.kernels.torch_arrays import addresses as addresses_of
 from traindiff.core.kernels.torch_arrays import dtype_name
@@ -114,21 +114,25 @@ class Plan:
 
     def write(
         self, part: _Part, tensors: Sequence[Tensor | None], addresses: array[int], rows: Rows, store: SummaryStore
-    ) -> None:
-        """Add the summaries of a part to `rows`; the store makes those that the table does not."""
+    ) -> Sequence[int]:
+        """Add the summaries of a part to `rows`; the store makes those that the table does not.
+
+        Returns:
+            The addresses of the rows.
+        """
         if part.count != len(addresses):
             addresses = addresses[part.first : part.first + part.count]
         others = [(place, self._other(seen, tensors[part.first + place], store)) for place, seen in part.others]
-        number = len(rows)
         first = rows.place(part.count)
         part.table.summarize(addresses, first)
         for place, summary in others:
             if isinstance(summary, Deferred):
-                rows.arrives_as(number + place, summary)
+                rows.arrives_as(first + place * ROW_BYTES, summary)
             else:
-                ctypes.memmove(first + place * len(summary), summary, len(summary))
+                ctypes.memmove(first + place * ROW_BYTES, summary, ROW_BYTES)
         if part.on_devices:
-            store.add_tables(part.on_devices, np.frombuffer(addresses, dtype=np.int64), rows, number)
+            store.add_tables(part.on_devices, np.frombuffer(addresses, dtype=np.int64), rows, first)
+        return range(first, first + part.count * ROW_BYTES, ROW_BYTES)
 
     @staticmethod
     def _other(seen: Observation, tensor: Tensor | None, store: SummaryStore) -> bytes | Deferred:

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
-from traindiff.core.torch_compat.training import is_nested_step
-from traindiff.observe.torch.hooks.followed_modules import STEP_POST_HOOKS, STEP_PRE_HOOKS, HeldHooks
+from traindiff.core.torch_compat.training import STEP_POST_HOOKS, STEP_PRE_HOOKS, is_nested_step
+from traindiff.observe.torch.hooks.followed_modules import HeldHooks
 from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy
 
 StepHook = Callable[..., Any]
@@ -84,11 +84,12 @@ def has_closure(*call: Any) -> bool:
         return False
     optimizer, args, kwargs = call  # `args` begins with the optimizer itself
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    return callable(closure) and _takes_closure(type(optimizer), by_place=len(args) > 1)
+    kind: Any = type(optimizer)
+    return callable(closure) and _takes_closure(kind, by_place=len(args) > 1)
 
 
 @lru_cache(maxsize=256)
-def _takes_closure(kind: type[Any], *, by_place: bool) -> bool:
+def _takes_closure(kind: Any, *, by_place: bool) -> bool:
     """True if the first argument of `step`, or the one that is called so, is the closure: a class may have another."""
     try:
         _, *parameters = inspect.signature(kind.step).parameters.values()

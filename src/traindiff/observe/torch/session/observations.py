@@ -293,11 +293,12 @@ class Observations(ObservationBuffer):
         step = progress.steps.get(row.optimizer, progress.first_step)
         observations, summaries, _ = self._steps.get((row.optimizer, step)) or self._of_step(row.optimizer, step)
         if known.write is not None:
-            known.write(first, summaries.place())
-        elif not self._summaries.add_to(summaries, tensor, row.shard):
+            place = summaries.place()
+            known.write(first, place)
+        elif not (place := self._summaries.add_to(summaries, tensor, row.shard)):
             return False
         scaled, evaluation = known.has_scale and progress.loss_scaled, progress.evaluation if known.of_evaluation else 0
-        observations.append_again((row, step, micro_step, progress.next_order(), scaled, evaluation))
+        observations.append_again((row, step, micro_step, progress.next_order(), scaled, evaluation, place))
         self._bytes += ROW_BYTES
         if self._is_full:
             self._on_full()
@@ -333,7 +334,7 @@ class Observations(ObservationBuffer):
         name = optimizer or progress.optimizer
         step = progress.number_of(name) - late
         observations, summaries, _ = self._of_step(name, step)
-        if not self._summaries.add_to(summaries, tensor, shard):
+        if not (place := self._summaries.add_to(summaries, tensor, shard)):
             return None
         if scaled is None:
             scaled = progress.loss_scaled and is_before_unscaling(phase=phase, stage=stage, slot=slot)
@@ -345,7 +346,7 @@ class Observations(ObservationBuffer):
             layout.data.term if term is None else term, scaled, "",
             evaluation if evaluation and is_of_evaluation(phase, stage) else 0,
         )  # fmt: skip
-        observations.append(row)
+        observations.append(row, place)
         self._bytes += ROW_BYTES
         if self._is_full:
             self._on_full()
@@ -394,10 +395,11 @@ class Observations(ObservationBuffer):
         step = progress.number_of(plan.optimizer)
         for part in plan.parts:
             observations, summaries, _ = self._of_step(plan.optimizer, step)
-            plan.write(part, tensors, addresses, summaries, self._summaries)
+            places = plan.write(part, tensors, addresses, summaries, self._summaries)
             order = progress.next_orders(part.count)
             observations.extend(
-                part.columns_in(step=step, micro_step=progress.micro_step, evaluation=progress.evaluation, order=order)
+                part.columns_in(step=step, micro_step=progress.micro_step, evaluation=progress.evaluation, order=order),
+                places,
             )
             self._bytes += ROW_BYTES * part.count
             if self._is_full:
