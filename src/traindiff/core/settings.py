@@ -177,8 +177,8 @@ class RecordSettings:
         group=_RECORDED, help="Copy tensors of other devices to the CPU and summarize them there.",
     )  # fmt: skip
     compact: int | None = _setting(
-        None, checks.checked_compact, in_json=None, metavar="N", group=_KEPT,
-        help="Merge ranks beside the training, and keep every N-th step rank by rank (0: none).",
+        None, checks.checked_compact, in_json=None, metavar="all|N", group=_KEPT,
+        help="Merge ranks beside the training: of all steps, or keep every N-th step rank by rank.",
     )  # fmt: skip
     per_node: bool = _setting(
         default=False, check=partial(checks.checked_flag, "per_node"), in_json=None,
