@@ -123,7 +123,7 @@ class RecordSettings:
     )  # fmt: skip
     detail: frozenset[str] = _setting(
         "summary", checks.checked_detail, listed(TEXT), to_json=lambda names: [one for one in DETAILS if one in names],
-        metavar="A,B", group=_KEPT, help="What to keep of a tensor: summary, exponents, signs, tensors.",
+        metavar="A,B", group=_KEPT, help="What to keep of a tensor: summary, exponents, signs, md5, tensors.",
     )  # fmt: skip
     bounds: tuple[float, ...] = _setting(
         (), checks.checked_bounds, listed(NUMBER), to_json=list,
