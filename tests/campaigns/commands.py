@@ -19,7 +19,7 @@ from traindiff.cli import main
 from traindiff.errors import TraindiffError
 
 _RIGHT = (0, 1, 2, 3)
-"""Exit codes that docs/cli.md has."""
+"""Exit codes that docs/json.md has."""
 
 
 class WrongExitError(Exception):

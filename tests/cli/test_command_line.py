@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 import traindiff
 from tests.cli.conftest import GOLDEN
-from traindiff.cli.app import MODULES
+from traindiff.cli.app import MODULES, ScriptReady
 from traindiff.cli.commands import app
 from traindiff.core.settings import SETTINGS
 
@@ -85,6 +86,19 @@ def test_run_has_an_option_for_every_setting_of_record_but_shards() -> None:
     assert options - {"help", "output", "overwrite", "show-settings"} == {
         name.replace("_", "-") for name in SETTINGS
     } - {"shards"}
+
+
+@pytest.mark.parametrize(("written", "distance"), [(("--compact", "all"), 0), (("--compact", "100"), 100), ((), None)])
+def test_run_merges_the_ranks_of_all_steps_or_keeps_some(
+    written: tuple[str, ...], distance: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").touch()
+    arguments = ["run", "-o", str(tmp_path / "run"), *written, str(tmp_path / "train.py")]
+
+    with pytest.raises(ScriptReady) as ready:
+        get_command(app).main(arguments, standalone_mode=False)
+
+    assert ready.value.settings["settings"].compact == distance
 
 
 def test_each_command_is_declared_by_the_module_that_is_imported_for_it() -> None:

@@ -60,6 +60,14 @@ def test_ranks_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     assert "Write 2, or 2:4" in found.stderr.replace("\n", " ").replace("│", "")
 
 
+@pytest.mark.parametrize("option", [("--baseline-engine", "ddp"), ("--baseline-compile",)])
+def test_there_is_no_trusted_training_to_set_up(option: tuple[str, ...], tmp_path: Path) -> None:
+    found = resume(tmp_path, "traindiff.run.demo.recipes:mlp", "--at", "2", *option)
+
+    assert found.exit_code == 2
+    assert f"No such option: {option[0]}" in found.stderr
+
+
 def test_a_training_with_too_few_batches_says_so(tmp_path: Path) -> None:
     found = resume(tmp_path, "traindiff.run.demo.recipes:mlp", "--at", "99")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 from tests.cli.conftest import GOLDEN
 from traindiff.cli.commands import app
+from traindiff.cli.settings_file import NEVER
 
 BASELINE, AGAIN, CANDIDATE = (str(GOLDEN / name) for name in ("baseline", "again", "candidate"))
 
@@ -103,6 +105,27 @@ def test_everything_that_is_wrong_is_said_at_once_with_the_nearest_name() -> Non
         "traindiff.toml [compare] webhook\n    says what is written, sent or run.",
     ):
         assert part in said
+
+
+@pytest.mark.parametrize(
+    ("command", "setting"),
+    [("check", "alert = 'wandb=theirs'"), ("run", "compact = 100"), ("demo", "tour = true"), ("rerun", "memory = 900")],
+)
+@pytest.mark.parametrize("table", [True, False])
+def test_what_is_written_sent_or_run_is_not_set(command: str, setting: str, table: bool) -> None:
+    written(f"[{command}]\n{setting}" if table else setting)
+
+    code, out, said = called(command, "--show-settings")
+
+    assert (code, out) == (2, "")
+    assert "says what is written, sent or run. That is given on the command line only." in said
+
+
+def test_all_that_is_on_the_command_line_only_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "settings.md").read_text(encoding="utf-8")
+    listed = page.partition("given on the command line only:")[2].partition("\n\n`traindiff.record`")[0]
+
+    assert {*re.findall(r"`--([\w-]+)`", listed)} == NEVER
 
 
 def test_an_option_of_several_meanings_needs_the_table_of_a_command() -> None:

@@ -61,6 +61,7 @@ for title, arguments in {
     "bounds for a script that are none": ("run", "--bounds", "small", "train.py"),
     "a batch axis for a script that is none": ("run", "--batch-axis", "encoder=first", "train.py"),
     "ranks of a script that are none": ("run", "--ranks", "all", "train.py"),
+    "steps of a script that are kept rank by rank, and are none": ("run", "--compact", "0", "train.py"),
 }.items():
 
     def _provoke(here: Path, patched: pytest.MonkeyPatch, arguments: tuple[str, ...] = arguments) -> str:

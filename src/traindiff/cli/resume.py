@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ import typer
 from traindiff.cli.app import app, messages, results, says_what_is_wrong
 from traindiff.cli.options import RUNS, SHOWN, JsonOption, SeedOption, TimeoutOption, TopOption
 from traindiff.cli.setup_options import (
+    OF_BASELINE,
     OTHER_SPELLINGS,
     BatchesOption,
     SetupOptions,
@@ -55,7 +57,7 @@ def print_resumed(
 
 @app.command(context_settings=OTHER_SPELLINGS, short_help="Save, load in a fresh process, train on: is it the same?")
 @says_what_is_wrong
-@with_setup_options
+@partial(with_setup_options, without=OF_BASELINE)
 def resume(
     recipe: Annotated[
         str,

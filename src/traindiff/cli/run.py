@@ -16,7 +16,7 @@ from traindiff.core.settings import SETTINGS, record_settings, with_parameters
 from traindiff.errors import ConfigError, Problem
 
 _TYPES: dict[str, Any] = {
-    "select": list[str] | None, "operators": list[str] | None, "batch_axis": list[str] | None, "compact": int | None,
+    "select": list[str] | None, "operators": list[str] | None, "batch_axis": list[str] | None, "compact": str | None,
 }  # fmt: skip
 """Types of the options that are neither numbers nor flags by their defaults, nor texts."""
 
@@ -102,6 +102,17 @@ def _bounds(value: str) -> list[float]:
         raise ConfigError("run", [problem], consequence="nothing was run") from None
 
 
+def _compact(value: str) -> bool | int:
+    """True if the ranks of all steps are merged, or the distance of the steps that are kept rank by rank."""
+    if value == "all":
+        return True
+    if value.isdecimal() and int(value) >= 1:
+        return int(value)
+    what = "must be all, or a whole number of steps, at least 1."
+    fix = "Write --compact all to merge all steps, or --compact 100 to keep every hundredth step rank by rank."
+    raise ConfigError("run", [Problem(where=f"--compact {value}", what=what, fix=fix)], consequence="nothing was run")
+
+
 _AXIS = re.compile(r"(?:(?P<site>.+)=)?\s*(?:(?P<axis>-?[0-9]{1,3})|(?P<none>none))\s*", re.IGNORECASE)
 
 
@@ -121,9 +132,9 @@ def _batch_axis(values: Sequence[str]) -> dict[str, int | None]:
 
 _READERS: dict[str, Callable[[str], Any]] = {
     "observe": _listed, "detail": lambda value: _listed(value) or "summary", "ranks": _ranks, "bounds": _bounds,
-    "batch_axis": _batch_axis,
+    "batch_axis": _batch_axis, "compact": _compact,
 }  # fmt: skip
-"""Readers of lists that are written as one text."""
+"""Readers of what is written as a text, and is none."""
 
 
 def _of_options(error: ConfigError) -> ConfigError:

@@ -27,10 +27,13 @@ MOST_BYTES = 1 << 18
 """Largest size of such a file."""
 
 NEVER = frozenset({
-    "output", "html", "png", "pictures", "propose", "junit", "webhook", "overwrite", "open", "fresh",
-    "candidate", "matrix", "run", "list", "show-settings", "help",
+    "output", "html", "png", "pictures", "propose", "junit", "webhook", "alert", "overwrite", "compact", "open",
+    "candidate", "matrix", "run", "fresh", "tour", "device", "seconds", "memory", "list", "show-settings", "help",
 })  # fmt: skip
-"""Options that are given on the command line only: what is written, sent or run."""
+"""Options that are given on the command line only: what is written, replaced, sent or run, and the limits of `rerun`.
+
+So is `-m`, like every option whose name is one letter.
+"""
 
 _PATHS = frozenset({"noise", "map", "accept", "config"})
 """Options that name files. In a file of settings, these are relative to its directory."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from functools import wraps
@@ -175,12 +175,17 @@ class SetupOptions:
         return given or STEPS_LIKE.get(self.like or "", STEPS)
 
 
-def with_setup_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The command with the options of `SetupOptions` in place of its parameter `options`."""
+OF_BASELINE = ("baseline_engine", "baseline_compile")
+"""The options that only a command with a trusted training has."""
+
+
+def with_setup_options(command: Callable[..., Any], *, without: Collection[str] = ()) -> Callable[..., Any]:
+    """The command with the options of `SetupOptions`, except those named, in place of its parameter `options`."""
     types = get_type_hints(SetupOptions, include_extras=True)
     options = [
         Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=types[one.name])
         for one in fields(SetupOptions)
+        if one.name not in without
     ]
     own = signature(command, eval_str=True)
     parameters: list[Parameter] = []

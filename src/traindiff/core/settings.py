@@ -123,7 +123,7 @@ class RecordSettings:
     )  # fmt: skip
     detail: frozenset[str] = _setting(
         "summary", checks.checked_detail, listed(TEXT), to_json=lambda names: [one for one in DETAILS if one in names],
-        metavar="A,B", group=_KEPT, help="What to keep of a tensor: summary, exponents, signs, tensors.",
+        metavar="A,B", group=_KEPT, help="What to keep of a tensor: summary, exponents, signs, md5, tensors.",
     )  # fmt: skip
     bounds: tuple[float, ...] = _setting(
         (), checks.checked_bounds, listed(NUMBER), to_json=list,
@@ -177,8 +177,8 @@ class RecordSettings:
         group=_RECORDED, help="Copy tensors of other devices to the CPU and summarize them there.",
     )  # fmt: skip
     compact: int | None = _setting(
-        None, checks.checked_compact, in_json=None, metavar="N", group=_KEPT,
-        help="Merge ranks beside the training, and keep every N-th step rank by rank (0: none).",
+        None, checks.checked_compact, in_json=None, metavar="all|N", group=_KEPT,
+        help="Merge ranks beside the training: of all steps, or keep every N-th step rank by rank.",
     )  # fmt: skip
     per_node: bool = _setting(
         default=False, check=partial(checks.checked_flag, "per_node"), in_json=None,

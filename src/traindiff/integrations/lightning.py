@@ -69,8 +69,11 @@ def training(trainer: Any, module: Any, *data: Any) -> Training:
     """A training whose steps, saving and loading are those of Lightning's `Trainer`, for `traindiff resume`.
 
     ```python
+    from traindiff.integrations.lightning import training
+
+
     def recipe():
-        return traindiff.integrations.lightning.training(Trainer(max_steps=100), module, loader)
+        return training(Trainer(max_steps=100), module, loader)
     ```
 
     `max_steps`, or the epochs, must reach further than the steps that are tested. It is saved by

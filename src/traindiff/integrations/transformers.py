@@ -61,8 +61,11 @@ def training(trainer: Any) -> Training:
     """A training whose steps, saving and loading are those of a `Trainer`, for the recipe of `traindiff resume`.
 
     ```python
+    from traindiff.integrations.transformers import training
+
+
     def recipe():
-        return traindiff.integrations.transformers.training(Trainer(model, args, train_dataset=data))
+        return training(Trainer(model, args, train_dataset=data))
     ```
 
     `max_steps`, or the epochs, must reach further than the steps that are tested. The trainer saves with its own

@@ -11,8 +11,8 @@ import pytest
 
 from tests.analyse.compact.made_up_ranks import Change, on_rank, record_ranks
 from tests.compacted import assert_the_same_is_said, comparison_of, verdict_of
-from tests.made_up import record
-from traindiff.analyse.compact.compacting import ASKED, INCOMPLETE, compact
+from tests.made_up import Step, record
+from traindiff.analyse.compact.compacting import ASKED, INCOMPLETE, NOT_CALLED, compact
 from traindiff.analyse.compact.pruning import prune
 from traindiff.analyse.compare import compare
 from traindiff.errors import ConfigError, CorruptRecordingError, RecordingError
@@ -154,6 +154,18 @@ def test_a_recording_of_one_rank_is_compacted_too(tmp_path: Path) -> None:
 
     assert verdict_of(tmp_path / "compact") == verdict_of(path)
     assert compare(path, tmp_path / "compact").verdict == "identical"
+
+
+def test_a_step_that_the_run_did_not_finish_is_told_apart_from_ranks_that_end(tmp_path: Path) -> None:
+    def unfinished(step: int, sites: Step) -> None:
+        for site in [site for site in sites if step == 3 and site[0] in ("grad", "optimizer", "param")]:
+            del sites[site]
+
+    path = record(tmp_path / "run", unfinished, steps=4)
+    made = compact(path, tmp_path / "compact")
+
+    assert made.whole == {NOT_CALLED: 1}
+    assert verdict_of(tmp_path / "compact") == verdict_of(path)
 
 
 def test_nothing_is_written_where_something_is(tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ def default_output(recording: str) -> str:
 
 ASKED = "asked for with --whole-every"
 INCOMPLETE = "some ranks lack the step, or end in it or before it"
+NOT_CALLED = "the recording ended before the optimizer was called in it"
 
 
 def compact(
@@ -265,8 +266,9 @@ class _Compacting:
         if self._whole_every is not None and found.step % self._whole_every == 0:
             return ASKED
         self._see_endings()
-        ends = self._tail is not None and found.step >= self._tail
-        return INCOMPLETE if ends or not finished or found.ranks < len(self._run.ranks) else found.reason
+        if found.ranks < len(self._run.ranks) or (self._tail is not None and found.step >= self._tail):
+            return INCOMPLETE
+        return found.reason if finished else NOT_CALLED
 
     def _of_rank(self, rank: int) -> RecordingWriter:
         """The writer of a rank's own stream."""

@@ -32,7 +32,10 @@ def formula(kind: type, *, whole: bool = False) -> Callable[[Function], Function
     """Declare how an optimizer of your own changes a parameter, so that recordings judge its updates.
 
     ```python
-    @traindiff.testing.formula(Lion)
+    from traindiff.testing import formula
+
+
+    @formula(Lion)
     def lion(parameter, gradient, state, settings):
         beta1, beta2 = settings["betas"]
         direction = beta1 * state.get("exp_avg", 0.0) + (1 - beta1) * gradient

@@ -41,8 +41,9 @@ def record(
     ```
 
     The training computes the same bits with and without it. Each step is on disk when
-    `optimizer.step()` returns. An error inside traindiff disables the part in which it happened, is
-    written into the recording, warns once, and the training goes on.
+    `optimizer.step()` returns, unless the file system is slow or a GPU is still computing summaries: then a run that
+    is killed may lose its last three steps. At a URL, it may lose those of its last second. An error inside traindiff
+    disables the part in which it happened, is written into the recording, warns once, and the training goes on.
 
     Args:
         path: Directory to write: a local path or any fsspec URL. After torchrun has restarted the ranks,
@@ -69,7 +70,7 @@ def record(
             at most 64 MiB more, and takes as long as summarizing four tensors of these elements. See
             `traindiff explain replay`.
         select: Globs over canonical paths of modules and parameters, e.g. `"transformer.h.3.*"`.
-        detail: What is kept of a tensor, one or several of `summary` (always; 1.2 kilobytes),
+        detail: What is kept of a tensor, one or several of `summary` (always; 1.1 kilobytes),
             `exponents` (a histogram of binary exponents; 2.5 kilobytes), `signs` (one bit per element, and
             one more where there are zeros or NaN), `md5` (of the elements' bytes) and `tensors` (everything). Choose
             steps with the last three: they write a file per tensor.
