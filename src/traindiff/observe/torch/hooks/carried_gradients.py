@@ -14,6 +14,7 @@ from traindiff.core.torch_compat.execution import is_capturing, version_of
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.nested import as_tensor
 from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
+from traindiff.observe.torch.hooks.swapped_tensors import HoldsTensors
 
 _Held: TypeAlias = tuple[Tensor, ReferenceType[Tensor], int]
 """A parameter, its gradient, and the gradient's version."""
@@ -67,7 +68,7 @@ class _Tap:
                 )
 
 
-class CarriedGradients:
+class CarriedGradients(HoldsTensors):
     """The gradients of one optimizer, from one step of it to the next.
 
     A gradient is carried into a step if a backward pass adds to the tensor that the step before read, nobody wrote to
@@ -79,6 +80,7 @@ class CarriedGradients:
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__()
         self._held: list[_Held] = [
             (parameter, ref(gradient), _version_of(gradient))
             for parameter in parameters
@@ -86,6 +88,10 @@ class CarriedGradients:
         ]
         self._added: set[int] = set()  # ids of parameters to whose gradients a backward pass has added
         self._num_backward = 0
+
+    def forget_tensors(self) -> None:
+        """See `HoldsTensors`."""
+        self._held.clear()
 
     def before_backward(self) -> None:
         """Drop the gradients that were replaced, or written to, since the latest step or backward pass."""

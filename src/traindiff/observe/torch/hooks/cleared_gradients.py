@@ -15,6 +15,7 @@ from traindiff.observe.torch.hooks.carried_gradients import has_numbers, local_p
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.nested import as_tensor
 from traindiff.observe.torch.hooks.step_tensors import main_gradient
+from traindiff.observe.torch.hooks.swapped_tensors import HoldsTensors
 
 _MOST_HELD = 8
 """Parameters of an optimizer whose gradients are followed, spread over all that it holds."""
@@ -62,7 +63,7 @@ class _Pass:
         return all(one.is_cleared for of_optimizer in self.seen.values() for one in of_optimizer)
 
 
-class _Tap:
+class _Tap(HoldsTensors):
     """The backward passes since the latest step.
 
     A pass is cleared if all gradients that it wrote are None or zeros when the next pass begins, and no optimizer has
@@ -71,6 +72,7 @@ class _Tap:
     """
 
     def __init__(self, context: TapContext) -> None:
+        super().__init__()
         self._context = context
         self._passes: list[_Pass] = []
         self._before: dict[str, list[tuple[Tensor, Tensor | None, int]]] = {}
@@ -104,6 +106,10 @@ class _Tap:
         if found.seen:  # what a pass adds to is cleared together with it
             self._passes = [one for one in self._passes if not one.seen.keys() <= found.seen.keys()]
             self._passes.append(found)
+
+    def forget_tensors(self) -> None:
+        """See `HoldsTensors`."""
+        self._passes.clear()
 
     def after_call(self, name: str) -> None:
         """Forget the passes whose gradients a step may have read."""

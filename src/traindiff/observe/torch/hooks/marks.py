@@ -20,6 +20,7 @@ from traindiff.core.shards import Piece
 from traindiff.core.torch_compat.alike import looks_like
 from traindiff.core.torch_compat.execution import version_of
 from traindiff.observe.common.sink import Sink
+from traindiff.observe.torch.hooks.swapped_tensors import HoldsTensors
 
 _LANES = 64
 _SHORT_BYTES = 4096
@@ -149,10 +150,11 @@ class _Held(NamedTuple):
     version: int
 
 
-class Marks:
+class Marks(HoldsTensors):
     """Marks of tensors as the latest step of an optimizer left them: parameters, or a state of theirs."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._held: list[_Held] = []
         self._together: Together | None = None
         self._of_together: list[tuple[ReferenceType[Tensor], Sequence[Piece]]] = []
@@ -192,6 +194,11 @@ class Marks:
     def forget(self) -> None:
         """Forget all marks: a step is about to change the parameters."""
         self._held, self._marked = [], []
+
+    def forget_tensors(self) -> None:
+        """See `HoldsTensors`."""
+        self.forget()
+        self._of_together = []
 
     def edited(self) -> Sequence[Edit]:
         """The tensors that got other bits since they were marked. They are marked again.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from weakref import ReferenceType, ref
 
@@ -15,6 +15,7 @@ from traindiff.observe.torch.hooks.context import TapContext, emit_pieces
 from traindiff.observe.torch.hooks.marks import Edit, emit_bit, mark_of
 from traindiff.observe.torch.hooks.nested import as_tensor
 from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
+from traindiff.observe.torch.hooks.swapped_tensors import HoldsTensors
 
 
 def attach(context: TapContext) -> None:
@@ -41,7 +42,7 @@ def master_weights(parameter: Tensor) -> Tensor | None:
     return master if master.shape == parameter.shape and master.dtype != parameter.dtype else None
 
 
-class ModelStateTap:
+class ModelStateTap(HoldsTensors):
     """Summarizes what no optimizer tap sees: initial and frozen parameters, and buffers.
 
     Parameters are recorded before the first step, and before each recorded step whose predecessor was not recorded,
@@ -62,13 +63,14 @@ class ModelStateTap:
     """
 
     def __init__(self, context: TapContext) -> None:
+        super().__init__()
         self._context = context
         self._sink = context.sink
         self._seen: dict[str, tuple[ReferenceType[Tensor], int]] = {}
         self._recorded_step = -2
         self._found_by: dict[str, int] = {}  # by path: the step of its optimizer before which it was last recorded
         self._looked_after = 0  # steps of optimizers
-        self._tensors: dict[str, ReferenceType[Tensor]] = {}
+        self._tensors: dict[str, Callable[[], Tensor | None]] = {}
         self._unheld: dict[str, Mark] = {}  # by path: parameters that no optimizer holds, as they were last recorded
         self._looked_before = -1  # the step before which they were last looked at
         self._training = {path: module.training for path, module in context.targets.modules.items()}
@@ -117,6 +119,11 @@ class ModelStateTap:
                         self._sink, parameter, [piece], phase="param", slot="value", stage=BEFORE,
                         optimizer=None if number == progress.step else name,
                     )  # fmt: skip
+
+    def forget_tensors(self) -> None:
+        """See `HoldsTensors`: other tensors take the place of all parameters."""
+        self._seen.clear()
+        self._tensors = dict.fromkeys(self._tensors, _gone)
 
     def before_forward(self) -> None:
         """Record which parameters were edited since an optimizer stepped, and which modules are in training mode.
@@ -217,6 +224,10 @@ class ModelStateTap:
     def _is_new(self, path: str, buffer: Tensor) -> bool:
         before, version = self._seen.get(path, (None, 0))
         return before is None or before() is not buffer or version != version_of(buffer)
+
+
+def _gone() -> None:
+    """In place of a weak reference to a tensor that is gone."""
 
 
 Mark = tuple[int, int, bytes | None]

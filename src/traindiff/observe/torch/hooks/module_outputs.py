@@ -26,6 +26,7 @@ from traindiff.observe.torch.hooks.followed_modules import (
 )
 from traindiff.observe.torch.hooks.gradient_paths import GradientPaths
 from traindiff.observe.torch.hooks.nested import tensors
+from traindiff.observe.torch.hooks.swapped_tensors import HoldsTensors
 
 COMPILED = (
     f"{NOT_CALLED}, although the root ran and torch.compile was in use: the module was called in compiled "
@@ -112,7 +113,7 @@ class _ModuleOutputs:
             self._silent.heard(path, compiled=True)
 
 
-class SilentModules:
+class SilentModules(HoldsTensors):
     """Records, once, which of the observed modules returned nothing in a step that was recorded.
 
     A module that was merely not called is not worth telling of. Without compiled code, silence means just that. With
@@ -129,6 +130,7 @@ class SilentModules:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], sink: Sink) -> None:
+        super().__init__()
         self._sink = sink
         self._modules = modules
         self._callable = {path: module for path, module in modules.items() if has_forward(module)}
@@ -137,7 +139,8 @@ class SilentModules:
         self._heard: set[str] = set()
         self._now: set[str] = set()
         self._beside_roots: set[str] = set()
-        self._left: dict[int, tuple[ReferenceType[Tensor], int]] = {}  # by id of the parameter: its latest gradient
+        # By id of the parameter: its latest gradient. None if that is not known.
+        self._left: dict[int, tuple[ReferenceType[Tensor], int]] | None = {}
 
     def heard(self, path: str, *, compiled: bool, beside_roots: bool = False) -> None:
         """Note that the module at `path` returned something: in compiled code, or outside all forward passes."""
@@ -172,15 +175,19 @@ class SilentModules:
         """Note the gradients that a step leaves, if the next one is recorded."""
         if optimizer != self._sink.progress.optimizer:
             return
-        self._left.clear()
+        left = self._left = dict[int, tuple[ReferenceType[Tensor], int]]()
         for module in self._modules.values():
             for parameter in parameters_of(module).values():
                 if parameter is not None and (gradient := parameter.grad) is not None:
-                    self._left[id(parameter)] = ref(gradient), version_of(gradient)
+                    left[id(parameter)] = ref(gradient), version_of(gradient)
+
+    def forget_tensors(self) -> None:
+        """See `HoldsTensors`."""
+        self._left = None
 
     def _has_new_gradient(self, parameter: Tensor) -> bool:
         """True if a gradient is there that the step before has not left."""
-        if (gradient := parameter.grad) is None:
+        if (gradient := parameter.grad) is None or self._left is None:
             return False
         before, version = self._left.get(id(parameter), (None, 0))
         return before is None or before() is not gradient or version_of(gradient) != version

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from traindiff.core.torch_compat.execution import version_of
+from traindiff.observe.torch.hooks.swapped_tensors import HoldsTensors
 from traindiff.observe.torch.nonfinite import origin
 from traindiff.observe.torch.nonfinite.calls import Arguments, Call
 from traindiff.observe.torch.nonfinite.context import WatchContext
@@ -27,7 +28,7 @@ _IN_FLIGHT = 8
 Gradients = dict[str, Tensor]
 
 
-class ModuleGradients:
+class ModuleGradients(HoldsTensors):
     """The frames of the backward pass: gradients of outputs, and of inputs.
 
     Args:
@@ -35,6 +36,7 @@ class ModuleGradients:
     """
 
     def __init__(self, context: WatchContext) -> None:
+        super().__init__()
         self._progress = context.progress
         self._reader = context.reader
         self._judging = context.judging
@@ -44,6 +46,10 @@ class ModuleGradients:
         self._kept: list[Arguments | None] = []
         self._made: dict[int, tuple[ReferenceType[Tensor], int, Call, str]] = {}
         self._in_flight: dict[Call, tuple[Arguments | None, Gradients]] = {}
+
+    def forget_tensors(self) -> None:
+        """See `HoldsTensors`."""
+        self._made.clear()
 
     def take(self, call: Call, slot: str, tensor: Tensor) -> None:
         """Note whose output a module takes; what is nobody's has its gradient followed here."""

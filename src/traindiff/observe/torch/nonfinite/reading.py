@@ -16,6 +16,7 @@ from traindiff.core.kernels.extent import Extent, extent, stored_values
 from traindiff.core.torch_compat.execution import version_of
 from traindiff.core.torch_compat.training import arrived, has_arrived, is_asynchronous
 from traindiff.errors import UnsupportedTensorError
+from traindiff.observe.torch.hooks.swapped_tensors import HoldsTensors
 
 
 class Reading:
@@ -55,7 +56,7 @@ class Reading:
         return self.is_non_finite and self.extent is not None and math.isnan(self.extent.largest)
 
 
-class Reader:
+class Reader(HoldsTensors):
     """Reads tensors.
 
     Args:
@@ -64,6 +65,7 @@ class Reader:
     """
 
     def __init__(self, at_once: frozenset[str] = frozenset({"cpu"})) -> None:
+        super().__init__()
         self._at_once = at_once
         self._known: dict[int, tuple[ReferenceType[Tensor], int, Reading]] = {}
         self._running: list[tuple[Reading, _Bounds, int]] = []
@@ -97,6 +99,10 @@ class Reader:
         except (RuntimeError, TypeError, NotImplementedError) as error:
             reading.reason = f"its elements cannot be read: {str(error).partition(chr(10))[0]}"
         return reading
+
+    def forget_tensors(self) -> None:
+        """See `HoldsTensors`."""
+        self._known.clear()
 
     def forget(self) -> None:
         """Read everything again that is seen from now on."""

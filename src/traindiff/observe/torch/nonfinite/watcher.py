@@ -22,6 +22,7 @@ from traindiff.core.site import ROOT
 from traindiff.errors import ConfigError, NonFiniteError, Problem, StoppedError, TraindiffWarning
 from traindiff.observe.common.circumstances import close_at_exit
 from traindiff.observe.common.progress import Progress
+from traindiff.observe.torch.hooks import swapped_tensors
 from traindiff.observe.torch.hooks.loss_scale import tap_loss_scaler
 from traindiff.observe.torch.hooks.out_of_sight import in_sight, out_of_sight
 from traindiff.observe.torch.nonfinite.context import WatchContext
@@ -113,6 +114,7 @@ class Watcher:
             )  # fmt: skip
             undo.callback(self._attachment.close)
             undo.enter_context(self._calls.attach())
+            undo.enter_context(swapped_tensors.attach(self))
             undo.enter_context(tap_loss_scaler(self._parts.scaler_listener()))
             for root in targets.roots:
                 _watched.add(root)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from traindiff.core.torch_compat.execution import version_of
 from traindiff.observe.torch.hooks.marks import flipped_bit, mark_of
+from traindiff.observe.torch.hooks.swapped_tensors import HoldsTensors
 
 _LEAST = 16
 """Elements other than zero below which a change of one bit may be something else, such as a scalar that is halved."""
@@ -41,7 +42,7 @@ class _Marked(NamedTuple):
     is_output: bool
 
 
-class Memory:
+class Memory(HoldsTensors):
     """Marks of tensors by where they lie.
 
     Only a change of a single bit counts, of a tensor whose counter of writes stands still. So whatever else writes to
@@ -49,6 +50,7 @@ class Memory:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._marked: dict[tuple[object, ...], _Marked] = {}
 
     def take(self, tensors: Iterable[Tensor], maker: object) -> None:
@@ -76,6 +78,10 @@ class Memory:
         for marked in list(self._marked.values()):
             if (tensor := marked.tensor()) is not None:
                 yield from self.read([tensor], marked.maker)
+
+    def forget_tensors(self) -> None:
+        """See `HoldsTensors`."""
+        self.clear()
 
     def clear(self) -> None:
         """Forget all: the step has ended."""

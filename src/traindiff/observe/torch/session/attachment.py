@@ -22,6 +22,7 @@ from traindiff.errors import TraindiffWarning, level_of_caller
 from traindiff.observe.common.batch_axis import BatchAxis
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.common.user_input import is_selected
+from traindiff.observe.torch.hooks import swapped_tensors
 from traindiff.observe.torch.hooks.compiled import trace_hooks
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.followed_modules import takes_hooks
@@ -111,6 +112,7 @@ class Attachment:
             upkeep.attach()
             self.optimizers.attach()  # whose steps are to be known before the rest is looked at
             undo.enter_context(trace_hooks())
+            undo.enter_context(swapped_tensors.attach(self))
             undo.enter_context(leave_hooks_behind([*targets.root.modules(), *targets.optimizers.values()]))
             on_error.pop_all()
         report = partial(_report_unused, context.batch_axis, targets.layout)

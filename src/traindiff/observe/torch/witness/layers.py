@@ -23,6 +23,7 @@ from traindiff.core.torch_compat.execution import (
 )
 from traindiff.core.torch_compat.training import AnyBatchNorm, AnyInstanceNorm, parameters_of
 from traindiff.core.witness import PROBES
+from traindiff.observe.torch.hooks.swapped_tensors import HoldsTensors
 from traindiff.observe.torch.session.targets import Targets
 from traindiff.observe.torch.sharding.distributed_tensor import is_distributed, region_of
 from traindiff.observe.torch.sharding.layout import Layout
@@ -67,7 +68,7 @@ class _Linear:
 
 
 @dataclass(slots=True)
-class Layers:
+class Layers(HoldsTensors):
     """Finds the uses of parameters in calls of modules.
 
     Args:
@@ -83,7 +84,14 @@ class Layers:
     _latest: tuple[ReferenceType[Tensor], int, Tensor, Tensor] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        HoldsTensors.__init__(self)  # there is no `super()` in a class with slots
         self._flat = {member.path: one.tensor for one in self.targets.layout.flat for member in one.members}
+
+    def forget_tensors(self) -> None:
+        """See `HoldsTensors`."""
+        self._places.clear()
+        self._linears.clear()
+        self._latest = None
 
     def uses(
         self, path: str, module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any], output: Tensor
