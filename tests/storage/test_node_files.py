@@ -19,8 +19,10 @@ import traindiff
 from tests.observe.sharding.training import Model, train
 from tests.on_ranks import RanksError, run_on_ranks
 from traindiff.errors import ConfigError, CorruptRecordingError
-from traindiff.storage import open_recording
+from traindiff.storage import node_writer, open_recording
 from traindiff.storage.following import Follower
+from traindiff.storage.node_files import NodeFiles
+from traindiff.storage.written_files import UnbufferedFile
 
 
 def in_ddp(model: Model) -> nn.Module:
@@ -229,3 +231,16 @@ def test_a_file_that_was_cut_off_has_the_steps_before(tmp_path: Path, kept: floa
     recording = open_recording(str(tmp_path / "run"))
     assert len(list(recording.steps(0))) < whole
     assert recording.status(0).ending != "closed"
+
+
+def test_a_file_ends_before_it_holds_more_than_readers_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_writer, "MOST_FRAMES", node_writer._ENDINGS + 3)
+    path = tmp_path / "node-00000.frames"
+    with UnbufferedFile(str(path), "xb") as file:
+        server = node_writer._Server(file, str(path))
+        for number in range(3):
+            server._write(f"rank-00000/observations-{number:015d}-{number:010d}.segment", b"step")
+        with pytest.raises(OSError, match=r"holds 3 steps of its ranks.*every="):
+            server._write("rank-00000/observations-000000000000003-0000000003.segment", b"step")
+        server._write("rank-00000/rank.json", b"{}")
+    assert len(NodeFiles(str(tmp_path)).ls(str(tmp_path / "rank-00000"))) == 4

@@ -33,7 +33,9 @@ _NAME = re.compile(
 
 _MOST_NAME_BYTES = 512
 _MOST_HEAD_BYTES = _HEAD.size + _MOST_NAME_BYTES + _CHECK.size
-_MOST_FRAMES = 1 << 20
+MOST_FRAMES = 1 << 20
+"""Limit for the frames of a file. A writer ends a recording before, so that what it wrote can be read."""
+
 _AT_ONCE = 1 << 16
 
 
@@ -107,8 +109,8 @@ class _Node:
         if not _NAME.fullmatch(name) or any(not one.strip(b".") for one in name.split(b"/")):
             raise self._damaged(f"a frame has the name {printable(name.decode(errors='replace'))[:80]!r}")
         self._num_frames += 1
-        if self._num_frames > _MOST_FRAMES:
-            raise self._damaged(f"it has more than {_MOST_FRAMES} frames")
+        if self._num_frames > MOST_FRAMES:
+            raise self._damaged(f"it has more than {MOST_FRAMES} frames")
         return name.decode(), _Frame(self._name, first, count)
 
     def _damaged(self, what: str) -> Exception:

@@ -21,8 +21,9 @@ from collections import Counter
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from traindiff.storage.gap import GAP_FILE
 from traindiff.storage.location import RecordingLock, node_name, release_in_forks, segment_name
-from traindiff.storage.node_files import NodeFiles, frame
+from traindiff.storage.node_files import MOST_FRAMES, NodeFiles, frame
 from traindiff.storage.written_files import Lost, UnbufferedFile, WrittenFiles, write_all
 
 START_SECONDS = 60.0
@@ -38,6 +39,9 @@ _begun: Counter[str] = Counter()  # recordings of this process, by file
 _COUNT = struct.Struct("<I")
 _SIZES = struct.Struct("<HQ")
 _OF_ANOTHER = "another recording"
+_ENDINGS = 1 << 12
+"""Frames that are kept free for what ranks write when they end."""
+
 _PROGRAM = "import sys; from traindiff.storage.node_writer import main; main(*sys.argv[1:])"
 _processes: list[subprocess.Popen[bytes]] = []
 
@@ -273,6 +277,7 @@ class _Server:
         self._one = threading.Lock()
         self._connections = 0
         self._ranks: set[bytes] = set()
+        self._num_frames = 0
         self.has_retired = False
         self._gone = time.monotonic() + START_SECONDS
 
@@ -344,6 +349,12 @@ class _Server:
 
     def _write(self, name: str, content: bytes) -> None:
         """Write one frame, or nothing of it: others follow it."""
+        if self._num_frames >= MOST_FRAMES - _ENDINGS and not name.endswith(("/rank.json", GAP_FILE)):
+            raise OSError(
+                f"the file of the node holds {self._num_frames:,} steps of its ranks, and readers take no more: record "
+                "fewer steps (every=...), or leave out per_node"
+            )
+        self._num_frames += 1
         end = self._file.seek(0, os.SEEK_END)
         try:
             for part in frame(name, content):
