@@ -19,9 +19,6 @@ from traindiff.core.kernels.reference import BLOCK
 from traindiff.core.shards import BUCKETS
 from traindiff.core.summary import SKETCH_SIZE, SUMMARY
 
-CHUNK = 32 * BLOCK
-"""Elements that are read from memory once and then stay in the first-level cache: 8 kB of float32."""
-
 Add = Callable[[int, int, int, int, int, int, int, int, int, int], None]
 """`add(x, runs, length, x_step, index, index_step, columns, row_block, column_block, state)`: accumulate `runs` runs of
 `length` contiguous elements. Run r begins `r * x_step` elements after `x`, at global index `index + r * index_step`."""
@@ -146,8 +143,8 @@ def _add_function(module: ir.Module, dtype: FloatDtype | IntegerDtype) -> ir.Fun
             code.store(usual, zero)
             code.call(elements, x, zero, head, start, state)
             code.call(profiles, x, zero, head, state, *grid)
-            with code.loop(head, body, CHUNK) as first:
-                end = first + CHUNK
+            with code.loop(head, body, totals.CHUNK) as first:
+                end = first + totals.CHUNK
                 stop = (end < body).choose(end, body)
                 code.call(blocks, x, first, stop, (start + first) >> 6, state)
                 code.call(profiles, x, first, stop, state, *grid)
