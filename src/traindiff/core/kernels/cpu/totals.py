@@ -18,7 +18,6 @@ from traindiff.core.kernels.cpu.layout import COUNTS, FIELDS, FloatDtype, Intege
 from traindiff.core.kernels.cpu.values import F64, I64, LANES, Value, vector
 from traindiff.core.kernels.reference import BLOCK
 
-
 CHUNK = 32 * BLOCK
 """Elements that are read from memory once and then stay in the first-level cache: 8 kB of float32."""
 
