@@ -22,6 +22,7 @@ CHUNK = 32 * BLOCK
 """Elements that are read from memory once and then stay in the first-level cache: 8 kB of float32."""
 
 _LINE_BITS = 512
+_SIGN_16 = 1 << 15
 
 
 def blocks_function(module: ir.Module, dtype: FloatDtype | IntegerDtype) -> ir.Function:
@@ -100,7 +101,8 @@ def _totals(code: Code, dtype: FloatDtype | IntegerDtype, *, wide: bool) -> _Flo
 class _Extremes:
     """Extremes and counts of floats, if all of them are normal numbers or zero.
 
-    Magnitudes are compared as the integers that have their bits, which are in the same order.
+    Magnitudes are compared as the integers that have their bits, which are in the same order. So are numbers of 16
+    bits, in lanes of 16 bits, by their rank: their bits, all inverted if the number is negative, else with a sign.
 
     Attributes:
         least: Least magnitude minus 1, so that zero becomes the largest of all.
@@ -110,24 +112,33 @@ class _Extremes:
     def __init__(self, code: Code, dtype: FloatDtype) -> None:
         self._code = code
         self._dtype = dtype
-        number, word = vector(dtype.number), vector(dtype.word)
-        self.minimum = code.variable(code.constant(number, float("inf")))
-        self.maximum = code.variable(code.constant(number, float("-inf")))
-        self.least = code.variable(code.constant(word, _all_ones(dtype.word.width)))
+        self._is_short = dtype.bits == 16
+        self._ones = _all_ones(dtype.bits)
+        word = vector(dtype.stored)
+        order = word if self._is_short else vector(dtype.number)
+        self.minimum = code.variable(code.constant(order, self._ones if self._is_short else float("inf")))
+        self.maximum = code.variable(code.constant(order, 0 if self._is_short else float("-inf")))
+        self.least = code.variable(code.constant(word, self._ones))
         self.greatest = code.variable(code.constant(word, 0))
         self.zero = code.variable(code.constant(word, 0))
         self.negative = code.variable(code.constant(word, 0))
 
     def add(self, raw: Value) -> None:
-        """Accumulate a vector. Counts of one chunk do not overflow 32-bit lanes."""
+        """Accumulate a vector. Counts of one chunk do not overflow 16-bit lanes."""
         dtype = self._dtype
-        value, size = dtype.value(raw), raw.widened(dtype.word) & dtype.magnitude_mask
+        size = raw & dtype.magnitude_mask
+        if self._is_short:
+            value = raw ^ ((self._code.like(raw, 0) - (raw >> 15)) | _SIGN_16)
+            negative = value < _SIGN_16 - 1
+        else:
+            value = dtype.value(raw)
+            negative = value < 0.0
         self.minimum.value = value.smaller(self.minimum.value)
         self.maximum.value = value.larger(self.maximum.value)
         self.least.value = (size - 1).smaller(self.least.value)
         self.greatest.value = size.larger(self.greatest.value)
-        self.zero.value = self.zero.value - size.equals(0).sign_extended(dtype.word)
-        self.negative.value = self.negative.value - (value < 0.0).sign_extended(dtype.word)
+        self.zero.value = self.zero.value - size.equals(0).sign_extended(dtype.stored)
+        self.negative.value = self.negative.value - negative.sign_extended(dtype.stored)
 
     def are_usual(self) -> Value:
         """True if all elements are normal numbers or zero."""
@@ -141,16 +152,20 @@ class _Extremes:
             count = getattr(self, name).value.total().widened(I64)
             code.merge(FIELDS[name].pointer(code, state), count, Value.__add__)
         least = self.least.value
-        smallest = dtype.value((least + 1).narrowed(dtype.stored)).widened(F64)
-        smallest = least.equals(_all_ones(dtype.word.width)).choose(
-            code.constant(smallest.type, float("inf")), smallest
-        )
+        smallest = dtype.value(least + 1).widened(F64)
+        smallest = least.equals(self._ones).choose(code.constant(smallest.type, float("inf")), smallest)
         for name, value, combine in (
-            ("minimum", self.minimum.value.widened(F64), Value.smaller),
-            ("maximum", self.maximum.value.widened(F64), Value.larger),
+            ("minimum", self._number(self.minimum.value), Value.smaller),
+            ("maximum", self._number(self.maximum.value), Value.larger),
             ("smallest", smallest, Value.smaller),
         ):
             code.merge(FIELDS[name].pointer(code, state), value, combine)
+
+    def _number(self, ordered: Value) -> Value:
+        """A minimum or maximum in float64."""
+        if self._is_short:
+            ordered = self._dtype.value((ordered < _SIGN_16).choose(ordered ^ self._ones, ordered ^ _SIGN_16))
+        return ordered.widened(F64)
 
 
 class _Sums:
