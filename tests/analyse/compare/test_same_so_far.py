@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from torch import nn
 
 import traindiff
 from traindiff.analyse.compare import Comparison
+from traindiff.analyse.compare.incremental import RunningComparison
 from traindiff.analyse.compare.same_so_far import SameSoFar
+from traindiff.analyse.noise.run_floors import RunFloors
 
 STEPS = 12
 
@@ -38,16 +41,31 @@ def _recorded(path: Path, *, fault: str = "", at: int = 8) -> str:
 
 def _compared(baseline: str, candidate: str, monkeypatch: pytest.MonkeyPatch, *, wait: bool) -> tuple[Comparison, int]:
     """The comparison, and how many steps waited."""
-    waited = []
-    original = SameSoFar.waits
+    found, _, num_waited = _compared_with_floors(baseline, candidate, monkeypatch, wait=wait)
+    return found, num_waited
+
+
+def _compared_with_floors(
+    baseline: str, candidate: str, monkeypatch: pytest.MonkeyPatch, *, wait: bool, steps: str | None = None
+) -> tuple[Comparison, RunFloors, int]:
+    """The comparison, what floors of later steps would follow from, and how many steps waited."""
+    waited: list[bool] = []
+    judged: list[RunFloors] = []
+    original, result = SameSoFar.waits, RunningComparison.result
 
     def waits(self: SameSoFar, *given: object) -> bool:
         waited.append(wait and original(self, *given))  # type: ignore[arg-type]
         return waited[-1]
 
+    def seen(self: RunningComparison) -> Comparison:
+        found = result(self)
+        judged.append(self._judge.run)
+        return found
+
     with monkeypatch.context() as patched:
         patched.setattr(SameSoFar, "waits", waits)
-        return traindiff.compare(baseline, candidate), sum(waited)
+        patched.setattr(RunningComparison, "result", seen)
+        return traindiff.compare(baseline, candidate, steps=steps), judged[-1], sum(waited)
 
 
 @pytest.mark.parametrize("fault", ["", "gradient", "lost", "rate", "nan"])
@@ -98,6 +116,85 @@ def test_floors_near_a_minimum_know_the_steps_that_waited(tmp_path: Path, monkey
 
     assert found.verdict == "equivalent"
     assert num_waited > 40
+    assert found.to_json() == at_once.to_json()
+
+
+class _Recurrent(nn.Module):
+    def __init__(self, cell: type[nn.Module]) -> None:
+        super().__init__()
+        self.cell, self.out = cell(4, 8, batch_first=True), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.cell(x)[0][:, -1])
+
+
+def _linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Flatten(), nn.Linear(48, 2))
+
+
+def _trained(path: Path, model: nn.Module, between: Callable[[nn.Module, int], None], *, fault: bool) -> str:
+    torch.manual_seed(1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    with traindiff.record(path, model, optimizer):
+        for step in range(STEPS):
+            inputs, targets = torch.randn(4, 3, 4), torch.randn(4, 2)
+            for factor in (1.0, 100.0 * (step % 5 == 2) + 0.1):
+                output = model(inputs.to(next(model.parameters()).dtype)).float()
+                (factor * nn.functional.mse_loss(output, targets)).backward()
+            between(model, step)
+            if fault and step == 9:
+                for parameter in filter(lambda one: one.grad is not None, model.parameters()):
+                    parameter.grad.mul_(1.0 + 1e-6 * torch.randn(parameter.shape, dtype=parameter.dtype))
+            optimizer.step()
+            optimizer.zero_grad()
+    return str(path)
+
+
+def _scaled(model: nn.Module, _step: int) -> None:
+    for parameter in model.parameters():
+        parameter.grad.mul_(0.01)
+
+
+def _freezing(model: nn.Module, step: int) -> None:
+    model.cell.weight_hh_l0.requires_grad_(step < 3)
+
+
+def _beginning_at_zero(model: nn.Module, step: int) -> None:
+    if step < 4:
+        for parameter in model.parameters():
+            parameter.grad.zero_()
+
+
+def _as_it_is(model: nn.Module, step: int) -> None:
+    pass
+
+
+_TRAININGS = {
+    "LSTM": (lambda: _Recurrent(nn.LSTM), _as_it_is),
+    "GRU, gradients divided by hand": (lambda: _Recurrent(nn.GRU), _scaled),
+    "LSTM, a weight is frozen": (lambda: _Recurrent(nn.LSTM), _freezing),
+    "gradients that are zero at first": (_linear, _beginning_at_zero),
+}
+
+
+@pytest.mark.parametrize("training", _TRAININGS)
+def test_floors_know_as_much_of_steps_that_waited_as_of_others(
+    training: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, between = _TRAININGS[training]
+    torch.manual_seed(0)
+    baseline = _trained(tmp_path / "one", build(), between, fault=False)
+    torch.manual_seed(0)
+    candidate = _trained(tmp_path / "other", build(), between, fault=True)
+
+    found, floors, num_waited = _compared_with_floors(baseline, candidate, monkeypatch, wait=True)
+    at_once, expected, _ = _compared_with_floors(baseline, candidate, monkeypatch, wait=False)
+
+    assert num_waited > 1
+    for one in fields(RunFloors):
+        if one.name in ("judged_before", "unseen_steps"):
+            continue
+        assert repr(getattr(floors, one.name)) == repr(getattr(expected, one.name)), one.name
     assert found.to_json() == at_once.to_json()
 
 
