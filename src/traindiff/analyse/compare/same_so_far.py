@@ -37,6 +37,7 @@ class SameSoFar:
         self._lost: frozenset[SiteKey] = frozenset()  # sites that have no floor in the waiting step
         self._waiting: AlignedStep | RepeatedStep | None = None
         self._entries: Sequence[MergedSite] = ()  # of it
+        self._optimizer = ""  # of all these steps
         self._num_waiting = 0
 
     def waits(self, given: AlignedStep | RepeatedStep, baseline: RunStep) -> bool:
@@ -51,7 +52,9 @@ class SameSoFar:
             return False  # a site keeps the floor of the latest step in which it had one
         self._lost = lost
         if self._waiting is not None:  # floors know the steps before
-            self._judge.run.see_again(self._waiting.tables[0], self._entries)
+            run, before = self._judge.run, self._waiting
+            run.at(self._optimizer, before.step)
+            run.see_again(before.tables[0], self._entries)
         self._waiting, self._entries = given, entries
         self._num_waiting += 1
         return True
@@ -62,7 +65,7 @@ class SameSoFar:
         plain = self._is_plain(given, baseline) and judge.all_equal and not judge.findings
         undecided = judge.run.mixing or judge.run.loss.lacks_scale or any(map(self._is_undecided, given.pairs))
         self._layout = baseline.layout if plain and not undecided else None
-        self._sites = [one.key for one in _in_order(given)]
+        self._sites, self._optimizer = [one.key for one in _in_order(given)], baseline.optimizer
 
     def _in_order(self, given: AlignedStep | RepeatedStep, baseline: RunStep) -> list[MergedSite] | None:
         """The baseline's sites of a step, in execution order; None if it is not like the step that was judged last."""
