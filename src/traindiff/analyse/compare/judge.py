@@ -364,20 +364,21 @@ class BothRuns:
         for judge, table in zip(self._strict, tables, strict=False):
             judge.note_unknown(table)
         strict = [judge.step(table, step=step) for judge, table in zip(self._strict, tables, strict=False)]
-        lenient = [
-            {(one.kind, common(one.path)) for one in judge.step(table, step=step)}
-            | {(kind, common(path)) for kind, path in strictly.of_any_strictness}
-            for judge, strictly, table, common in zip(self._lenient, self._strict, tables, self._common, strict=False)
-        ]
+        lenient = [judge.step(table, step=step) for judge, table in zip(self._lenient, tables, strict=False)]
         if self._alike:
             strict, lenient = strict * 2, lenient * 2
+        # What is found strictly counts as well: a rule may explain away leniently what it finds strictly.
+        known = [
+            {(one.kind, common(path)) for one in (*own, *more) for path in (one.path, *one.evidence.get("paths", ()))}
+            for own, more, common in zip(strict, lenient, self._common, strict=True)
+        ]
         return [
             replace(
                 one, message=f"In the {RUNS[run]}, {_within(one.message)}", evidence={**one.evidence, "run": RUNS[run]}
             )
             for run in (0, 1)
             for one in strict[run]
-            if self._is_of_one_run(one, run, tables, lenient[1 - run])
+            if self._is_of_one_run(one, run, tables, known[1 - run])
         ]
 
     def learn(self, facts: RunFacts) -> None:
