@@ -23,6 +23,7 @@ def _recorded(path: Path, *, fault: str = "", at: int = 8) -> str:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    before = torch.zeros(16, 8)
     with traindiff.record(path, model, optimizer):
         for step in range(STEPS):
             outputs = model(torch.randn(16, 8))
@@ -30,6 +31,9 @@ def _recorded(path: Path, *, fault: str = "", at: int = 8) -> str:
             loss.backward()
             if fault == "gradient" and step == at:
                 model[0].weight.grad.mul_(1.5)
+            if fault == "late" and step == at:
+                model[0].weight.grad.copy_(before)
+            before = model[0].weight.grad.clone()
             if fault == "lost" and step >= at:
                 model[3].weight.grad.zero_()
             if fault == "rate" and step == at:
@@ -83,6 +87,20 @@ def test_what_is_said_does_not_depend_on_waiting(
     assert repr(replace(found, history=None)) == repr(replace(at_once, history=None))
     assert found.to_json() == at_once.to_json()
     assert (found.verdict == "identical") == (fault == "")
+
+
+def test_a_step_that_waits_comes_before_one_that_is_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = _recorded(tmp_path / "right"), _recorded(tmp_path / "wrong", fault="late")
+
+    found, _, num_waited = _compared_with_floors(*runs, monkeypatch, wait=True, steps="0-6,8")
+    at_once, *_ = _compared_with_floors(*runs, monkeypatch, wait=False, steps="0-6,8")
+
+    assert num_waited
+    assert found.first_divergence is not None
+    assert found.first_divergence.kind == "late"
+    assert found.to_json() == at_once.to_json()
 
 
 class _Fitted(nn.Module):
