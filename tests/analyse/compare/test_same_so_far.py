@@ -6,14 +6,18 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import traindiff
+from tests.analyse.merge.test_step_table import part
 from traindiff.analyse.compare import Comparison
 from traindiff.analyse.compare.incremental import RunningComparison
 from traindiff.analyse.compare.same_so_far import SameSoFar
+from traindiff.analyse.compare.site_rows import SiteRows
+from traindiff.analyse.merge.step_table import step_table
 from traindiff.analyse.noise.run_floors import RunFloors
 
 STEPS = 12
@@ -101,6 +105,42 @@ def test_a_step_that_waits_comes_before_one_that_is_not_compared(
     assert found.first_divergence is not None
     assert found.first_divergence.kind == "late"
     assert found.to_json() == at_once.to_json()
+
+
+def test_steps_of_two_optimizers_with_the_same_numbers_are_counted_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"first": nn.Linear(8, 16), "second": nn.Linear(16, 4)})
+    optimizers = [torch.optim.SGD(part.parameters(), lr=1e-2) for part in model.values()]
+    with traindiff.record(tmp_path / "run", model, optimizers):
+        for optimizer in optimizers:
+            for _ in range(STEPS):
+                model["second"](model["first"](torch.randn(16, 8))).pow(2).mean().backward()
+                optimizer.step()
+                model.zero_grad()
+    run = str(tmp_path / "run")
+
+    found, num_waited = _compared(run, run, monkeypatch, wait=True)
+    at_once, _ = _compared(run, run, monkeypatch, wait=False)
+
+    assert num_waited > 1
+    assert found.to_json() == at_once.to_json()
+    counted = {(row.path, row.num_steps, row.num_identical_steps) for row in found.differences if row.phase == "grad"}
+    weights = {(f"{name}.{slot}", STEPS) for name in model for slot in ("weight", "bias")}
+    assert counted == {(path, count, count) for path, count in (*weights, ("(all parameters)", 2 * STEPS))}
+
+
+def test_steps_that_waited_are_counted_for_the_sites_of_their_optimizer_alone() -> None:
+    rows = SiteRows()
+    for optimizer in ("first", "second"):
+        (entry,) = step_table([part(np.ones(4), site=("grad", "", f"{optimizer}.weight", "grad"), order=0)]).values()
+        rows.optimizer = optimizer
+        rows.note(entry, 9, (0.0, 1.0, 1.0), "identical", equal=True, other_bits=False)
+
+    rows.count_again(9, 5)
+
+    assert {row.path: row.num_steps for row in rows.rows()} == {"first.weight": 1, "second.weight": 6}
 
 
 class _Fitted(nn.Module):

@@ -120,7 +120,7 @@ class Judge:
         self.loss_of_one_run = False
         self._history = history
         self._found: dict[tuple[SiteKey, str], Finding] = {}
-        self._counted: dict[tuple[SiteKey, str], int] = {}  # the step that was counted last
+        self._counted: dict[tuple[SiteKey, str], tuple[str, int]] = {}  # optimizer and step that were counted last
 
     def check_batch(self, pair: Pair, given: StepInput) -> tuple[Finding | None, float, float]:
         """What is wrong with an input of a root, how far it is apart, and how far it may be."""
@@ -167,8 +167,9 @@ class Judge:
             site = (key, finding.kind if own else OTHER_FORM if finding.evidence.get(OTHER_FORM) else "")
             first = self._found.get(site, finding)
             count = first.evidence.get("num_steps", 0) if site in self._found else 0
-            count += self._counted.get(site) != finding.step  # a step may evaluate the loss several times
-            self._counted[site] = finding.step
+            latest = (self.sites.optimizer, finding.step)
+            count += self._counted.get(site) != latest  # a step may evaluate the loss several times
+            self._counted[site] = latest
             self._found[site] = replace(first, evidence={**first.evidence, "num_steps": count})
 
     @property
