@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 from traindiff.analyse.align.side import StepsOnDemand, step_pairs
 from traindiff.analyse.merge.run_steps import RunStep
@@ -31,3 +32,19 @@ def test_steps_that_wait_are_not_looked_through_for_each_other_one() -> None:
     assert found == list(range(count))
     assert time.monotonic() - begun < 5  # each against all of the other optimizer: 400 million looks
     assert len(list(steps.rest())) == count
+
+
+def test_no_step_is_read_before_it_is_asked_for() -> None:
+    read: list[int] = []
+
+    def noted() -> Iterator[RunStep]:
+        for one in taken("a", 100):
+            read.append(one.step)
+            yield one
+
+    late = [RunStep(optimizer="a", step=number, table={}) for number in (40, 60)]
+
+    for number, (_, other) in enumerate(step_pairs(iter(late), noted())):
+        assert other is not None
+        assert (other.step, len(read)) == (number, number + 1)
+    assert len(read) == 100

@@ -22,6 +22,7 @@ from traindiff.analyse.blocks.tasks import tasks_of
 from traindiff.analyse.check import check
 from traindiff.analyse.compact.compacting import compact
 from traindiff.analyse.compare import compare
+from traindiff.analyse.merge.run_steps import MergedAlone, RunStep, StepMerger
 from traindiff.errors import ConfigError, CorruptRecordingError, WorkerError
 from traindiff.storage import Follower, open_recording
 
@@ -92,6 +93,36 @@ def test_one_compact_run_is_read_here_and_the_other_one_in_blocks(tmp_path: Path
     assert tasks.num_calls
     assert found == said(compare(tmp_path / "small", candidate))
     assert not steps.is_divided(open_recording(str(tmp_path / "small")))
+
+
+@pytest.mark.parametrize("workers", [None, 2])
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("shorter", [range(2), range(18, 20)], ids=["ends early", "begins late"])
+def test_no_steps_pile_up_where_a_run_has_more_of_them(
+    shorter: range, swapped: bool, workers: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = record(tmp_path / "long", steps=20), record(tmp_path / "short", steps=shorter)
+    live: set[int] = set()
+    most: list[int] = []
+    made, release = StepMerger.step, RunStep.release
+
+    def noted(self: StepMerger, merged: MergedAlone) -> RunStep:
+        step = made(self, merged)
+        live.add(id(step.table))
+        most.append(len(live))
+        return step
+
+    def released(self: RunStep) -> None:
+        release(self)
+        live.remove(id(self.table))
+
+    monkeypatch.setattr(StepMerger, "step", noted)
+    monkeypatch.setattr(RunStep, "release", released)
+    with in_blocks(0):
+        compare(*(runs[::-1] if swapped else runs), offset=0, workers=workers)
+
+    assert len(most) == 22
+    assert max(most) <= 2
 
 
 def test_damage_is_told_with_the_same_words(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.made_up import CONTENT, GROUPS, Seen, Step, observed, record
+from tests.made_up import CONTENT, FC, GROUPS, Seen, Step, observed, record, same
 from traindiff.analyse.align.side import step_pairs
 from traindiff.analyse.compare import compare
 from traindiff.analyse.merge.run_steps import RunStep, run_steps
@@ -213,3 +213,20 @@ def test_the_ranks_that_lack_a_step_are_those_of_that_step(tmp_path: Path) -> No
     found = {step.step: step.missing for step in run_steps(open_recording(str(tmp_path / "run")))}
 
     assert found == {0: (1,), 1: (0,), 2: (1,), 3: (0,)}
+
+
+def test_a_rank_that_joins_later_is_not_taken_for_one_that_says_the_same(tmp_path: Path) -> None:
+    def of_another_output(_step: int, sites: Step) -> None:
+        renamed = {(*site[:3], "output[1]") if site == FC else site: seen for site, seen in sites.items()}
+        sites.clear()
+        sites.update(renamed)
+
+    about = {"world_size": 2, "mesh": {"data_parallel": 1}}
+    for name, edit in (("b", same), ("c", of_another_output)):
+        record(tmp_path / name, run=about, steps=5)
+        record(tmp_path / name, edit, run=about, steps=range(2, 5), rank=1)
+
+    comparison = compare(tmp_path / "b", tmp_path / "c")
+
+    assert comparison.verdict == "incomplete"
+    assert [one.slot for one in comparison.unaligned[1]] == ["output[1]"]

@@ -132,3 +132,18 @@ def test_a_comparison_says_which_run_computes_with_old_weights(tmp_path: Path) -
     assert first is not None
     assert (first.step, first.phase, first.path, first.kind) == (6, "param", "0.weight", "master-weights")
     assert first.message.startswith("In the candidate, 0.weight is not its master weights rounded to bfloat16")
+
+
+def test_a_run_does_not_differ_from_itself_where_another_parameter_is_nearly_a_finding(tmp_path: Path) -> None:
+    master, rounding = random(64, 32, seed=1), 2.0**-8
+
+    def edit(_step: int, sites: Step) -> None:
+        for path, roundings in (("fc.weight", 3.0), ("head.weight", 20.0)):
+            value = master * np.float32(1.0 + roundings * rounding)
+            sites["param", "", path, "master"] = Seen(values=master)
+            sites["param", "", path, "value"] = Seen(values=value, about={"dtype": "bfloat16"})
+
+    run = write(tmp_path / "run", edit)
+
+    assert {one.path for one in of_masters(findings(run))} == {"head.weight"}
+    assert traindiff.compare(run, run).verdict == "identical"

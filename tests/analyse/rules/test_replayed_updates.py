@@ -83,6 +83,14 @@ def test_a_subclass_may_be_another_method_and_a_compiled_step_is_read_late() -> 
     assert judged(ASKED * 0, slot="SGD(compiled)", **{"no-gradient": 0.0}) == []  # other code may have put it back
 
 
+@pytest.mark.parametrize("strictness", [1.0, 2.0])
+def test_what_a_mistake_explains_is_not_less_where_rules_are_stricter(strictness: float) -> None:
+    other = ASKED * random(8, 4, seed=3)
+    assert len(judged(other, slot="Mine(Adam)", strictness=strictness, **{"no-bias-correction": 1.5})) == 1
+    lost = {"residual": 1.5, "dtype": "float16", "rounding": np.abs(ASKED), "rule": UpdatesSurviveRounding}
+    assert len(judged(ASKED * (np.arange(32).reshape(8, 4) > 20), strictness=strictness, **lost)) == 1
+
+
 def test_mistakes_that_look_alike_in_a_step_are_all_said() -> None:
     message = said(-ASKED, **{"no-decay": 0.5, "other-sign": 0.4, "beta2=0.9": 0.1})
 

@@ -7,6 +7,7 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,9 @@ import traindiff
 from tests.analyse.rules.test_replay import findings
 from tests.faults.models import Gpt
 from tests.faults.recipe import Moment, mean_cross_entropy, recipe
+from tests.made_up import Seen, Step, record
 from traindiff.analyse.findings import Finding
+from traindiff.core.summary import UNIT_ROUNDOFF
 from traindiff.core.tap_registry import OBSERVABLE
 
 Report = Callable[[nn.Module], dict[str, float | Tensor]]
@@ -131,6 +134,25 @@ def test_a_clip_coefficient_that_the_gradients_do_not_show_is_found(times: int, 
     assert {(one.kind, one.path) for one in found} == {("clip-coefficient", "clip_coef")}
     assert how in found[0].message
     assert train(tmp_path / "right", coefficient(1), observe=["loss", "grad", "grad.micro"]) == []
+
+
+@pytest.mark.parametrize("off", [0.0, 3.0])
+def test_a_reported_norm_that_is_twice_the_recorded_one_does_not_tell_a_run_from_itself(
+    off: float, tmp_path: Path
+) -> None:
+    def edit(_step: int, sites: Step) -> None:
+        whole = sum(
+            float(np.square(seen.values, dtype="float64").sum()) for site, seen in sites.items() if site[0] == "grad"
+        )
+        tolerance = 64.0 * UNIT_ROUNDOFF["float32"]
+        sites["loss", "", "grad_norm", "logged"] = Seen(values=np.array(sqrt(whole) * 2.0 ** (1.0 + off * tolerance)))
+
+    run = record(tmp_path / "run", edit)
+    comparison = traindiff.compare(run, run)
+
+    assert [one.kind for one in findings(run)] == ["reported-norm"] * 2
+    assert comparison.verdict == "identical"
+    assert any(note.startswith("In both runs: the reported gradient norm") for note in comparison.notes)
 
 
 def test_gradients_divided_twice_by_the_loss_scale_are_found(tmp_path: Path) -> None:

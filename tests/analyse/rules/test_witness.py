@@ -15,6 +15,10 @@ import traindiff
 from tests.analyse.rules.small_trainings import points
 from tests.on_ranks import run_on_ranks
 from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.run_steps import run_steps
+from traindiff.analyse.rules import run_facts
+from traindiff.analyse.rules.witness import GradientsFollow
+from traindiff.storage import open_recording
 
 Change = Callable[[Any, int], None]
 SHORT = ("float32", "bfloat16", "autocast")
@@ -329,6 +333,23 @@ def test_terms_that_the_training_adds_to_several_gradients_are_a_warning_for_eac
     assert verdict.verdict == "healthy", str(verdict)
     assert [(one.path, one.step) for one in verdict.warnings] == [("0.weight", first), (TARGET, first)]
     assert all("a term that it added?" in one.message for one in verdict.warnings)
+
+
+def test_what_a_factor_explains_is_not_less_where_the_rule_is_stricter(tmp_path: Path) -> None:
+    def change(trained: Any, step: int) -> None:
+        for layer in (trained[0], trained[2]) if step > 1 else ():
+            grad = layer.weight.grad
+            grad.mul_(2.0).add_(torch.randn_like(grad) * grad.square().mean().sqrt() * 2.0 ** (step / 2 - 24))
+
+    recording = open_recording(str(train(tmp_path / "run", change=change, micro_batches=1, steps=14)))
+    rules = [GradientsFollow(run_facts(recording), strictness=strictness) for strictness in (1.0, 2.0)]
+    found: tuple[set[tuple[str, int]], ...] = (set(), set())
+    for one in run_steps(recording):
+        for rule, own in zip(rules, found, strict=True):
+            own.update((finding.path, finding.step) for finding in rule.step(one.table, step=one.step))
+
+    assert {step for _, step in found[0]} == set(range(2, 14))
+    assert found[0] <= found[1]
 
 
 def test_one_gradient_that_is_written_uncounted_is_found(tmp_path: Path) -> None:

@@ -328,7 +328,14 @@ def step_pairs(
     Both runs take their steps in ascending order per optimizer. A step that the other run lacks is yielded as soon as
     the other run is past it. If only one run finished a step, the step counts as present in that run alone.
     """
-    for own, other in with_one_number(baseline, candidate):
+    return finished_alike(with_one_number(baseline, candidate))
+
+
+def finished_alike(
+    pairs: Iterable[tuple[RunStep | None, RunStep | None]],
+) -> Iterator[tuple[RunStep | None, RunStep | None]]:
+    """The pairs; each step that only one run finished is in a pair for each run."""
+    for own, other in pairs:
         if own and other and own.finished != other.finished:
             yield own, None
             yield None, other
@@ -364,16 +371,23 @@ class StepsOnDemand(Generic[StepType]):
         self._reached: dict[str, int] = {}
 
     def until(self, optimizer: str, step: int) -> Iterator[StepType]:
-        """The steps up to and including this one that were not given yet, ascending per optimizer."""
+        """The steps up to and including this one that were not given yet, ascending per optimizer.
+
+        Each is read when it is asked for. Only those of other optimizers that come before it are kept.
+        """
+        due = self._passed.setdefault(optimizer, deque())
+        while due and due[0].step <= step:
+            yield due.popleft()
         while self._reached.get(optimizer, -1) < step:
             following = next(self._steps, None)
             if following is None:
                 break
             self._reached[following.optimizer] = following.step
-            self._passed.setdefault(following.optimizer, deque()).append(following)
-        due = self._passed.get(optimizer, deque())
-        while due and due[0].step <= step:
-            yield due.popleft()
+            if following.optimizer == optimizer and following.step <= step:
+                yield following
+            else:
+                self._passed.setdefault(following.optimizer, deque()).append(following)
+            del following
 
     def rest(self) -> Iterator[StepType]:
         """The steps that were not given yet."""

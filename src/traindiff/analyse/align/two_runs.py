@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import is_
 
 from traindiff.analyse.align.continuation import with_beginning
@@ -76,6 +76,7 @@ class AlignedStep:
         earlier: The evaluations before this one, which are compared first.
         sources: Inputs of each run that are its own outputs, as `ReturnedStates.sources`.
         same: Whether both tables hold the same entries, to the last bit.
+        calls: By module that the runs have called on other parts of the batch so far: the most calls in a step.
     """
 
     step: int
@@ -93,6 +94,7 @@ class AlignedStep:
     earlier: tuple[AlignedStep, ...] = ()
     sources: Sources = ({}, {})
     same: bool = False
+    calls: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def parameters(self) -> dict[str, Pair]:
@@ -367,7 +369,7 @@ class TwoRuns:
             step=steps[0].step, first=len(self.compared) == 1 and not evaluation, baseline=steps[0], sides=sides,
             tables=tables, aligned=aligned, pairs=pairs, findings=findings, evaluation=evaluation, recorded=sides,
             unplaced=self.uneven.latest, other_form=self.uneven.other_form, same=same,
-            sources=(self._states[0].sources, self._states[1].sources),
+            sources=(self._states[0].sources, self._states[1].sources), calls=dict(self.uneven.calls),
         )  # fmt: skip
 
     def _without_lost(self, tables: Tables) -> Tables:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 import pickle
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from traindiff.analyse.align.side import with_one_number
+from traindiff.analyse.align.side import finished_alike, step_pairs, with_one_number
 from traindiff.analyse.blocks.tasks import Tasks, Workers, tasks_of
 from traindiff.analyse.merge.packed_steps import PackedSteps, Packer, Unpacker
 from traindiff.analyse.merge.parameters import NO_COPIES, Copies
@@ -105,14 +104,14 @@ def merged_block(source: Source, span: Span, before: bool) -> list[PackedSteps]:
     return [readers.packer.packed(both) for both in together]
 
 
-def streams_of(
-    recordings: Sequence[Recording],
+def pairs_of(
+    recordings: tuple[Recording, Recording],
     span: Span = WHOLE_RUN,
     *,
-    copies: Sequence[Copies] | None = None,
+    copies: tuple[Copies, Copies] = (NO_COPIES, NO_COPIES),
     tasks: Tasks | None = None,
-) -> list[Iterator[RunStep]]:
-    """The steps of one run, or of two that are compared, in the order in which each was taken.
+) -> Iterator[tuple[RunStep | None, RunStep | None]]:
+    """The steps of two runs that are compared, as `step_pairs` brings them together.
 
     Args:
         recordings: The runs.
@@ -121,21 +120,17 @@ def streams_of(
         tasks: Reads and merges blocks of them; this process alone, if left out. Runs that are not divided are read by
             this process too: compact ones, and those in which a rank has several optimizers.
     """
-    given = list(copies or [NO_COPIES] * len(recordings))
-    divided = [number for number, one in enumerate(recordings) if tasks is not None and is_divided(one)]
-    mergers: list[StepMerger] = []
-    for recording, own in zip(recordings, given, strict=True):
-        mergers.append(StepMerger(recording, own, like=mergers[0] if mergers and not divided else None))
-    streams = [run_steps(one, span, merger) for one, merger in zip(recordings, mergers, strict=True)]
-    if divided:
-        assert tasks is not None
-        results = block_results(
-            [recordings[number] for number in divided], merged_block, tasks, span, [given[number] for number in divided]
-        )
-        merged = _Merged(results, [mergers[number] for number in divided])
-        for place, number in enumerate(divided):
-            streams[number] = merged.steps(place)
-    return streams
+    divided = [tasks is not None and is_divided(one) for one in recordings]
+    first = StepMerger(recordings[0], copies[0])
+    second = StepMerger(recordings[1], copies[1], like=None if any(divided) else first)
+    if tasks is not None and all(divided):  # those of one number come together, so none has to wait for the other run
+        results = block_results(recordings, merged_block, tasks, span, copies)
+        return finished_alike((own, other) for own, other in _merged(results, (first, second)))
+    own, other = (
+        _stream(one, span, copied, merger, tasks)
+        for one, copied, merger in zip(recordings, copies, (first, second), strict=True)
+    )
+    return step_pairs(own, other)
 
 
 _Result = TypeVar("_Result")
@@ -170,7 +165,37 @@ def block_results(
 def steps_of(recording: Recording, workers: Workers) -> Iterator[RunStep]:
     """The steps of one run, read by workers if these are wanted; these end with the iterator."""
     with tasks_of(workers) as tasks:
-        yield from streams_of([recording], tasks=tasks)[0]
+        yield from _stream(recording, WHOLE_RUN, NO_COPIES, StepMerger(recording), tasks)
+
+
+def _stream(
+    recording: Recording, span: Span, copies: Copies, merger: StepMerger, tasks: Tasks | None
+) -> Iterator[RunStep]:
+    """The steps of one run, in the order in which it took them."""
+    if tasks is None or not is_divided(recording):
+        yield from run_steps(recording, span, merger)
+        return
+    for (step,) in _merged(block_results([recording], merged_block, tasks, span, [copies]), [merger]):
+        if step is not None:
+            yield step
+        del step
+
+
+def _merged(packed: Iterator[PackedSteps], mergers: Sequence[StepMerger]) -> Iterator[list[RunStep | None]]:
+    """The steps of all runs that were packed together.
+
+    Args:
+        packed: The steps.
+        mergers: One for each run, for what follows from the steps before.
+    """
+    unpacker = Unpacker()
+    while (one := next(packed, None)) is not None:
+        steps = unpacker.unpacked(one)
+        del one
+        both = [None if step is None else merger.step(step) for merger, step in zip(mergers, steps, strict=True)]
+        del steps
+        yield both
+        del both
 
 
 def is_divided(recording: Recording) -> bool:
@@ -200,33 +225,3 @@ def blocks(recordings: Sequence[Recording], span: Span, size: int) -> tuple[list
     ends = [begin - 1 for begin in begins[1:]]
     found = [Span(begin=begin, end=last) for begin, last in zip(begins, [*ends, span.end], strict=True)]
     return found, max(_LEAST_TASK_BYTES, int(_IN_MEMORY * step_bytes * length))
-
-
-class _Merged:
-    """Hands the steps of all runs out, as they are asked for.
-
-    Args:
-        packed: The steps.
-        mergers: One for each run, for what follows from the steps before.
-    """
-
-    def __init__(self, packed: Iterator[PackedSteps], mergers: Sequence[StepMerger]) -> None:
-        self._packed = packed
-        self._mergers = mergers
-        self._unpacker = Unpacker()
-        self._waiting: list[deque[RunStep]] = [deque() for _ in mergers]
-
-    def steps(self, number: int) -> Iterator[RunStep]:
-        """The steps of a run."""
-        waiting = self._waiting[number]
-        while True:
-            while not waiting:
-                if (packed := next(self._packed, None)) is None:
-                    return
-                for merger, queue, one in zip(
-                    self._mergers, self._waiting, self._unpacker.unpacked(packed), strict=True
-                ):
-                    if one is not None:
-                        queue.append(merger.step(one))
-                del packed, one
-            yield waiting.popleft()

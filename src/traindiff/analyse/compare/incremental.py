@@ -205,6 +205,7 @@ class RunningComparison:
         seen = self._seen(baseline, candidate)
         if seen is None:
             if baseline is not None:
+                self._judge_waiting()  # it comes before what is remembered
                 self._judge.remember(baseline.optimizer, baseline.table.values())
             return None
         assert baseline is not None
@@ -409,7 +410,7 @@ class RunningComparison:
                 hidden=hidden_activations(given.aligned, place),
                 computed_in=self._computed_in,
                 other_form=given.other_form,
-                calls=self.runs.uneven.calls,
+                calls=given.calls,
                 sources=given.sources,
             ),
         )

@@ -120,7 +120,7 @@ class Judge:
         self.loss_of_one_run = False
         self._history = history
         self._found: dict[tuple[SiteKey, str], Finding] = {}
-        self._counted: dict[tuple[SiteKey, str], int] = {}  # the step that was counted last
+        self._counted: dict[tuple[SiteKey, str], tuple[str, int]] = {}  # optimizer and step that were counted last
 
     def check_batch(self, pair: Pair, given: StepInput) -> tuple[Finding | None, float, float]:
         """What is wrong with an input of a root, how far it is apart, and how far it may be."""
@@ -167,8 +167,9 @@ class Judge:
             site = (key, finding.kind if own else OTHER_FORM if finding.evidence.get(OTHER_FORM) else "")
             first = self._found.get(site, finding)
             count = first.evidence.get("num_steps", 0) if site in self._found else 0
-            count += self._counted.get(site) != finding.step  # a step may evaluate the loss several times
-            self._counted[site] = finding.step
+            latest = (self.sites.optimizer, finding.step)
+            count += self._counted.get(site) != latest  # a step may evaluate the loss several times
+            self._counted[site] = latest
             self._found[site] = replace(first, evidence={**first.evidence, "num_steps": count})
 
     @property
@@ -364,20 +365,21 @@ class BothRuns:
         for judge, table in zip(self._strict, tables, strict=False):
             judge.note_unknown(table)
         strict = [judge.step(table, step=step) for judge, table in zip(self._strict, tables, strict=False)]
-        lenient = [
-            {(one.kind, common(one.path)) for one in judge.step(table, step=step)}
-            | {(kind, common(path)) for kind, path in strictly.of_any_strictness}
-            for judge, strictly, table, common in zip(self._lenient, self._strict, tables, self._common, strict=False)
-        ]
+        lenient = [judge.step(table, step=step) for judge, table in zip(self._lenient, tables, strict=False)]
         if self._alike:
             strict, lenient = strict * 2, lenient * 2
+        # What is found strictly counts as well: a rule may explain away leniently what it finds strictly.
+        known = [
+            {(one.kind, common(path)) for one in (*own, *more) for path in (one.path, *one.evidence.get("paths", ()))}
+            for own, more, common in zip(strict, lenient, self._common, strict=True)
+        ]
         return [
             replace(
                 one, message=f"In the {RUNS[run]}, {_within(one.message)}", evidence={**one.evidence, "run": RUNS[run]}
             )
             for run in (0, 1)
             for one in strict[run]
-            if self._is_of_one_run(one, run, tables, lenient[1 - run])
+            if self._is_of_one_run(one, run, tables, known[1 - run])
         ]
 
     def learn(self, facts: RunFacts) -> None:

@@ -8,9 +8,8 @@ from itertools import chain, islice
 
 from traindiff.analyse.align.continuation import Continuation, begin_alike, find_continuation, other_offsets
 from traindiff.analyse.align.optimizer_names import with_names_of
-from traindiff.analyse.align.side import step_pairs
 from traindiff.analyse.align.two_runs import TwoRuns
-from traindiff.analyse.blocks.steps import streams_of
+from traindiff.analyse.blocks.steps import pairs_of
 from traindiff.analyse.blocks.tasks import Tasks
 from traindiff.analyse.merge.renames import Rename, Renaming
 from traindiff.analyse.merge.run_steps import RunStep
@@ -88,5 +87,5 @@ class ToCompare:
         recordings = self.baseline, candidate
         runs = TwoRuns(recordings, self.renames, self.selection, self.entries)
         span = WHOLE_RUN if self.from_first else span_of(recordings, self.selection)
-        streams = streams_of(recordings, span, copies=runs.copies, tasks=tasks)
-        return Opened(recordings=recordings, runs=runs, pairs=step_pairs(*streams))
+        pairs = pairs_of(recordings, span, copies=runs.copies, tasks=tasks)
+        return Opened(recordings=recordings, runs=runs, pairs=pairs)

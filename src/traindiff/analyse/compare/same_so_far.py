@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from traindiff.analyse.align.side import gradient_norms
 from traindiff.analyse.align.two_runs import AlignedStep, RepeatedStep, TwoRuns
@@ -33,27 +34,28 @@ class SameSoFar:
         self._judge = judge
         self._layout: object = None  # of the step that was judged last, if later ones may wait
         self._sites: list[SiteKey] = []  # of it
-        self._terms: dict[SiteKey, list[SiteKey]] = {}  # by weight's gradient: those of outputs that it adds up
         self._lost: frozenset[SiteKey] = frozenset()  # sites that have no floor in the waiting step
         self._waiting: AlignedStep | RepeatedStep | None = None
+        self._entries: Sequence[MergedSite] = ()  # of it
+        self._optimizer = ""  # of all these steps
         self._num_waiting = 0
 
     def waits(self, given: AlignedStep | RepeatedStep, baseline: RunStep) -> bool:
         """True if a step need not be judged before the next one; it is kept in place of the one before."""
         if self._layout is None or baseline.layout is not self._layout:
             return False
-        if isinstance(given, RepeatedStep):  # it has nothing but what the step before has
-            if not baseline.finite or baseline.operators or baseline.products or not self._has_sites(given):
-                return False
-        elif not (given.same and self._is_plain(given, baseline) and _sites_of(given) == self._sites):
+        entries = self._in_order(given, baseline)
+        if entries is None:
             return False
-        lost = _without_floors(self._entries(given))
+        lost = _without_floors(entries)
         if self._num_waiting and not lost <= self._lost:
             return False  # a site keeps the floor of the latest step in which it had one
         self._lost = lost
         if self._waiting is not None:  # floors know the steps before
-            self._judge.run.see_again(self._waiting.tables[0], self._terms)
-        self._waiting = given
+            run, before = self._judge.run, self._waiting
+            run.at(self._optimizer, before.step)
+            run.see_again(before.tables[0], self._entries)
+        self._waiting, self._entries = given, entries
         self._num_waiting += 1
         return True
 
@@ -61,22 +63,20 @@ class SameSoFar:
         """Note a step that was judged. Steps like it may wait if nothing of it is left to be decided."""
         judge = self._judge
         plain = self._is_plain(given, baseline) and judge.all_equal and not judge.findings
-        decided = not judge.run.mixing and not any(map(self._is_undecided, given.pairs))
-        self._layout = baseline.layout if plain and decided else None
-        self._sites = _sites_of(given)
-        added: dict[str, list[SiteKey]] = {}
-        for key in self._sites:
-            if key.phase == "backward" and key.slot == "output[0]":
-                added.setdefault(key.path, []).append(key)
-        self._terms = {
-            site: added[module] for site in judge.run.least if (module := site.path.rpartition(".")[0]) in added
-        }
+        undecided = judge.run.mixing or judge.run.loss.lacks_scale or any(map(self._is_undecided, given.pairs))
+        self._layout = baseline.layout if plain and not undecided else None
+        self._sites, self._optimizer = [one.key for one in _in_order(given)], baseline.optimizer
 
-    def _entries(self, given: AlignedStep | RepeatedStep) -> list[MergedSite]:
-        """The baseline's sites of a step that waits, in the order in which they are judged."""
-        if isinstance(given, RepeatedStep):
+    def _in_order(self, given: AlignedStep | RepeatedStep, baseline: RunStep) -> list[MergedSite] | None:
+        """The baseline's sites of a step, in execution order; None if it is not like the step that was judged last."""
+        if isinstance(given, RepeatedStep):  # it has nothing but what the step before has
+            if not baseline.finite or baseline.operators or baseline.products or not self._has_sites(given):
+                return None
             return [given.table[key] for key in self._sites]
-        return [pair.baseline for pair in given.pairs]
+        if not (given.same and self._is_plain(given, baseline)):
+            return None
+        entries = _in_order(given)
+        return entries if [one.key for one in entries] == self._sites else None
 
     def _has_sites(self, given: RepeatedStep) -> bool:
         """True if a step has the updates that were judged last; all other sites are those of the step before."""
@@ -91,7 +91,7 @@ class SameSoFar:
     def taken(self, runs: TwoRuns) -> AlignedStep | None:
         """The latest step that waits, which is judged now; None if there is none."""
         self.align(runs)
-        waiting, self._waiting = self._waiting, None
+        waiting, self._waiting, self._entries = self._waiting, None, ()
         assert not isinstance(waiting, RepeatedStep)
         return waiting
 
@@ -117,8 +117,8 @@ class SameSoFar:
         return key.phase == "update" and not known and int(pair.baseline.summary["count"]) >= FEW
 
 
-def _sites_of(given: AlignedStep) -> list[SiteKey]:
-    return [pair.baseline.key for pair in given.pairs]
+def _in_order(given: AlignedStep) -> list[MergedSite]:
+    return sorted((pair.baseline for pair in given.pairs), key=attrgetter("order"))
 
 
 def _without_floors(entries: Sequence[MergedSite]) -> frozenset[SiteKey]:

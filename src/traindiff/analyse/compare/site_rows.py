@@ -14,7 +14,7 @@ class _Tally:
     """What is counted of a site; `identical` is whether all evaluations of the latest step had the same bits."""
 
     weight: tuple[int, float]
-    latest: int = -1
+    latest: tuple[str, int] = ("", -1)  # optimizer and step
     identical: bool = False
     num_steps: int = 0
     num_identical_steps: int = 0
@@ -26,9 +26,11 @@ class SiteRows:
 
     Attributes:
         weightiest: Each site's weightiest difference so far, without its counts.
+        optimizer: Name of the optimizer whose step is compared: each counts its own steps.
     """
 
     def __init__(self) -> None:
+        self.optimizer = ""
         self.weightiest: dict[SiteKey, SiteDifference] = {}
         self._tallies: dict[SiteKey, _Tally] = {}
 
@@ -63,18 +65,19 @@ class SiteRows:
             if tally is None:
                 tally = self._tallies[key] = _Tally(weight)
             tally.weight = weight
-        again = tally.latest == step
+        latest = (self.optimizer, step)
+        again = tally.latest == latest
         identical = equal and (tally.identical or not again)
         tally.num_steps += not again
         tally.num_identical_steps += identical - (again and tally.identical)
-        tally.latest, tally.identical = step, identical
+        tally.latest, tally.identical = latest, identical
         if other_bits and tally.first_other_bits is None:
             tally.first_other_bits = step
 
     def count_again(self, step: int, num_steps: int) -> None:
         """Count further steps, before this one, in which the sites of this one were compared and had the same bits."""
         for tally in self._tallies.values():
-            if tally.latest == step:
+            if tally.latest == (self.optimizer, step):
                 tally.num_steps += num_steps
                 tally.num_identical_steps += num_steps
 

@@ -21,7 +21,7 @@ class SharedSteps(Generic[Merged]):
 
     def __init__(self) -> None:
         self._latest: tuple[Sequence[StepObservations], Merged] | None = None
-        self._alike: tuple[tuple[object, ...], tuple[object, ...]] = ((), ())  # layouts that say the same
+        self._alike: dict[int, tuple[object, object]] = {}  # by rank: the latest layouts that say the same
 
     def give(self, of_ranks: Sequence[StepObservations], merged: Merged) -> None:
         """Keep what was merged of a step, until `forget`."""
@@ -47,15 +47,17 @@ class SharedSteps(Generic[Merged]):
             np.array_equal(one.summaries.view(np.uint64), other.summaries.view(np.uint64)) for one, other in pairs
         ):
             return False
-        layouts = tuple(one.layout for one in given), tuple(one.layout for one in of_ranks)
-        known = all(
-            own is held and own is not None
-            for side, before in zip(layouts, self._alike, strict=True)
-            for own, held in zip(side, before or (None,) * len(side), strict=False)
+        return all(self._say_the_same(*both) for both in pairs)
+
+    def _say_the_same(self, one: StepObservations, other: StepObservations) -> bool:
+        """True if both runs say the same about the numbers of a rank."""
+        layouts, known = (one.layout, other.layout), self._alike.get(one.rank)
+        is_known = known is not None and all(
+            own is held and own is not None for own, held in zip(layouts, known, strict=True)
         )
-        if not known and any(one.observations != other.observations for one, other in pairs):
+        if not is_known and one.observations != other.observations:
             return False
-        self._alike = layouts
+        self._alike[one.rank] = layouts
         return True
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from traindiff.analyse.merge.distance import Pair
-from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
+from traindiff.analyse.merge.site import MergedSite, SiteKey
+from traindiff.analyse.noise.seen_loss import SeenLoss, SeenNow
 from traindiff.analyse.noise.uncalibrated import FEW_FLIPS, GAIN, Floors
 from traindiff.core.summary import UNIT_ROUNDOFF, largest, norm_of, number
 
@@ -25,81 +26,12 @@ _SAME = 1e-3
 _CHANGED = 0.01
 """Relative change of a loss above which an unchanged curvature tells that the loss is quadratic."""
 
-_LARGE = 0.1
-"""Part of the largest loss from which on a loss tells its curvature. A sum that passes zero is small by chance."""
-
 _FEW_CLASSES = 16
 """Elements of a row that may all have a large gradient."""
 
 _NEARLY_FITTED = 16.0
 """Elements of which an L1 loss turns the gradient around, as a multiple of the relative difference of the output: such
 a loss fits some of them exactly. Measured in small networks of 250 steps: up to 9."""
-
-
-@dataclass(frozen=True, slots=True)
-class SeenHead:
-    """What earlier steps tell of an output that the loss is computed from.
-
-    Attributes:
-        curvature: Of the loss, in the latest step: `||g||^2 / (2 L)`.
-        loss: The loss in that step.
-        largest: The largest norm of its gradient.
-        steepest: The largest curvature, of steps with a large loss.
-    """
-
-    curvature: float
-    loss: float
-    largest: float
-    steepest: float
-
-
-@dataclass(slots=True)
-class SeenLoss:
-    """What earlier steps tell of the loss.
-
-    Attributes:
-        heads: By output that it is computed from.
-        largest: Its largest absolute value.
-        signed: Whether it has been negative. Then its size tells nothing of its curvature.
-        site: Key of the loss.
-        scale: In the first step, the size of a weight's gradient over that of its terms, where it was largest; at most
-            1. A training may divide its gradients by hand, which cancels nothing. None before.
-    """
-
-    heads: dict[SiteKey, SeenHead] = field(default_factory=dict)
-    largest: float = 0.0
-    signed: bool = False
-    site: SiteKey | None = None
-    scale: float | None = None
-
-    def see(self, entry: MergedSite) -> float:
-        """Note the loss of a step. Returns its absolute value; 0 if it is not finite."""
-        loss = number(entry.summary)
-        size = abs(loss) if math.isfinite(loss) else 0.0
-        self.site, self.signed, self.largest = entry.key, self.signed or loss < 0.0, max(self.largest, size)
-        return size
-
-    def see_head(self, key: SiteKey, gradient: float, loss: float) -> SeenHead:
-        """Note the norm of the gradient of an output that the loss of the step is computed from."""
-        curvature, before = gradient * gradient / (2.0 * loss), self.heads.get(key)
-        most, steepest = (gradient, 0.0) if before is None else (max(gradient, before.largest), before.steepest)
-        if loss >= _LARGE * self.largest:
-            steepest = max(steepest, curvature)
-        self.heads[key] = SeenHead(curvature=curvature, loss=loss, largest=most, steepest=steepest)
-        return self.heads[key]
-
-    def see_again(self, table: StepTable) -> None:
-        """Note a step that has the sites of the one before and is not judged."""
-        entry = None if self.site is None else table.get(self.site)
-        loss = 0.0 if entry is None or entry.unobserved else self.see(entry)
-        for key in self.heads if loss else ():
-            gradient = table.get(key._replace(phase="backward"))
-            if (
-                gradient is not None
-                and not gradient.unobserved
-                and 0.0 < (size := norm_of(gradient.summary)) < math.inf
-            ):
-                self.see_head(key, size, loss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,40 +85,32 @@ class Cancellation:
         self, pairs: Sequence[Pair], parameters: Mapping[str, Pair], seen: SeenLoss, clipped: float = 1.0
     ) -> None:
         self._terms: dict[SiteKey, float] = {}  # size of what outputs, and gradients of weights, would be
-        self._outputs: dict[SiteKey, MergedSite] = {}
         self._heads: dict[SiteKey, _Head] = {}  # by the key of the gradient
         self._seen = seen
-        self._small = 1.0  # how much larger the loss has been
         self._see(pairs, parameters)
+        for one in seen.see(pair.baseline for pair in pairs):
+            self._heads[one.gradient.key] = self._head(one)
+        self._small = seen.largest / seen.latest if seen.latest else 1.0  # how much larger the loss has been
         if seen.scale is None:
-            used = (pair.baseline for pair in pairs if pair.baseline.key in self._terms)
-            sizes = (
-                norm_of(one.summary) / terms
-                for one in used
-                if one.key.phase == "grad" and (terms := clipped * self._terms[one.key]) > 0.0
-            )
+            used = [pair.baseline for pair in pairs if pair.baseline.key in self._terms]
+            terms = [(one, clipped * self._terms[one.key]) for one in used if one.key.phase == "grad"]
+            sizes = [norm_of(one.summary) / size for one, size in terms if size > 0.0]
             seen.scale = min(1.0, max(sizes, default=0.0)) or None
-        self.used = clipped * (seen.scale or 1.0)
+            seen.lacks_scale = seen.scale is None and bool(terms)
+        self.used = seen.used(clipped)
         """Factor by which gradients that the optimizer used are smaller than what the backward pass made of them."""
 
     def _see(self, pairs: Iterable[Pair], parameters: Mapping[str, Pair]) -> None:
         inputs = _Inputs()
         read: dict[SiteKey, tuple[_Layer, MergedSite]] = {}  # by output: the layer, and what it has read
-        loss, led = 0.0, False
         for entry in (pair.baseline for pair in pairs if not pair.baseline.unobserved):
             key = entry.key
-            if key.phase == "loss" and key.slot == "backward":
-                loss = self._seen.see(entry)
-                self._small = self._seen.largest / loss if loss else 1.0
-            elif key.phase in ("batch", "forward") and not key.stage and entry.dtype in UNIT_ROUNDOFF:
+            if key.phase in ("batch", "forward") and not key.stage and entry.dtype in UNIT_ROUNDOFF:
                 if key.phase == "forward":
                     self._see_output(entry, parameters, inputs, read)
                 inputs.add(entry)
-            elif key.phase == "backward" and (output := self._outputs.get(key._replace(phase="forward"))) is not None:
+            elif key.phase == "backward":
                 self._see_gradient(entry, read)
-                if loss and (not led or not key.path):
-                    self._see_head(output, entry, loss)
-                    led |= int(entry.summary["count"]) > 1
 
     def _see_output(
         self,
@@ -195,7 +119,6 @@ class Cancellation:
         inputs: _Inputs,
         read: dict[SiteKey, tuple[_Layer, MergedSite]],
     ) -> None:
-        self._outputs[entry.key] = entry
         layer = _Layer.of(entry, parameters)
         source = None if layer is None else inputs.of(layer)
         if layer is None or source is None:
@@ -222,18 +145,16 @@ class Cancellation:
     def _add(self, key: SiteKey, squares: float) -> None:
         self._terms[key] = math.hypot(self._terms.get(key, 0.0), math.sqrt(squares))
 
-    def _see_head(self, output: MergedSite, gradient: MergedSite, loss: float) -> None:
-        g, y = norm_of(gradient.summary), norm_of(output.summary)
-        if not (g > 0.0 and y > 0.0 and math.isfinite(g * g * y / loss)):
-            return
+    def _head(self, seen: SeenNow) -> _Head:
+        output, gradient, before, now = seen
+        g, y, loss = norm_of(gradient.summary), norm_of(output.summary), now.loss
         width = output.shape[-1] if len(output.shape) > 1 else 1
-        before, now = self._seen.heads.get(output.key), self._seen.see_head(output.key, g, loss)
         count = int(output.summary["count"])
         changed = before is not None and abs(before.loss - loss) > _CHANGED * loss
         constant = before is not None and changed and _is_near(now.curvature, before.curvature)
         usual = any(_is_near(now.curvature, k / n) for k in (1.0, 2.0) for n in (1, count, max(1, count // width)))
         quadratic = count > 1 and (constant or usual) and not self._seen.signed
-        self._heads[gradient.key] = _Head(
+        return _Head(
             gain=g * y / loss, width=max(1, width), quadratic=quadratic, signs=_num_signs(gradient),
             turn=0.0 if self._seen.signed else max(now.steepest, quadratic * now.curvature) / g * y,
             largest=now.largest / g,

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import Any
 
 import numpy as np
 
 from traindiff.analyse.merge.distance import Pair, equal_bits, size_of
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
-from traindiff.analyse.noise.canceled import SeenLoss
-from traindiff.analyse.noise.gradients import Terms
+from traindiff.analyse.noise.seen_loss import SeenLoss
+from traindiff.analyse.noise.seen_sums import SeenSums
 from traindiff.analyse.noise.uncalibrated import GAIN, Floors
 from traindiff.core.site import is_of_no_module
 from traindiff.core.summary import UNIT_ROUNDOFF, distance, nonfinite_count, norm_of, rounding
@@ -81,7 +81,7 @@ class RunFloors:
         canceled: Norm of all gradients over the norm of their change since the evaluation before, where it was largest.
         latest: The baseline's gradients in the latest evaluation, by parameter.
         loss: What earlier steps tell of the loss.
-        least: By gradient of a weight: how much canceled in it in the step in which that was least; see `cancellation`.
+        sums: What earlier steps tell of gradients of weights whose layers do not show what they read.
         undisturbed: The same as `gradients`, without differences that exceed noise.
         disturbed: Parameters with an initial value, a gradient, a state or an update that differs by more than noise.
         quiet: Floor of each site when it was last judged before any divergence.
@@ -111,7 +111,7 @@ class RunFloors:
     canceled: float = 1.0
     latest: dict[str, Any] = field(default_factory=dict)
     _judged: dict[str, int] = field(default_factory=dict)  # the latest step, by optimizer
-    least: dict[SiteKey, float] = field(default_factory=dict)
+    sums: SeenSums = field(default_factory=SeenSums)
     _passes: tuple[Floors, ...] = ()
 
     def at(self, optimizer: str, step: int, *, begun: int | None = None) -> None:
@@ -148,37 +148,16 @@ class RunFloors:
         reached = key.path in self.approximate if key.phase == "forward" else key.phase in ("loss", "backward", "grad")
         return max(reduced, APPROXIMATED if reached else 0.0)
 
-    def cancellation(self, pair: Pair, terms: Mapping[str, Terms]) -> float:
-        """How much more cancels in a weight's gradient than did in the step where it canceled least; at least 1.
-
-        For layers of which nothing tells what they read, such as an LSTM: the norm of its terms over that of the
-        gradient has another unit, so only its change counts.
-
-        Args:
-            pair: The gradient.
-            terms: Of this step, by path of the module.
-        """
-        key, size = pair.baseline.key, norm_of(pair.baseline.summary)
-        added = terms.get(key.path.rpartition(".")[0])
-        if added is None or added.kernel in ("lookup", "bag") or not size > 0.0:
-            return 1.0
-        site, canceled = key._replace(micro_step=0), added.norm / size
-        self.least[site] = least = min(canceled, self.least.get(site, canceled))
-        return max(1.0, canceled / least) if least else 1.0
-
-    def see_again(self, table: StepTable, terms: Mapping[SiteKey, Sequence[SiteKey]]) -> None:
+    def see_again(self, table: StepTable, entries: Sequence[MergedSite]) -> None:
         """Note a step that has the sites of the one before, and the same bits in both runs, and is not judged.
 
         Args:
             table: Its sites.
-            terms: By site of `least`: the gradients of outputs whose elements it adds up.
+            entries: Those that are compared, in execution order.
         """
-        self.note_states(table.values())
-        self.loss.see_again(table)
-        for site, added in terms.items():
-            if size := norm_of(table[site].summary):
-                norm = reduce(math.hypot, (norm_of(table[key].summary) for key in added), 0.0)
-                self.least[site] = min(norm / size, self.least[site])
+        self.note_states(entries)
+        deque(self.loss.see(entries), maxlen=0)
+        self.sums.see_again(table, self.loss.used())
 
     def note_states(self, entries: Iterable[MergedSite]) -> None:
         """Note the norms of the states of optimizers after a step, from the baseline's sites."""

@@ -122,6 +122,7 @@ class SiteFloors:
         self._calls = calls
         self._canceled = Cancellation(pairs, parameters, run.loss, clipped)
         self._used_terms = reduced_terms(self._terms, self._canceled.used)
+        run.sums.see(pairs, [pair.baseline for pair in pairs if self._sums_unknown(pair)], self._used_terms, classes)
         self._canceled_means = canceled_means(pairs)
         self._coherent = CoherentErrors(self._used_terms, parameters)
         self._has_coherent = bool(self._coherent)
@@ -458,9 +459,13 @@ class SiteFloors:
     def _cancellation(self, pair: Pair) -> float:
         """How much cancels in an output, the gradient of one or of a parameter; at least 1."""
         known = self._canceled.of(pair)
-        if pair.baseline.key.phase != "grad" or len(pair.baseline.shape) < 2 or self._canceled.knows(pair):
+        if not self._sums_unknown(pair):
             return known
-        return max(known, self._run.cancellation(pair, self._used_terms))
+        return max(known, self._run.sums.cancellation(pair.baseline, self._used_terms))
+
+    def _sums_unknown(self, pair: Pair) -> bool:
+        """True for the gradient of a weight whose layer does not show what it reads."""
+        return pair.baseline.key.phase == "grad" and len(pair.baseline.shape) > 1 and not self._canceled.knows(pair)
 
     def _summation(self, pair: Pair) -> float:
         """Floor of values computed from a mean and a variance over many rows; 0 for anything else.

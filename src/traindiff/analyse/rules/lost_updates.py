@@ -52,7 +52,7 @@ class UpdatesSurviveRounding(Rule):
     def step(self, table: StepTable, *, step: int) -> list[Finding]:
         """Findings of a step."""
         share = self.limit("lost_share") / self.strictness
-        lost = [one for one in replayed(table) if one.worst <= LIMIT / self.strictness and _is_lost(one, share)]
+        lost = [one for one in replayed(table) if one.worst <= LIMIT and _is_lost(one, share)]
         return sorted((_lost(one, step=step) for one in lost), key=lambda finding: finding.order)
 
 

@@ -182,9 +182,9 @@ class UpdatesFollowSettings(Rule):
 
     def step(self, table: StepTable, *, step: int) -> list[Finding]:
         """Findings of a step."""
-        limit = self.limit("residual") / self.strictness
-        replays = list(replayed(table))
-        wrong = [one for one in replays if one.worst > limit]
+        limit = self.limit("residual")
+        least = limit / self.strictness
+        wrong = [one for one in replayed(table) if one.worst > least]
         votes = Counter(name for one in wrong for name in one.fitting(limit))
         now = learning_rates(table)
         found = [_wrong(one, votes, self._earlier(one, now), step=step, limit=limit) for one in wrong]
@@ -199,8 +199,8 @@ class UpdatesFollowSettings(Rule):
             rates[rate] = step
             if len(rates) > MOST_RATES:
                 del rates[next(iter(rates))]
-        told = {one.key.path for one in wrong}
-        found += [one for one in _wrong_states(table, step=step, limit=limit) if one.path not in told]
+        told = {one.key.path for one in wrong if one.worst > limit}
+        found += [one for one in _wrong_states(table, step=step, limit=least) if one.path not in told]
         found += divided_updates(table, self.facts.held_in, step=step)
         return sorted((one for one in found if one is not None), key=lambda finding: finding.order)
 
@@ -308,7 +308,7 @@ def _wrong(
         votes: The number of parameters that each mistake explains.
         earlier: By factor, the earlier step whose learning rate was so many times that of this step.
         step: The step.
-        limit: The largest residual that is right.
+        limit: The largest residual that is right. What explains an update leaves no more.
     """
     path, size, apart = one.key.path, norm_of(one.value.summary), _apart(one)
     evidence: dict[str, Any] = {"residual": one.worst, "replayed_norm": size}

@@ -166,13 +166,12 @@ class ReportedNumbersFit(Rule):
 
     def _norms(self, table: StepTable, gradients: Gradients, *, step: int) -> Iterable[Finding]:
         """Reported gradient norms that leave out some parameters, count some twice, or are scaled."""
-        tolerance = gradients.tolerance / self.strictness
-        actual = gradients.norm
+        tolerance, actual = gradients.tolerance, gradients.norm
         for entry, reported in _logged(table, NORMS):
-            if gradients.tolerance > SHARP or not actual or not reported > 0.0:
+            if tolerance > SHARP or not actual or not reported > 0.0:
                 continue
             missing = 1.0 - (reported / actual) ** 2
-            if abs(missing) <= 4.0 * tolerance or (missing < 0.0 and _is_round(actual)):
+            if abs(missing) <= 4.0 * tolerance / self.strictness or (missing < 0.0 and _is_round(actual)):
                 continue  # the same, or clipped to a round number
             scale = math.log2(reported / actual)
             if missing > 0.0 and (what := set_of(gradients, missing)):

@@ -224,7 +224,7 @@ class Rule:
 
     @property
     def strictness(self) -> float:
-        """What the rule divides its limits by."""
+        """What the rule divides a limit by where it tells what is wrong, and not where it tells what explains that."""
         assert self.judges_sizes, "a rule says that it uses it"
         return self._strictness
 

@@ -48,7 +48,6 @@ class RunJudge:
 
     Attributes:
         unknown: Sentences about what could not be judged so far, in order.
-        of_any_strictness: Kind and path of the latest step's findings that do not depend on how strict the rules are.
     """
 
     def __init__(
@@ -62,7 +61,6 @@ class RunJudge:
         chosen = limits or {}
         self._rules = [rule(facts, strictness=strictness, limits=chosen.get(rule.name)) for rule in rules]
         self._found: set[tuple[str, str]] = set()
-        self.of_any_strictness: set[tuple[str, str]] = set()
         self.unknown: dict[str, None] = {}
         self._unknown_to: dict[str, dict[str, None]] = {}
         self._facts = facts
@@ -80,10 +78,8 @@ class RunJudge:
     ) -> list[Finding]:
         """Findings of a step, in the order of execution; fewer rules judge one without a call of the optimizer."""
         rules = [rule for rule in self._rules if finished or rule.judges_unfinished]
-        by_rule = [(rule, finding) for rule in rules for finding in rule.step(table, step=step) or ()]
-        by_rule += [(rule, finding) for rule in rules for finding in rule.products(products, step=step)]
-        self.of_any_strictness = {(one.kind, one.path) for rule, one in by_rule if not rule.judges_sizes}
-        found = [finding for _, finding in by_rule]
+        found = [finding for rule in rules for finding in rule.step(table, step=step) or ()]
+        found += [finding for rule in rules for finding in rule.products(products, step=step)]
         self._found.update((finding.kind, finding.path) for finding in found)
         return sorted(found, key=lambda finding: finding.order)
 

@@ -82,20 +82,21 @@ class GradientsFollow(Rule):
         found = witnessed(table, self.facts.reduced_in)
         self._coverage.see(table, found)
         self._compiled.see(found, step=step)
-        limit = self.limit("roundings") / self.strictness
+        limit = self.limit("roundings")
         told = {key.path for key, _ in sites(table, "grad") if key.stage in (CARRIED, FLIPPED)}
         wrong = [
             Wrong(one, ranks, given, cause_of(one, given, self._known(one, step), limit=limit))
             for one in found
             if one.entry.key.path not in told  # `carried-gradient` or `bit-flip` says why it must be wrong
             for ranks, given in one.given
-            if rms(given - one.expected) > limit * one.allowed
+            if rms(given - one.expected) > limit / self.strictness * one.allowed
         ]
+        clear = [one for one in wrong if rms(one.given - one.one.expected) > limit * one.one.allowed]
         self._edited.update(one.entry.key.path for one in found if one.edited)
         for one in found:
             self._before[one.entry.key.path] = step, Before.of(one)
         paths = {one.entry.key.path for one in found}
-        change = change_of_all(wrong, found, by_hand=self.facts.engine == BY_HAND) if wrong else None
+        change = change_of_all(clear, found, by_hand=self.facts.engine == BY_HAND) if clear else None
         if change is not None:
             self._changed.setdefault(change.sentence, []).append(step)
             if not change.is_witnessed:
@@ -103,14 +104,14 @@ class GradientsFollow(Rule):
                 self._coverage.leave_out(found)
                 self._note_uneven(found, step, limit)
                 return
-            wrong = [*change.others]
+            wrong = clear = [*change.others]
             self._all_changed |= paths - {one.path for one in wrong}
         self._coverage.count(found)
-        right = paths - {one.path for one in wrong} - told
+        right = paths - {one.path for one in clear} - told
         self._right |= right
         self._untouched |= right - self._edited
-        several = len({one.path for one in wrong}) > 1
-        several &= all(one.one.edited and one.cause is None for one in wrong)
+        several = len({one.path for one in clear}) > 1
+        several &= all(one.one.edited and one.cause is None for one in clear)
         for fault in wrong:
             if (path := fault.path) not in told:
                 told.add(path)
