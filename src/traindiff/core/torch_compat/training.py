@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from operator import attrgetter
-from types import CodeType, FrameType
+from types import CodeType, FrameType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -160,6 +160,23 @@ def _running_steps(optimizer: torch.optim.Optimizer) -> int:
             calls += 1
         frame = frame.f_back
     return calls
+
+
+def calls_hooks(step: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """True if something in the place of `optimizer.step` is known to call the method that calls the hooks.
+
+    Every scheduler of learning rates puts a function there that does, and others put the bound method itself. There is
+    no public mark of it: what wraps a function may have all of its attributes, and call another one.
+    """
+    while True:
+        if isinstance(step, MethodType) and step.__self__ is optimizer:
+            step = step.__func__
+        elif getattr(step, "__code__", None) is _step_code():
+            return True
+        elif getattr(step, "__globals__", None) is vars(torch.optim.lr_scheduler):
+            step = getattr(step, "__wrapped__", None)
+        else:
+            return False
 
 
 def scale_of(scaler: Any) -> torch.Tensor | None:
