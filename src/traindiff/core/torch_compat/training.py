@@ -58,6 +58,19 @@ def is_data_parallel_copy(module: nn.Module) -> bool:
     return bool(getattr(module, "_is_replica", False))
 
 
+def running_calls() -> Iterator[nn.Module]:
+    """The modules whose calls run on this thread, innermost first, as far as the stack shows them.
+
+    There is no public way to ask. A call has a frame of this method, unless compiled code has taken its place.
+    """
+    call = nn.Module._call_impl.__code__
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is call:
+            yield frame.f_locals["self"]
+        frame = frame.f_back
+
+
 # Hooks
 
 # The attributes in which torch keeps hooks, by key. Publicly a hook has a handle, which removes it from the dict that

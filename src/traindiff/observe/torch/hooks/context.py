@@ -61,6 +61,7 @@ class Events:
         before_any_step: When an optimizer is called, with its tap, unless a closure computes the gradients.
         after_step: After a step of the optimizer that counts them, before the next one begins.
         after_call: After every step of an optimizer, with its name, when it is known whether the next step is recorded.
+        on_asking: Before a number is logged, and when an optimizer steps: where the training is must be known then.
         at_end: Before the last observations are written.
         at_backward: When a backward pass that can reach the model's parameters begins, before anything of it is seen.
         before_backward: Before such a backward pass runs, with the tensors it starts from, and with the leaves that
@@ -84,6 +85,7 @@ class Events:
     before_any_step: Event = field(default_factory=Event)
     after_step: Event = field(default_factory=Event)
     after_call: Event = field(default_factory=Event)
+    on_asking: Event = field(default_factory=Event)
     at_end: Event = field(default_factory=Event)
     at_backward: Event = field(default_factory=Event)
     before_backward: Event = field(default_factory=Event)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from traindiff.observe.torch.hooks.compiled import CallObserver, tap_compiled_ca
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.followed_modules import Following, HeldHooks, takes_hooks
 from traindiff.observe.torch.hooks.nested import tensors
+from traindiff.observe.torch.hooks.running_passes import Pass, RunningPasses
 
 
 def given_to_training(inputs: Sequence[tuple[str, Tensor]], progress: Progress, *, several: bool) -> list[str]:
@@ -42,6 +43,12 @@ def given_to_training(inputs: Sequence[tuple[str, Tensor]], progress: Progress, 
         if tensor.grad_fn is None and not (follows_another and tensor.is_floating_point())
     ]
 
+
+COPY = "a shallow copy of the module was called, which shares its hooks, and not the module itself"
+"""Why a forward pass was not observed."""
+
+Reference = Callable[[], nn.Module | None]
+"""Gives the module on which a hook was put, as long as there is one."""
 
 _UNSEEN_PHASES = (("batch", ""), ("forward", ""), ("loss", ""), ("backward", ""), ("grad", "micro"))
 """Phases and stages that are unknown, or misplaced, in a step whose forward pass was not seen."""
@@ -70,14 +77,11 @@ class RootForwardTap:
         self._sink = context.sink
         self._batch_axis = context.batch_axis
         self._observe_batch = "batch" in context.observe
-        self._running: list[AbstractContextManager[None]] = []
-        self._num_nested = 0
+        self._running = RunningPasses(self._left)
         self._num_passes = 0  # since the latest backward pass, or the beginning of the step
         self._most_passes = 0  # before any backward pass so far
         self._first = -1, ""  # the number of steps until now, and the path of the module that was called first since
         self._calls_several = context.targets.several_roots
-        parts = {id(part): path for path, part in context.targets.parts.items()}
-        self._paths = {**context.targets.root_paths, **parts}
         # An error in looking at the batch must not stop the counting of micro-steps.
         self._observe_inputs = self._sink.guarded("batch", self._inputs)
         self._observe_end = self._sink.guarded("batch", partial(self._random_state, "after"))
@@ -85,23 +89,26 @@ class RootForwardTap:
     def attach(self) -> None:
         """Attach the hooks that follow forward and backward passes of the roots."""
         targets, follow, undo = self._context.targets, self._context.followed.follow, self._context.undo
-        roots = [(self._paths[id(root)], root) for root in targets.roots]
+        roots = [(targets.root_paths[id(root)], root) for root in targets.roots]
         undo.enter_context(follow(roots, Following(hook=self._hook, lost=self._lost, calls_follow=True)))
         parts = [(path, part) for path, part in targets.parts.items() if takes_hooks(part)]
         undo.enter_context(follow(parts, Following(hook=self._hook_part, lost=self._lost_part, calls_follow=True)))
+        self._context.events.on_asking.append(self._sink.guarded("root_forward", self._forget_interrupted))
+        self._context.events.at_backward.insert(0, self._sink.guarded("root_forward", self._running.unwind))
 
     def _hook(self, path: str, root: nn.Module, hooks: HeldHooks) -> None:
         guarded = partial(self._sink.guarded, "root_forward")
-        self._paths[id(root)] = self._context.targets.root_paths[id(root)] = path
-        hooks.before_forward(root, guarded(self._begin), with_kwargs=True, prepend=True)
-        hooks.after_forward(root, guarded(self._end), with_kwargs=True, always_call=True)
-        compiled = CallObserver(begin=guarded(partial(self._begin_with, path)), end=guarded(self._end))
+        self._context.targets.root_paths[id(root)] = path
+        begin, end = guarded(partial(self._begin, path, ref(root))), guarded(partial(self._end, ref(root)))
+        hooks.before_forward(root, begin, with_kwargs=True, prepend=True)
+        hooks.after_forward(root, end, with_kwargs=True, always_call=True)
+        compiled = CallObserver(begin=guarded(partial(self._begin_with, path)), end=guarded(self._end_of))
         hooks.undo.enter_context(tap_compiled_calls(root, compiled))
 
     def _hook_part(self, path: str, part: nn.Module, hooks: HeldHooks) -> None:
         guarded = partial(self._sink.guarded, "root_forward")
-        self._paths[id(part)] = path
-        begin, end = guarded(self._begin_part, idle=self._has_begun), guarded(self._end_part, idle=self._is_whole)
+        begin = guarded(partial(self._begin_part, path, ref(part)), idle=self._has_begun)
+        end = guarded(partial(self._end_part, ref(part)), idle=self._is_whole)
         hooks.before_forward(part, begin, with_kwargs=True, prepend=True)
         hooks.after_forward(part, end, with_kwargs=True, always_call=True)
 
@@ -130,7 +137,14 @@ class RootForwardTap:
         """True if the call of a part does not show that the loop calls parts: the step has begun otherwise."""
         return not self._calls_several and (self._sink.progress.in_forward or self._sink.progress.forward_done)
 
-    def _begin_part(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin_part(
+        self,
+        path: str,
+        hooked: Reference,
+        part: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         progress = self._sink.progress
         if not self._calls_several:
             if (
@@ -144,30 +158,49 @@ class RootForwardTap:
             if not all(self._context.followed.is_intact(root) for root in self._context.targets.roots):
                 return  # a root called the part, and the hooks of the root are gone
             self._calls_several = True
-        self._begin(part, args, kwargs)
+        self._begin(path, hooked, part, args, kwargs)
 
-    def _end_part(self, *_: Any) -> None:
+    def _end_part(self, hooked: Reference, part: nn.Module, *_: Any) -> None:
         if self._calls_several:
-            self._end()
+            self._end(hooked, part)
 
-    def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin(
+        self,
+        path: str,
+        hooked: Reference,
+        root: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        if hooked() is not root:
+            if torch.is_grad_enabled() and not (self._running or inside_backward()):
+                self._lost(path, COPY)
+            return
         positional, named = list(tensors(args, "input")), list(tensors(kwargs, "input"))
         self._begin_with(
-            self._paths[id(root)],
+            path,
             [*positional, *named],
             evaluating=not torch.is_grad_enabled(),
             handed_on=len(positional),
+            root=root,
         )
 
     def _begin_with(
-        self, path: str, inputs: Sequence[tuple[str, Tensor]], *, evaluating: bool, handed_on: int = 0
+        self,
+        path: str,
+        inputs: Sequence[tuple[str, Tensor]],
+        *,
+        evaluating: bool,
+        handed_on: int = 0,
+        root: nn.Module | None = None,
     ) -> None:
         progress, chunk = self._sink.progress, self._sink.progress.chunk
         if progress.hidden:
             return
+        if not inside_backward():
+            self._running.unwind(beginning=root)
         if self._is_nested():
-            self._num_nested += 1
-            self._running.append(nullcontext())
+            self._running.begin(root, None)
             progress.given = frozenset()
             return
         self._context.events.before_forward()
@@ -184,7 +217,7 @@ class RootForwardTap:
             continues=self._calls_several and not evaluating and self._continues(path),
         )
         forward.__enter__()
-        self._running.append(forward)
+        self._running.begin(root, forward)
         if self._observes:
             # Tensors that a pipeline stage hands to the next are no inputs of the whole model.
             self._observe_inputs(path, inputs if chunk is None or chunk.is_first else inputs[handed_on:])
@@ -208,21 +241,35 @@ class RootForwardTap:
             self._num_passes = 0
         self._num_passes += 1
 
-    def _end(self, *_: Any) -> None:
+    def _end(self, hooked: Reference, root: nn.Module, *_: Any) -> None:
+        if hooked() is root:
+            self._end_of(root)
+
+    def _end_of(self, root: nn.Module | None = None) -> None:
+        """End a forward pass: that of a module, or the one of which compiled code has told."""
         if self._sink.progress.hidden:
             return
-        if not self._running:  # the hooks were attached inside a forward pass, or the hook before it is gone
+        ended = self._running.end(root)
+        if ended is None:  # the hooks were attached inside a forward pass, or the hook before it is gone
             self._context.events.after_forward()
+        elif ended.inside is not None:
+            observes = self._observes and not self._sink.progress.evaluating
+            ended.inside.__exit__(None, None, None)
+            if observes:
+                self._observe_end()
+            self._context.events.after_forward()
+
+    def _left(self, ended: Pass) -> None:
+        """A forward pass has ended, and no hook was called then."""
+        progress = self._sink.progress
+        if ended.inside is None:
             return
-        if self._num_nested:
-            self._num_nested -= 1
-            self._running.pop()
-            return
-        observes = self._observes and not self._sink.progress.evaluating
-        self._running.pop().__exit__(None, None, None)
-        if observes:
-            self._observe_end()
-        self._context.events.after_forward()
+        if self._observes and not progress.evaluating and progress.chunk is None:
+            progress.next_call("", "rng after")  # the state after it is unknown
+        ended.inside.__exit__(None, None, None)
+
+    def _forget_interrupted(self) -> None:
+        self._running.unwind(without_frame=True)
 
     @property
     def _observes(self) -> bool:

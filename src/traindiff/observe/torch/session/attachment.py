@@ -136,6 +136,11 @@ class Attachment:
         """End the steps that optimizers made in compiled code, which has returned by now."""
         self.optimizers.settle()
 
+    def catch_up(self) -> None:
+        """Find out where the training is now."""
+        self.settle()
+        self._events.on_asking()
+
     def _describe(self, name: str, value: Any) -> None:
         """Put a value into `rank.json`, and have that written."""
         self._described[name] = value
@@ -198,6 +203,7 @@ class Upkeep:
 
     def before_optimizer(self) -> None:
         """An optimizer is about to step."""
+        self._context.events.on_asking()
         self._update(parameters=True)
         # Every forward pass that counts has a backward pass, so none was missed since the last backward pass.
         self._followed.look(called=not self._context.sink.progress.backward_done, everywhere=False)
