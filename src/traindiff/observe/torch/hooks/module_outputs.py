@@ -69,6 +69,7 @@ class _ModuleOutputs:
 
     def _hook(self, path: str, module: nn.Module, hooks: HeldHooks) -> None:
         site, guarded = path_in_whole(path), self._guarded
+        self._activations.forget()  # another module may have the batch on another axis
         output = partial(self._output, site) if site else self._root_output
         if not site:
             hooks.before_forward(module, guarded(self._root_input))
@@ -175,12 +176,14 @@ class SilentModules:
         self._left.clear()
         for module in self._modules.values():
             for parameter in parameters_of(module).values():
-                if parameter is not None and (gradient := parameter.grad) is not None:
+                if parameter is None or not parameter.is_leaf:  # exchanged for a call
+                    continue
+                if (gradient := parameter.grad) is not None:
                     self._left[id(parameter)] = ref(gradient), version_of(gradient)
 
     def _has_new_gradient(self, parameter: Tensor) -> bool:
         """True if a gradient is there that the step before has not left."""
-        if (gradient := parameter.grad) is None:
+        if not parameter.is_leaf or (gradient := parameter.grad) is None:
             return False
         before, version = self._left.get(id(parameter), (None, 0))
         return before is None or before() is not gradient or version_of(gradient) != version
