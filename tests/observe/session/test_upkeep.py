@@ -371,6 +371,26 @@ def test_parameters_that_are_exchanged_for_a_call_are_kept(tmp_path: Path) -> No
     assert {one.step for one, _ in rows(tmp_path / "run", path="head.0.weight", phase="param")} == {0, 2}
 
 
+@pytest.mark.parametrize("observe", [None, OBSERVABLE])
+def test_tensors_that_take_the_place_of_parameters_for_a_call_go_with_it(observe: Any, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {} if observe is None else {"observe": observe}
+
+    def adapted(start: torch.Tensor) -> tuple[float, ref[torch.Tensor]]:
+        fast = start.exp()
+        loss = torch.func.functional_call(model, {"0.weight": fast}, (torch.ones(2, 3),)).sum()
+        return loss.item(), ref(fast)
+
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True, **settings):
+        for _ in range(2):
+            _, fast = adapted(torch.ones(3, 3, requires_grad=True))
+            gc.collect()
+            assert fast() is None
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+
+
 @pytest.mark.parametrize("wraps", [False, True])
 def test_buffers_that_a_model_gets_later_are_followed(wraps: bool, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))

@@ -12,7 +12,7 @@ from operator import is_, methodcaller
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from traindiff.core.settings import RecordSettings
 from traindiff.core.site import canonical_paths, path_in_whole
@@ -241,13 +241,23 @@ class Upkeep:
             self._on_change()
 
     def _note(self) -> None:
-        """Remember the tree. Its parts are kept alive, so that no other object gets the id of one."""
+        """Remember the tree. Its modules and parameters are kept alive, so that no other object gets the id of one.
+
+        Other tensors in the place of parameters, for one call, are not: they hold a graph.
+        """
         self._tree = [*self._targets.root.modules()]
         self._counts, self._parts = self._look()
+        self._for_a_call = {index: id(one) for index, one in enumerate(self._parts) if _is_for_a_call(one)}
+        for index in self._for_a_call:
+            self._parts[index] = None
 
     def _is_changed(self) -> bool:
         counts, parts = self._look()
-        return counts != self._counts or not all(map(is_, parts, self._parts))
+        if counts != self._counts:
+            return True
+        for index, key in self._for_a_call.items():
+            parts[index] = None if id(parts[index]) == key else self
+        return not all(map(is_, parts, self._parts))
 
     def _look(self) -> tuple[list[int], list[Any]]:
         """The parts of all modules, one after the other, and how many each module has. It is quick; see above.
@@ -326,8 +336,7 @@ class Upkeep:
 
     def _is_exchanged(self) -> bool:
         """True if parameters are exchanged for one call, as `torch.func.functional_call` does."""
-        held = chain.from_iterable(map(_values, map(parameters_of, self._tree)))
-        return not all(one is None or isinstance(one, nn.Parameter) for one in held)
+        return any(map(_is_for_a_call, chain.from_iterable(map(_values, map(parameters_of, self._tree)))))
 
     def _let_go(self) -> bool:
         """Let go of modules and parameters that neither the model nor an optimizer holds.
@@ -349,6 +358,11 @@ class Upkeep:
             self._followed.forget(gone.values())
             self._on_change()
         return len(gone) < len(outside) or not held.isdisjoint(lost)
+
+
+def _is_for_a_call(part: Any) -> bool:
+    """True for a tensor in the place of a parameter that is none."""
+    return isinstance(part, Tensor) and not isinstance(part, nn.Parameter)
 
 
 def _is_of_engine(parameter: nn.Parameter) -> bool:
