@@ -58,13 +58,16 @@ def is_data_parallel_copy(module: nn.Module) -> bool:
     return bool(getattr(module, "_is_replica", False))
 
 
-def running_calls() -> Iterator[nn.Module]:
-    """The modules whose calls run on this thread, innermost first, as far as the stack shows them.
+def running_calls(thread: int | None = None) -> Iterator[nn.Module]:
+    """The modules whose calls run on a thread, innermost first, as far as the stack shows them.
 
     There is no public way to ask. A call has a frame of this method, unless compiled code has taken its place.
+
+    Args:
+        thread: Its identifier. Default: this thread.
     """
     call = nn.Module._call_impl.__code__
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1) if thread is None else sys._current_frames().get(thread)
     while frame is not None:
         if frame.f_code is call:
             yield frame.f_locals["self"]

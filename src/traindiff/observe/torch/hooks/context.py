@@ -14,6 +14,7 @@ from traindiff.core.shards import Piece, Shard
 from traindiff.observe.common.batch_axis import BatchAxis
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.followed_modules import FollowedModules
+from traindiff.observe.torch.hooks.other_threads import OtherThreads
 
 if TYPE_CHECKING:
     from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
@@ -131,6 +132,7 @@ class TapContext:
         events: Where taps ask to be called.
         followed: The modules that have hooks of taps.
         optimizers: The optimizers that are followed, by name; may grow.
+        other_threads: The threads that call the model beside the training.
         uncounted_writes: What is known of writes to gradients that torch does not count.
         describe: Put a value into `rank.json` under a name, and write that.
         undo: Closed when the session ends: what removes the taps.
@@ -148,5 +150,6 @@ class TapContext:
     events: Events = field(default_factory=Events)
     followed: FollowedModules = field(default_factory=FollowedModules)
     optimizers: dict[str, OptimizerTap] = field(default_factory=dict)
+    other_threads: OtherThreads = field(default_factory=OtherThreads)
     uncounted_writes: UncountedWrites = field(default_factory=UncountedWrites)
     undo: ExitStack = field(default_factory=ExitStack)

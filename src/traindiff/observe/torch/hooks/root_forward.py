@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import get_ident
 from typing import Any
 from weakref import ref
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from traindiff.core.kernels.torch_arrays import shape_of
 from traindiff.core.observation import ITSELF, UNSEEN
 from traindiff.core.torch_compat.execution import inside_backward
+from traindiff.core.torch_compat.training import running_calls
 from traindiff.observe.common.batch_axis import batch_first
 from traindiff.observe.common.progress import Progress
 from traindiff.observe.torch.hooks.compiled import CallObserver, tap_compiled_calls
@@ -43,6 +45,9 @@ def given_to_training(inputs: Sequence[tuple[str, Tensor]], progress: Progress, 
         if tensor.grad_fn is None and not (follows_another and tensor.is_floating_point())
     ]
 
+
+ELSEWHERE = "the model was called on another thread than that of the training"
+"""Why a forward pass was not observed."""
 
 COPY = "a shallow copy of the module was called, which shares its hooks, and not the module itself"
 """Why a forward pass was not observed."""
@@ -78,6 +83,9 @@ class RootForwardTap:
         self._batch_axis = context.batch_axis
         self._observe_batch = "batch" in context.observe
         self._running = RunningPasses(self._left)
+        self._was_interrupted = False  # the latest pass
+        self._others = context.other_threads
+        self._ignored: set[bool] = set()  # whether passes of other threads in this step kept gradients
         self._num_passes = 0  # since the latest backward pass, or the beginning of the step
         self._most_passes = 0  # before any backward pass so far
         self._first = -1, ""  # the number of steps until now, and the path of the module that was called first since
@@ -93,7 +101,7 @@ class RootForwardTap:
         undo.enter_context(follow(roots, Following(hook=self._hook, lost=self._lost, calls_follow=True)))
         parts = [(path, part) for path, part in targets.parts.items() if takes_hooks(part)]
         undo.enter_context(follow(parts, Following(hook=self._hook_part, lost=self._lost_part, calls_follow=True)))
-        self._context.events.on_asking.append(self._sink.guarded("root_forward", self._forget_interrupted))
+        self._context.events.on_asking.append(self._sink.guarded("root_forward", self._settle))
         self._context.events.at_backward.insert(0, self._sink.guarded("root_forward", self._running.unwind))
 
     def _hook(self, path: str, root: nn.Module, hooks: HeldHooks) -> None:
@@ -131,11 +139,13 @@ class RootForwardTap:
 
     def _is_whole(self) -> bool:
         """True as long as the loop calls the model, and not its parts."""
-        return not self._calls_several
+        return not (self._calls_several or self._others.inside)
 
     def _has_begun(self) -> bool:
         """True if the call of a part does not show that the loop calls parts: the step has begun otherwise."""
-        return not self._calls_several and (self._sink.progress.in_forward or self._sink.progress.forward_done)
+        progress = self._sink.progress
+        begun = not self._calls_several and (progress.in_forward or progress.forward_done)
+        return begun and get_ident() == self._others.training
 
     def _begin_part(
         self,
@@ -147,8 +157,11 @@ class RootForwardTap:
     ) -> None:
         progress = self._sink.progress
         if not self._calls_several:
+            if self._is_beside_training(hooked, part):
+                self._others.enter()
+                return
             if (
-                self._has_begun()
+                (progress.in_forward or progress.forward_done)
                 or inside_backward()
                 or progress.hidden
                 or progress.chunk is not None
@@ -160,8 +173,13 @@ class RootForwardTap:
             self._calls_several = True
         self._begin(path, hooked, part, args, kwargs)
 
+    def _is_beside_training(self, hooked: Reference, part: nn.Module) -> bool:
+        """True if another thread evaluates a part of the model, and not for the training."""
+        elsewhere = get_ident() != self._others.training and not inside_backward()
+        return elsewhere and hooked() is part and (self._others.is_this() or not torch.is_grad_enabled())
+
     def _end_part(self, hooked: Reference, part: nn.Module, *_: Any) -> None:
-        if self._calls_several:
+        if self._calls_several or self._others.is_this():
             self._end(hooked, part)
 
     def _begin(
@@ -199,6 +217,8 @@ class RootForwardTap:
             return
         if not inside_backward():
             self._running.unwind(beginning=root)
+            if get_ident() != self._others.training and not self._trains_here(evaluating=evaluating):
+                return
         if self._is_nested():
             self._running.begin(root, None)
             progress.given = frozenset()
@@ -218,9 +238,26 @@ class RootForwardTap:
         )
         forward.__enter__()
         self._running.begin(root, forward)
+        self._was_interrupted = False
         if self._observes:
             # Tensors that a pipeline stage hands to the next are no inputs of the whole model.
             self._observe_inputs(path, inputs if chunk is None or chunk.is_first else inputs[handed_on:])
+
+    def _trains_here(self, *, evaluating: bool) -> bool:
+        """True if a pass on another thread than the last one is part of the training, which has moved to this thread.
+
+        It is if it keeps gradients, and begins a step or a micro-step, or if the pass before was interrupted.
+        """
+        progress = self._sink.progress
+        if len([*running_calls()]) < 2:  # this call, or none that the stack shows
+            self._others.forget_this()
+        begins = progress.backward_done or not progress.forward_done or self._was_interrupted
+        if begins and not (evaluating or self._running or self._others.is_this()):
+            self._others.take_over()
+            return True
+        self._others.enter()
+        self._ignored.add(not evaluating)
+        return False
 
     def _continues(self, path: str) -> bool:
         """True if a call, after a backward pass, of the module with this path begins no micro-step.
@@ -247,7 +284,7 @@ class RootForwardTap:
 
     def _end_of(self, root: nn.Module | None = None) -> None:
         """End a forward pass: that of a module, or the one of which compiled code has told."""
-        if self._sink.progress.hidden:
+        if self._sink.progress.hidden or (self._others.is_this() and self._others.leave()):
             return
         ended = self._running.end(root)
         if ended is None:  # the hooks were attached inside a forward pass, or the hook before it is gone
@@ -262,14 +299,26 @@ class RootForwardTap:
     def _left(self, ended: Pass) -> None:
         """A forward pass has ended, and no hook was called then."""
         progress = self._sink.progress
+        self._was_interrupted = True
         if ended.inside is None:
             return
         if self._observes and not progress.evaluating and progress.chunk is None:
             progress.next_call("", "rng after")  # the state after it is unknown
         ended.inside.__exit__(None, None, None)
 
-    def _forget_interrupted(self) -> None:
+    def _settle(self) -> None:
+        """Forget passes that an interrupt has ended, and say what other threads have called."""
         self._running.unwind(without_frame=True)
+        if self._ignored and not self._others.is_this():
+            ignored, self._ignored = self._ignored, set()
+            self._say_ignored(kept_gradients=True in ignored)
+
+    def _say_ignored(self, *, kept_gradients: bool) -> None:
+        if not self._sink.progress.observing:
+            return
+        evaluation = [("forward", "evaluation")] if self._context.settings.evaluation else []
+        for phase, stage in _UNSEEN_PHASES if kept_gradients else evaluation:
+            self._sink.unobserved(f"{UNSEEN}: {ELSEWHERE}", phase=phase, path=ITSELF, slot="root_forward", stage=stage)
 
     @property
     def _observes(self) -> bool:

@@ -59,19 +59,20 @@ class RunningPasses:
         return None
 
     def unwind(self, *, beginning: nn.Module | None = None, without_frame: bool = False) -> None:
-        """Remove the passes that no longer run on this thread. Costs nothing if none was thought to be running.
+        """Remove the passes that no longer run. Costs nothing if none was thought to be running.
 
         Args:
-            beginning: The module whose call begins, and contains none of the passes.
+            beginning: The module whose call begins on this thread, and contains none of the passes.
             without_frame: Remove passes of which the stack shows nothing, too.
         """
         if not self._passes:
             return
-        thread, calls = get_ident(), [*running_calls()]  # innermost first
-        if calls and calls[0] is beginning:
-            del calls[0]
+        calls = {thread: [*running_calls(thread)] for thread in {one.thread for one in self._passes}}
+        here = calls.get(get_ident())
+        if here and here[0] is beginning:
+            del here[0]  # calls come innermost first
         for index, one in enumerate(self._passes):
-            if one.thread == thread and not (_contain(calls, one.module) if one.has_frame else not without_frame):
+            if not (_contain(calls[one.thread], one.module) if one.has_frame else not without_frame):
                 self._leave(index)
                 return
 

@@ -44,7 +44,9 @@ def _inputs(
 ) -> None:
     progress = context.sink.progress
     chunk = progress.chunk
-    if hooked() is not root or not progress.observing or progress.evaluating or not torch.is_grad_enabled():
+    if hooked() is not root or context.other_threads.is_this():
+        return
+    if not progress.observing or progress.evaluating or not torch.is_grad_enabled():
         return
     inputs = [] if chunk is not None and not chunk.is_first else list(tensors(args, "input"))
     for slot, tensor in [*inputs, *tensors(kwargs, "input")]:
