@@ -139,6 +139,33 @@ def test_a_recording_with_the_batch_axis_in_second_place_has_it_in_front(tmp_pat
     assert {seen.shard.shape[0] for seen, _ in rows(tmp_path / "run", phase="backward", slot="output[0]")} == {3, 1}
 
 
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = nn.LSTM(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.reads(x if self.reads.batch_first else x.transpose(0, 1))[0]
+        return found
+
+
+@pytest.mark.parametrize("length", [4, 9])
+def test_a_recurrent_module_that_replaces_another_has_the_batch_where_it_says(length: int, tmp_path: Path) -> None:
+    model = Reader()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        for step in range(6):
+            if step in (2, 4):
+                model.reads = nn.LSTM(3, 3, batch_first=step == 2)
+                optimizer.param_groups[0]["params"] = [*model.parameters()]
+            outputs = [model(batch) for batch in torch.ones(4, length, 3).split(2)]
+            sum(one.sum() for one in outputs).backward()
+            optimizer.step()
+
+    found = [seen for seen, _ in rows(tmp_path / "run", phase="forward", path="reads", slot="output[0]")]
+    assert [seen.shard.global_shape for seen in found] == [(-1, length, 3)] * 12
+
+
 def progress(*lengths: int, size: int = 4) -> Progress:
     return Progress(batch=Batch(size=size, lengths=frozenset(lengths or {size})))
 

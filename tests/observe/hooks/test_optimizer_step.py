@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
 
 import traindiff
 from tests.observe.hooks.models import mlp
@@ -250,6 +252,64 @@ def test_a_closure_gives_one_step_per_call_of_the_optimizer(tmp_path: Path) -> N
     TRAININGS["lbfgs_with_a_closure"](lambda *args: traindiff.record(tmp_path / "run", *args, strict=True))
 
     assert sorted({seen.step for seen, _ in rows(tmp_path / "run", phase="param", stage="")}) == [0, 1, 2]
+
+
+def scheduled(optimizer: Optimizer) -> None:
+    StepLR(optimizer, 1)
+
+
+def bound(optimizer: Optimizer) -> None:
+    optimizer.step = optimizer.step  # type: ignore[method-assign]
+
+
+def bound_and_scheduled(optimizer: Optimizer) -> None:
+    bound(optimizer)
+    scheduled(optimizer)
+
+
+@pytest.mark.parametrize("replace", [scheduled, bound, bound_and_scheduled])
+def test_parameters_may_be_written_between_the_steps_of_an_optimizer_with_a_scheduler(
+    replace: Callable[[Optimizer], None], tmp_path: Path
+) -> None:
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    replace(optimizer)
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True) as recording:
+        for batch in batches(3):  # looks for a sharp minimum by hand
+            for move in (0.01, -0.01):
+                model(batch).square().mean().backward()
+                with torch.no_grad():
+                    torch._foreach_add_([*model.parameters()], move)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert recording.steps == {"optimizer": 3}
+    assert unobserved(tmp_path / "run") == []
+
+
+def test_two_optimizers_with_schedulers_may_hold_one_parameter(tmp_path: Path) -> None:
+    model = mlp()
+    first, second = SGD(model.parameters(), lr=0.1), SGD(model.parameters(), lr=0.1)
+    scheduled(second)
+    with traindiff.record(tmp_path / "run", model, [first, second], strict=True) as recording:
+        train(model, first, second, steps=3)
+
+    assert [*recording.steps.values()] == [3, 3]
+
+
+def test_a_wrapped_step_that_has_called_the_hooks_is_seen(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    step = optimizer.step
+    optimizer.step = lambda: step()  # type: ignore[method-assign]
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True) as recording:
+        train(model, optimizer)
+        for batch in batches(2):
+            model(batch).square().mean().backward()
+            with torch.no_grad():
+                model[0].weight.add_(0.01)
+
+    assert recording.steps == {"optimizer": 1}
 
 
 def test_a_step_that_a_loss_scaler_leaves_out_is_recorded_as_skipped(tmp_path: Path) -> None:

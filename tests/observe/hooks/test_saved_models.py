@@ -22,6 +22,7 @@ from torch.optim import SGD, AdamW
 
 import traindiff
 from tests.observe.hooks.models import mlp
+from tests.observe.hooks.reading import rows, unobserved
 from traindiff.core.tap_registry import OBSERVABLE
 
 
@@ -192,6 +193,39 @@ def test_a_shallow_copy_shares_its_hooks_with_the_model_as_ever(tmp_path: Path) 
 
     assert calls == [1]
     assert copied._forward_hooks is model._forward_hooks
+
+
+def test_a_shallow_copy_is_called_beside_the_model(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True, evaluation=True):
+        for step in range(3):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0:
+                with torch.no_grad():
+                    copy.copy(model)(torch.ones(5, 8))
+
+    found = rows(tmp_path / "run", phase="batch", slot="input[0]")
+    assert [(one.step, one.stage, one.shard.shape) for one, _ in found] == [(step, "", (2, 8)) for step in range(3)]
+    assert unobserved(tmp_path / "run") == []
+
+
+def test_a_training_that_goes_on_with_a_shallow_copy_is_unknown_from_there(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        for called in (model, copy.copy(model)):
+            called(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    missing = [(one.step, one.phase, one.unobserved) for one, _ in rows(tmp_path / "run") if one.unobserved]
+    assert {(step, phase) for step, phase, _ in missing} == {
+        (1, phase) for phase in ("batch", "forward", "loss", "backward", "grad")
+    }
+    assert all("a shallow copy of the module was called" in why for *_, why in missing)
 
 
 def test_a_model_whose_class_pickles_it_by_itself_names_nothing_of_traindiff(tmp_path: Path) -> None:

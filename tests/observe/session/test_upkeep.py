@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from torch import nn
 
 import traindiff
+from tests.observe.hooks.reading import rows
 from tests.observe.hooks.test_removal import MODULE_HOOKS, assert_nothing_left
 from tests.observe.session import changing_training as edits
 from tests.observe.session.changing_training import Edit, Model, Training, train
 from traindiff.core.site import PHASES
+from traindiff.core.tap_registry import OBSERVABLE
 from traindiff.observe.torch.hooks.compiled import NUMBER
 from traindiff.observe.torch.hooks.inert_on_copy import _NoHook
+from traindiff.storage import open_recording
 
 COMPLETE = (
     edits.clear_forward_hooks, edits.clear_hooks_of_a_layer, edits.put_copied_dicts, edits.clear_step_hooks,
@@ -286,3 +291,126 @@ def test_a_wrapped_step_may_call_its_closure_until_nothing_moves(scheduled: bool
     report = traindiff.check(tmp_path / "run")
     assert report.verdict == "healthy", str(report)
     assert len(report.steps) == 20
+
+
+class Shrinking(nn.Module):
+    """Loses its head while it is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(3, 3)
+        self.head = nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1))
+
+    def forward(self, x: Any) -> Any:
+        x = self.body(x)
+        return self.head(x) if hasattr(self, "head") else x
+
+
+@pytest.mark.parametrize("observe", [None, OBSERVABLE])
+@pytest.mark.parametrize("trains_the_head", [False, True])
+def test_what_neither_the_model_nor_an_optimizer_holds_is_let_go_of(
+    trains_the_head: bool, observe: Any, tmp_path: Path
+) -> None:
+    model = Shrinking()
+    trained = model if trains_the_head else model.body
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    kept = {name: ref(one) for name, one in (("module", model.head[0]), ("parameter", model.head[0].weight))}
+    settings = {} if observe is None else {"observe": observe}
+    with traindiff.record(tmp_path / "run", model, optimizer, every=2, strict=True, **settings):
+        for step in range(8):
+            if step == 3:
+                del model.head
+            if step == 5 and trains_the_head:
+                gc.collect()
+                assert kept["parameter"]() is not None
+                optimizer.param_groups[0]["params"] = [*model.body.parameters()]
+                optimizer.state.clear()
+            model(torch.randn(4, 3)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        gc.collect()
+        assert [name for name, one in kept.items() if one() is not None] == []
+
+    found = rows(tmp_path / "run", path="head.0.weight", phase="param", slot="value")
+    assert {one.step for one, _ in found if not one.unobserved} == ({0, 2, 4} if trains_the_head else {0, 2})
+    described = open_recording(str(tmp_path / "run")).rank_content(0)
+    assert "head.0.weight" in described["parameters"]
+    assert "head.0" in described["modules"]
+
+
+def test_modules_that_are_taken_out_for_a_while_are_followed_when_they_are_back(tmp_path: Path) -> None:
+    model = Shrinking()
+    optimizer = torch.optim.SGD(model.body.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        for step in range(4):
+            head = model.head
+            if step in (1, 2):
+                del model.head
+            model(torch.randn(4, 3)).square().sum().backward()
+            optimizer.step()
+            model.head = head
+
+    assert [one.step for one, _ in rows(tmp_path / "run", path="head.0", phase="forward", stage="")] == [0, 3]
+
+
+def test_parameters_that_are_exchanged_for_a_call_are_kept(tmp_path: Path) -> None:
+    """Also if an optimizer steps inside of the call."""
+    model = Shrinking()
+    optimizer = torch.optim.SGD(model.body.parameters(), lr=0.1)
+
+    def step(*_: Any) -> None:
+        optimizer.step()
+
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True, every=2):
+        for _ in range(4):
+            hook = model.body.register_forward_hook(step)
+            exchanged = {name: one * 1 for name, one in model.head.named_parameters(prefix="head")}
+            torch.func.functional_call(model, exchanged, (torch.randn(4, 3),)).sum().backward()
+            hook.remove()
+
+    assert {one.step for one, _ in rows(tmp_path / "run", path="head.0.weight", phase="param")} == {0, 2}
+
+
+@pytest.mark.parametrize("observe", [None, OBSERVABLE])
+def test_tensors_that_take_the_place_of_parameters_for_a_call_go_with_it(observe: Any, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {} if observe is None else {"observe": observe}
+
+    def adapted(start: torch.Tensor) -> tuple[float, ref[torch.Tensor]]:
+        fast = start.exp()
+        loss = torch.func.functional_call(model, {"0.weight": fast}, (torch.ones(2, 3),)).sum()
+        return loss.item(), ref(fast)
+
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True, **settings):
+        for _ in range(2):
+            _, fast = adapted(torch.ones(3, 3, requires_grad=True))
+            gc.collect()
+            assert fast() is None
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_buffers_that_a_model_gets_later_are_followed(wraps: bool, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        for step in range(4):
+            if step == 1:
+                model.add_module("norm", nn.BatchNorm1d(3))
+            if step == 2:
+                model.register_buffer("late", torch.ones(2))
+                model[1] = nn.Sequential(model[1]) if wraps else model[1]
+            model(torch.randn(4, 3)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found: dict[str, set[int]] = {}
+    for one, _ in rows(tmp_path / "run", phase="param", slot="buffer"):
+        found.setdefault(one.path, set()).add(one.step)
+    assert found == {
+        **{f"1.{name}": {0, 1, 2, 3} for name in ("running_mean", "running_var", "num_batches_tracked")},
+        **{f"norm.{name}": {1, 2, 3} for name in ("running_mean", "running_var", "num_batches_tracked")},
+        "late": {2, 3},
+    }

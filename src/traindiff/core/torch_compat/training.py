@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from operator import attrgetter
-from types import CodeType, FrameType
+from types import CodeType, FrameType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +56,22 @@ def dims_of_sample(module: Any) -> int:
 def is_data_parallel_copy(module: nn.Module) -> bool:
     """True for the copies that `torch.nn.DataParallel` makes for each call. There is no public mark."""
     return bool(getattr(module, "_is_replica", False))
+
+
+def running_calls(thread: int | None = None) -> Iterator[nn.Module]:
+    """The modules whose calls run on a thread, innermost first, as far as the stack shows them.
+
+    There is no public way to ask. A call has a frame of this method, unless compiled code has taken its place.
+
+    Args:
+        thread: Its identifier. Default: this thread.
+    """
+    call = nn.Module._call_impl.__code__
+    frame: FrameType | None = sys._getframe(1) if thread is None else sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code is call:
+            yield frame.f_locals["self"]
+        frame = frame.f_back
 
 
 # Hooks
@@ -160,6 +176,23 @@ def _running_steps(optimizer: torch.optim.Optimizer) -> int:
             calls += 1
         frame = frame.f_back
     return calls
+
+
+def calls_hooks(step: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """True if something in the place of `optimizer.step` is known to call the method that calls the hooks.
+
+    Every scheduler of learning rates puts a function there that does, and others put the bound method itself. There is
+    no public mark of it: what wraps a function may have all of its attributes, and call another one.
+    """
+    while True:
+        if isinstance(step, MethodType) and step.__self__ is optimizer:
+            step = step.__func__
+        elif getattr(step, "__code__", None) is _step_code():
+            return True
+        elif getattr(step, "__globals__", None) is vars(torch.optim.lr_scheduler):
+            step = getattr(step, "__wrapped__", None)
+        else:
+            return False
 
 
 def scale_of(scaler: Any) -> torch.Tensor | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from traindiff.core.shards import Shard
 from traindiff.core.site import ROOT, matches
@@ -37,12 +37,13 @@ class BatchAxis:
     Args:
         declared: Axis by glob over canonical paths, or over path and slot (`lstm output[1][0]`);
             `(root)` applies to the root's inputs, too.
-        modules: The model's modules by canonical path.
+        modules: The model's modules by canonical path; may change while the training runs.
     """
 
     def __init__(self, declared: Mapping[str, int | None], modules: Mapping[str, nn.Module] | None = None) -> None:
         self._declared = dict(declared)
-        self._recurrent = _of_recurrent(modules) if modules else {}
+        self._modules = {} if modules is None else modules
+        self._recurrent = () if modules is None else _recurrent()
         self._unused = dict.fromkeys(self._declared)
         self._asked = False
 
@@ -107,9 +108,10 @@ class BatchAxis:
 
     def _usual_axis(self, path: str, slot: str, dims: int) -> int:
         """The batch axis if none is declared."""
-        if path not in self._recurrent or dims != 3:
+        module: Any = self._modules.get(path) if dims == 3 else None
+        if not isinstance(module, self._recurrent):
             return 0
-        return self._recurrent[path] if slot == "output[0]" else 1
+        return 0 if module.batch_first and slot == "output[0]" else 1
 
     def _declared_axis(self, path: str, slot: str, *, default: int) -> int | None:
         if not self._declared:
@@ -141,8 +143,8 @@ def _batch(axis: int, inputs: tuple[tuple[int, ...], ...]) -> Batch | None:
     return Batch(size=size, lengths=frozenset(products))
 
 
-def _of_recurrent(modules: Mapping[str, nn.Module]) -> dict[str, int]:
-    """The batch axis of the outputs of torch's recurrent modules, by path."""
+def _recurrent() -> type[Any]:
+    """The class of torch's recurrent modules."""
     from torch import nn
 
-    return {path: 0 if module.batch_first else 1 for path, module in modules.items() if isinstance(module, nn.RNNBase)}
+    return nn.RNNBase

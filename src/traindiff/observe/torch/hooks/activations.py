@@ -116,6 +116,10 @@ class Activations:
         if self._backward and self._stage() is not None:
             self._sink.unobserved(LEAF, phase="backward", path=path, slot=slot)
 
+    def forget(self) -> None:
+        """Forget what is known of outputs: a module may take the place of another one."""
+        self._outputs.clear()
+
     def let_go(self) -> None:
         """Remove the hooks on tensors that may live longer than the graph."""
         for handle in self._on_leaves.values():

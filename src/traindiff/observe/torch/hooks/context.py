@@ -14,6 +14,7 @@ from traindiff.core.shards import Piece, Shard
 from traindiff.observe.common.batch_axis import BatchAxis
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.followed_modules import FollowedModules
+from traindiff.observe.torch.hooks.other_threads import OtherThreads
 
 if TYPE_CHECKING:
     from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
@@ -61,6 +62,7 @@ class Events:
         before_any_step: When an optimizer is called, with its tap, unless a closure computes the gradients.
         after_step: After a step of the optimizer that counts them, before the next one begins.
         after_call: After every step of an optimizer, with its name, when it is known whether the next step is recorded.
+        on_asking: Before a number is logged, and when an optimizer steps: where the training is must be known then.
         at_end: Before the last observations are written.
         at_backward: When a backward pass that can reach the model's parameters begins, before anything of it is seen.
         before_backward: Before such a backward pass runs, with the tensors it starts from, and with the leaves that
@@ -84,6 +86,7 @@ class Events:
     before_any_step: Event = field(default_factory=Event)
     after_step: Event = field(default_factory=Event)
     after_call: Event = field(default_factory=Event)
+    on_asking: Event = field(default_factory=Event)
     at_end: Event = field(default_factory=Event)
     at_backward: Event = field(default_factory=Event)
     before_backward: Event = field(default_factory=Event)
@@ -129,6 +132,7 @@ class TapContext:
         events: Where taps ask to be called.
         followed: The modules that have hooks of taps.
         optimizers: The optimizers that are followed, by name; may grow.
+        other_threads: The threads that call the model beside the training.
         uncounted_writes: What is known of writes to gradients that torch does not count.
         describe: Put a value into `rank.json` under a name, and write that.
         undo: Closed when the session ends: what removes the taps.
@@ -146,5 +150,6 @@ class TapContext:
     events: Events = field(default_factory=Events)
     followed: FollowedModules = field(default_factory=FollowedModules)
     optimizers: dict[str, OptimizerTap] = field(default_factory=dict)
+    other_threads: OtherThreads = field(default_factory=OtherThreads)
     uncounted_writes: UncountedWrites = field(default_factory=UncountedWrites)
     undo: ExitStack = field(default_factory=ExitStack)

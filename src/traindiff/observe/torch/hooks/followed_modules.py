@@ -212,6 +212,15 @@ class FollowedModules:
         for how in self._growing:
             self._add(path, module, how)
 
+    def forget(self, modules: Iterable[nn.Module]) -> None:
+        """Follow some modules no more."""
+        ids = {id(one) for one in modules}
+        for place in self._places:
+            if id(place.module) in ids:
+                place.hooks.remove()
+        self._places = [one for one in self._places if id(one.module) not in ids]
+        self._looked_at.clear()
+
     def _add(self, path: str, module: nn.Module, how: Following) -> None:
         place = _Place(path=path, module=module, how=how)
         self._looked_at.clear()

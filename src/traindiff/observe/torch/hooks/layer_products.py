@@ -132,7 +132,8 @@ class _LayerProducts:
     def _is_hidden(self) -> bool:
         """True if calls are not to be checked now."""
         progress = self._sink.progress
-        return not progress.observing or progress.evaluating or progress.hidden or inside_backward()
+        hidden = not progress.observing or progress.evaluating or progress.hidden or inside_backward()
+        return hidden or self._context.other_threads.is_this()
 
     def _check_quickly(self, path: str, given: Any, weight: Tensor, bias: Any, output: Any) -> bool:
         """Check a call that looks like those before; False if it does not, or if its product may be wrong."""

@@ -50,6 +50,7 @@ class _ModuleOutputs:
     def __init__(self, context: TapContext) -> None:
         self._context = context
         self._progress = context.sink.progress
+        self._others = context.other_threads
         self._activations = Activations(context, tap="module_outputs")
         self._silent = SilentModules(context.targets.modules, context.sink)
         self._paths = GradientPaths(context)
@@ -70,9 +71,10 @@ class _ModuleOutputs:
 
     def _hook(self, path: str, module: nn.Module, hooks: HeldHooks) -> None:
         site, guarded = path_in_whole(path), self._guarded
+        self._activations.forget()  # another module may have the batch on another axis
         output = partial(self._output, site) if site else self._root_output
         if not site:
-            hooks.before_forward(module, guarded(self._root_input))
+            hooks.before_forward(module, guarded(self._root_input, idle=self._is_idle))
         hooks.after_forward(module, guarded(output, idle=self._is_idle))
         observer = ModuleObserver(
             output=guarded(partial(self._compiled_output, path)),
@@ -82,8 +84,8 @@ class _ModuleOutputs:
         hooks.undo.enter_context(tap_compiled_module(module, observer))
 
     def _is_idle(self) -> bool:
-        """True in a step that is not recorded."""
-        return not self._progress.observing
+        """True in a step that is not recorded, and in calls that are no part of the training."""
+        return not self._progress.observing or (bool(self._others.inside) and self._others.is_this())
 
     def _lost(self, path: str, why: str) -> None:
         if why or self._silent.is_called_beside_roots(path):
@@ -109,7 +111,7 @@ class _ModuleOutputs:
             self._activations.boundary(chunk, tensors(args, "received"))
 
     def _compiled_output(self, path: str, tensor: Tensor, slot: str) -> None:
-        if self._activations.compiled_output(path, tensor, slot):
+        if not self._is_idle() and self._activations.compiled_output(path, tensor, slot):
             self._silent.heard(path, compiled=True)
 
 
@@ -178,7 +180,9 @@ class SilentModules(HoldsTensors):
         left = self._left = dict[int, tuple[ReferenceType[Tensor], int]]()
         for module in self._modules.values():
             for parameter in parameters_of(module).values():
-                if parameter is not None and (gradient := parameter.grad) is not None:
+                if parameter is None or not parameter.is_leaf:  # exchanged for a call
+                    continue
+                if (gradient := parameter.grad) is not None:
                     left[id(parameter)] = ref(gradient), version_of(gradient)
 
     def forget_tensors(self) -> None:
@@ -187,7 +191,7 @@ class SilentModules(HoldsTensors):
 
     def _has_new_gradient(self, parameter: Tensor) -> bool:
         """True if a gradient is there that the step before has not left."""
-        if (gradient := parameter.grad) is None or self._left is None:
+        if not parameter.is_leaf or (gradient := parameter.grad) is None or self._left is None:
             return False
         before, version = self._left.get(id(parameter), (None, 0))
         return before is None or before() is not gradient or version_of(gradient) != version

@@ -162,7 +162,7 @@ class ShownOperators:
 
     def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
         progress = self._sink.progress
-        if not progress.observing or progress.evaluating or progress.hidden:
+        if not progress.observing or progress.evaluating or progress.hidden or self._context.other_threads.is_this():
             return
         if not self._calls:
             self._thread = threading.get_ident()

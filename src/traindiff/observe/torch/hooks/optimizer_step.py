@@ -15,6 +15,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from traindiff.core.observation import BEFORE, ITSELF, NO_GRADIENT, SKIPPED, UNSEEN
 from traindiff.core.shards import Piece
 from traindiff.core.torch_compat.execution import version_of
+from traindiff.core.torch_compat.training import calls_hooks
 from traindiff.observe.torch.hooks.compiled import CallObserver, tap_compiled_calls
 from traindiff.observe.torch.hooks.context import TapContext, emit_pieces
 from traindiff.observe.torch.hooks.followed_modules import HeldHooks
@@ -96,6 +97,7 @@ class OptimizerTap:
         self._left: tuple[Tensor, int, int] | None = None  # a parameter, and the versions of it and its gradient then
         self._num_evaluations = 0  # calls of the closure in this step
         self._in_closure = False  # the closure that `step` was given is being called
+        self._led_to_hooks: Any = None  # what was in the place of `step` when hooks on it were called last
 
     def attach(self) -> ExitStack:
         """Follow the optimizer's calls. Close the result to remove the tap."""
@@ -105,7 +107,7 @@ class OptimizerTap:
             self._hooks.before_step(self.optimizer, Once(guarded(self.before_step)))
             self._hooks.before_step(self.optimizer, Once(self._sink.altering("optimizer_step", self._counting)))
             self._hooks.after_step(self.optimizer, Once(guarded(self.after_step)))
-            self._hooks.after_step(self.optimizer, Once(self._end_step))
+            self._hooks.after_step(self.optimizer, Once(self._end_seen_step))
             compiled = CallObserver(begin=guarded(self._begin_compiled), end=guarded(self._end_compiled))
             undo.enter_context(tap_compiled_calls(self.optimizer, compiled))
             scaler = ScalerListener(before=self._before_scaler, after=partial(self._after_scaler, guarded(self._skip)))
@@ -199,13 +201,13 @@ class OptimizerTap:
     def end_unseen_step(self) -> None:
         """End a step that no hook has seen, if parameters were written since the last backward pass.
 
-        Looks only if the hooks are gone, or if `step` is not the method that calls them: parameters may be written in
-        other ways, too.
+        Looks only if the hooks are gone, or if `step` may not lead to the method that calls them: parameters may be
+        written in other ways, too.
         """
         if self._unsettled or self._in_closure:
             return  # compiled code has seen it, or the step that was seen goes on
         before, self._backward = self._backward, None
-        if before is None or (self.is_attached() and "step" not in vars(self.optimizer)):
+        if before is None or (self._leads_to_hooks() and self.is_attached()):
             return
         parameter, version, calls = before
         if calls != self._calls or version_of(parameter) == version:
@@ -220,6 +222,11 @@ class OptimizerTap:
         self.marks.forget()
         self._sink.progress.unseen = True
         self._end_step()
+
+    def _leads_to_hooks(self) -> bool:
+        """True if `step` is the method that calls hooks, is known to call it, or has called it the last time."""
+        step = vars(self.optimizer).get("step")
+        return step is None or step is self._led_to_hooks or calls_hooks(step, self.optimizer)
 
     def settle(self) -> None:
         """End a step that ran in compiled code; to be called after that code, when parameters can be read."""
@@ -316,7 +323,11 @@ class OptimizerTap:
                 other.marks.release([parameter for _, parameter, _ in self.held()])
         self.marks.take_all([held for held in self.selected() if id(held[0]) in updated])
 
-    def _end_step(self, *_: Any) -> None:
+    def _end_seen_step(self, *_: Any) -> None:
+        self._led_to_hooks = None if self.is_compiled else vars(self.optimizer).get("step")
+        self._end_step()
+
+    def _end_step(self) -> None:
         if is_compiling():
             return
         self._calls += 1

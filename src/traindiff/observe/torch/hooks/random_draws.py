@@ -40,13 +40,20 @@ class _RandomDraws:
         hooks.after_forward(module, guarded(partial(self._end, path_in_whole(path))), always_call=True)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
+        if self._context.other_threads.is_this():
+            return
         if torch.is_grad_enabled():
             self._running.clear()  # of an evaluation that an error has ended
         elif self._sink.progress.observing:
             self._running.append((module, _states(), False))
 
     def _end(self, path: str, module: nn.Module, *about: Any) -> None:  # noqa: ARG002
-        if torch.is_grad_enabled() or not self._running or self._running[-1][0] is not module:
+        if (
+            self._context.other_threads.is_this()
+            or torch.is_grad_enabled()
+            or not self._running
+            or self._running[-1][0] is not module
+        ):
             return
         _, before, part_drew = self._running.pop()
         after = _states()

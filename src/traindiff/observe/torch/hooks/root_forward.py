@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from threading import get_ident
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +14,14 @@ from torch import Tensor, nn
 from traindiff.core.kernels.torch_arrays import shape_of
 from traindiff.core.observation import ITSELF, UNSEEN
 from traindiff.core.torch_compat.execution import inside_backward
+from traindiff.core.torch_compat.training import running_calls
 from traindiff.observe.common.batch_axis import batch_first
 from traindiff.observe.common.progress import Progress
 from traindiff.observe.torch.hooks.compiled import CallObserver, tap_compiled_calls
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.followed_modules import Following, HeldHooks, takes_hooks
 from traindiff.observe.torch.hooks.nested import tensors
+from traindiff.observe.torch.hooks.running_passes import Pass, RunningPasses
 
 
 def given_to_training(inputs: Sequence[tuple[str, Tensor]], progress: Progress, *, several: bool) -> list[str]:
@@ -42,6 +45,15 @@ def given_to_training(inputs: Sequence[tuple[str, Tensor]], progress: Progress, 
         if tensor.grad_fn is None and not (follows_another and tensor.is_floating_point())
     ]
 
+
+ELSEWHERE = "the model was called on another thread than that of the training"
+"""Why a forward pass was not observed."""
+
+COPY = "a shallow copy of the module was called, which shares its hooks, and not the module itself"
+"""Why a forward pass was not observed."""
+
+Reference = Callable[[], nn.Module | None]
+"""Gives the module on which a hook was put, as long as there is one."""
 
 _UNSEEN_PHASES = (("batch", ""), ("forward", ""), ("loss", ""), ("backward", ""), ("grad", "micro"))
 """Phases and stages that are unknown, or misplaced, in a step whose forward pass was not seen."""
@@ -70,14 +82,14 @@ class RootForwardTap:
         self._sink = context.sink
         self._batch_axis = context.batch_axis
         self._observe_batch = "batch" in context.observe
-        self._running: list[AbstractContextManager[None]] = []
-        self._num_nested = 0
+        self._running = RunningPasses(self._left)
+        self._was_interrupted = False  # the latest pass
+        self._others = context.other_threads
+        self._ignored: set[bool] = set()  # whether passes of other threads in this step kept gradients
         self._num_passes = 0  # since the latest backward pass, or the beginning of the step
         self._most_passes = 0  # before any backward pass so far
         self._first = -1, ""  # the number of steps until now, and the path of the module that was called first since
         self._calls_several = context.targets.several_roots
-        parts = {id(part): path for path, part in context.targets.parts.items()}
-        self._paths = {**context.targets.root_paths, **parts}
         # An error in looking at the batch must not stop the counting of micro-steps.
         self._observe_inputs = self._sink.guarded("batch", self._inputs)
         self._observe_end = self._sink.guarded("batch", partial(self._random_state, "after"))
@@ -85,23 +97,26 @@ class RootForwardTap:
     def attach(self) -> None:
         """Attach the hooks that follow forward and backward passes of the roots."""
         targets, follow, undo = self._context.targets, self._context.followed.follow, self._context.undo
-        roots = [(self._paths[id(root)], root) for root in targets.roots]
+        roots = [(targets.root_paths[id(root)], root) for root in targets.roots]
         undo.enter_context(follow(roots, Following(hook=self._hook, lost=self._lost, calls_follow=True)))
         parts = [(path, part) for path, part in targets.parts.items() if takes_hooks(part)]
         undo.enter_context(follow(parts, Following(hook=self._hook_part, lost=self._lost_part, calls_follow=True)))
+        self._context.events.on_asking.append(self._sink.guarded("root_forward", self._settle))
+        self._context.events.at_backward.insert(0, self._sink.guarded("root_forward", self._running.unwind))
 
     def _hook(self, path: str, root: nn.Module, hooks: HeldHooks) -> None:
         guarded = partial(self._sink.guarded, "root_forward")
-        self._paths[id(root)] = self._context.targets.root_paths[id(root)] = path
-        hooks.before_forward(root, guarded(self._begin), with_kwargs=True, prepend=True)
-        hooks.after_forward(root, guarded(self._end), with_kwargs=True, always_call=True)
-        compiled = CallObserver(begin=guarded(partial(self._begin_with, path)), end=guarded(self._end))
+        self._context.targets.root_paths[id(root)] = path
+        begin, end = guarded(partial(self._begin, path, ref(root))), guarded(partial(self._end, ref(root)))
+        hooks.before_forward(root, begin, with_kwargs=True, prepend=True)
+        hooks.after_forward(root, end, with_kwargs=True, always_call=True)
+        compiled = CallObserver(begin=guarded(partial(self._begin_with, path)), end=guarded(self._end_of))
         hooks.undo.enter_context(tap_compiled_calls(root, compiled))
 
     def _hook_part(self, path: str, part: nn.Module, hooks: HeldHooks) -> None:
         guarded = partial(self._sink.guarded, "root_forward")
-        self._paths[id(part)] = path
-        begin, end = guarded(self._begin_part, idle=self._has_begun), guarded(self._end_part, idle=self._is_whole)
+        begin = guarded(partial(self._begin_part, path, ref(part)), idle=self._has_begun)
+        end = guarded(partial(self._end_part, ref(part)), idle=self._is_whole)
         hooks.before_forward(part, begin, with_kwargs=True, prepend=True)
         hooks.after_forward(part, end, with_kwargs=True, always_call=True)
 
@@ -124,17 +139,29 @@ class RootForwardTap:
 
     def _is_whole(self) -> bool:
         """True as long as the loop calls the model, and not its parts."""
-        return not self._calls_several
+        return not (self._calls_several or self._others.inside)
 
     def _has_begun(self) -> bool:
         """True if the call of a part does not show that the loop calls parts: the step has begun otherwise."""
-        return not self._calls_several and (self._sink.progress.in_forward or self._sink.progress.forward_done)
+        progress = self._sink.progress
+        begun = not self._calls_several and (progress.in_forward or progress.forward_done)
+        return begun and get_ident() == self._others.training
 
-    def _begin_part(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin_part(
+        self,
+        path: str,
+        hooked: Reference,
+        part: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         progress = self._sink.progress
         if not self._calls_several:
+            if self._is_beside_training(hooked, part):
+                self._others.enter()
+                return
             if (
-                self._has_begun()
+                (progress.in_forward or progress.forward_done)
                 or inside_backward()
                 or progress.hidden
                 or progress.chunk is not None
@@ -144,30 +171,56 @@ class RootForwardTap:
             if not all(self._context.followed.is_intact(root) for root in self._context.targets.roots):
                 return  # a root called the part, and the hooks of the root are gone
             self._calls_several = True
-        self._begin(part, args, kwargs)
+        self._begin(path, hooked, part, args, kwargs)
 
-    def _end_part(self, *_: Any) -> None:
-        if self._calls_several:
-            self._end()
+    def _is_beside_training(self, hooked: Reference, part: nn.Module) -> bool:
+        """True if another thread evaluates a part of the model, and not for the training."""
+        elsewhere = get_ident() != self._others.training and not inside_backward()
+        return elsewhere and hooked() is part and (self._others.is_this() or not torch.is_grad_enabled())
 
-    def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _end_part(self, hooked: Reference, part: nn.Module, *_: Any) -> None:
+        if self._calls_several or self._others.is_this():
+            self._end(hooked, part)
+
+    def _begin(
+        self,
+        path: str,
+        hooked: Reference,
+        root: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        if hooked() is not root:
+            if torch.is_grad_enabled() and not (self._running or inside_backward()):
+                self._lost(path, COPY)
+            return
         positional, named = list(tensors(args, "input")), list(tensors(kwargs, "input"))
         self._begin_with(
-            self._paths[id(root)],
+            path,
             [*positional, *named],
             evaluating=not torch.is_grad_enabled(),
             handed_on=len(positional),
+            root=root,
         )
 
     def _begin_with(
-        self, path: str, inputs: Sequence[tuple[str, Tensor]], *, evaluating: bool, handed_on: int = 0
+        self,
+        path: str,
+        inputs: Sequence[tuple[str, Tensor]],
+        *,
+        evaluating: bool,
+        handed_on: int = 0,
+        root: nn.Module | None = None,
     ) -> None:
         progress, chunk = self._sink.progress, self._sink.progress.chunk
         if progress.hidden:
             return
+        if not inside_backward():
+            self._running.unwind(beginning=root)
+            if get_ident() != self._others.training and not self._trains_here(evaluating=evaluating):
+                return
         if self._is_nested():
-            self._num_nested += 1
-            self._running.append(nullcontext())
+            self._running.begin(root, None)
             progress.given = frozenset()
             return
         self._context.events.before_forward()
@@ -184,10 +237,27 @@ class RootForwardTap:
             continues=self._calls_several and not evaluating and self._continues(path),
         )
         forward.__enter__()
-        self._running.append(forward)
+        self._running.begin(root, forward)
+        self._was_interrupted = False
         if self._observes:
             # Tensors that a pipeline stage hands to the next are no inputs of the whole model.
             self._observe_inputs(path, inputs if chunk is None or chunk.is_first else inputs[handed_on:])
+
+    def _trains_here(self, *, evaluating: bool) -> bool:
+        """True if a pass on another thread than the last one is part of the training, which has moved to this thread.
+
+        It is if it keeps gradients, and begins a step or a micro-step, or if the pass before was interrupted.
+        """
+        progress = self._sink.progress
+        if len([*running_calls()]) < 2:  # this call, or none that the stack shows
+            self._others.forget_this()
+        begins = progress.backward_done or not progress.forward_done or self._was_interrupted
+        if begins and not (evaluating or self._running or self._others.is_this()):
+            self._others.take_over()
+            return True
+        self._others.enter()
+        self._ignored.add(not evaluating)
+        return False
 
     def _continues(self, path: str) -> bool:
         """True if a call, after a backward pass, of the module with this path begins no micro-step.
@@ -208,21 +278,47 @@ class RootForwardTap:
             self._num_passes = 0
         self._num_passes += 1
 
-    def _end(self, *_: Any) -> None:
-        if self._sink.progress.hidden:
+    def _end(self, hooked: Reference, root: nn.Module, *_: Any) -> None:
+        if hooked() is root:
+            self._end_of(root)
+
+    def _end_of(self, root: nn.Module | None = None) -> None:
+        """End a forward pass: that of a module, or the one of which compiled code has told."""
+        if self._sink.progress.hidden or (self._others.is_this() and self._others.leave()):
             return
-        if not self._running:  # the hooks were attached inside a forward pass, or the hook before it is gone
+        ended = self._running.end(root)
+        if ended is None:  # the hooks were attached inside a forward pass, or the hook before it is gone
             self._context.events.after_forward()
+        elif ended.inside is not None:
+            observes = self._observes and not self._sink.progress.evaluating
+            ended.inside.__exit__(None, None, None)
+            if observes:
+                self._observe_end()
+            self._context.events.after_forward()
+
+    def _left(self, ended: Pass) -> None:
+        """A forward pass has ended, and no hook was called then."""
+        progress = self._sink.progress
+        self._was_interrupted = True
+        if ended.inside is None:
             return
-        if self._num_nested:
-            self._num_nested -= 1
-            self._running.pop()
+        if self._observes and not progress.evaluating and progress.chunk is None:
+            progress.next_call("", "rng after")  # the state after it is unknown
+        ended.inside.__exit__(None, None, None)
+
+    def _settle(self) -> None:
+        """Forget passes that an interrupt has ended, and say what other threads have called."""
+        self._running.unwind(without_frame=True)
+        if self._ignored and not self._others.is_this():
+            ignored, self._ignored = self._ignored, set()
+            self._say_ignored(kept_gradients=True in ignored)
+
+    def _say_ignored(self, *, kept_gradients: bool) -> None:
+        if not self._sink.progress.observing:
             return
-        observes = self._observes and not self._sink.progress.evaluating
-        self._running.pop().__exit__(None, None, None)
-        if observes:
-            self._observe_end()
-        self._context.events.after_forward()
+        evaluation = [("forward", "evaluation")] if self._context.settings.evaluation else []
+        for phase, stage in _UNSEEN_PHASES if kept_gradients else evaluation:
+            self._sink.unobserved(f"{UNSEEN}: {ELSEWHERE}", phase=phase, path=ITSELF, slot="root_forward", stage=stage)
 
     @property
     def _observes(self) -> bool:

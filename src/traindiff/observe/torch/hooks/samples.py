@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +23,9 @@ MOST = 512
 
 def attach(context: TapContext) -> None:
     """Summarize each sample of the inputs of the roots (phase `batch`, stage `sample`)."""
-    hook = context.sink.guarded("samples", partial(_inputs, context))
 
-    def hook_root(_: str, root: nn.Module, hooks: HeldHooks) -> None:
+    def hook_root(path: str, root: nn.Module, hooks: HeldHooks) -> None:
+        hook = context.sink.guarded("samples", partial(_inputs, context, path, ref(root)))
         hooks.before_forward(root, hook, with_kwargs=True)
 
     # `root_forward` records what is lost with these hooks.
@@ -32,10 +34,18 @@ def attach(context: TapContext) -> None:
     context.undo.enter_context(context.followed.follow(roots, how))
 
 
-def _inputs(context: TapContext, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _inputs(
+    context: TapContext,
+    path: str,
+    hooked: Callable[[], nn.Module | None],
+    root: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
     progress = context.sink.progress
-    path = context.targets.root_paths[id(root)]
     chunk = progress.chunk
+    if hooked() is not root or context.other_threads.is_this():
+        return
     if not progress.observing or progress.evaluating or not torch.is_grad_enabled():
         return
     inputs = [] if chunk is not None and not chunk.is_first else list(tensors(args, "input"))

@@ -152,7 +152,7 @@ class _Witness:
     def _is_wanted(self, output: Any) -> bool:
         return (
             self._sink.progress.observing and isinstance(output, Tensor) and output.requires_grad
-            and not is_abstract(output)
+            and not is_abstract(output) and not self._context.other_threads.is_this()
         )  # fmt: skip
 
     def _follow(self, path: str, output: Tensor, uses_of: Callable[[], Iterator[Use]]) -> None:

@@ -12,12 +12,12 @@ from operator import is_, methodcaller
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from traindiff.core.settings import RecordSettings
-from traindiff.core.site import canonical_paths
+from traindiff.core.site import canonical_paths, path_in_whole
 from traindiff.core.tap_registry import TAPS
-from traindiff.core.torch_compat.training import children_of, parameters_of
+from traindiff.core.torch_compat.training import buffers_of, children_of, parameters_of
 from traindiff.errors import TraindiffWarning, level_of_caller
 from traindiff.observe.common.batch_axis import BatchAxis
 from traindiff.observe.common.sink import Sink
@@ -138,6 +138,11 @@ class Attachment:
         """End the steps that optimizers made in compiled code, which has returned by now."""
         self.optimizers.settle()
 
+    def catch_up(self) -> None:
+        """Find out where the training is now."""
+        self.settle()
+        self._events.on_asking()
+
     def _describe(self, name: str, value: Any) -> None:
         """Put a value into `rank.json`, and have that written."""
         self._described[name] = value
@@ -172,7 +177,8 @@ class Upkeep:
     seen.
 
     A module or parameter that is still part of the model keeps its path, wherever it is now. A new one takes the path
-    under which it is found, and so replaces the one that had this path and is no longer part of the model.
+    under which it is found, and so replaces the one that had this path and is no longer part of the model. After a
+    step, those are let go of that neither the model nor an optimizer holds.
 
     A check of 1,000 modules takes about 0.3 ms: it looks up dicts and reads no tensor.
 
@@ -188,6 +194,7 @@ class Upkeep:
         self._on_change = on_change
         # An engine that exchanges parameters for its own says itself what they are.
         self._replaces_parameters = not (list(context.targets.layout.flat) or context.targets.gathering)
+        self._may_hold_others = False  # the model has changed since the latest look for what is no part of it
         self._note()
 
     def attach(self) -> None:
@@ -200,6 +207,7 @@ class Upkeep:
 
     def before_optimizer(self) -> None:
         """An optimizer is about to step."""
+        self._context.events.on_asking()
         self._update(parameters=True)
         # Every forward pass that counts has a backward pass, so none was missed since the last backward pass.
         self._followed.look(called=not self._context.sink.progress.backward_done, everywhere=False)
@@ -214,6 +222,8 @@ class Upkeep:
     def _after_step(self) -> None:
         if not self._context.sink.progress.unseen:  # an unseen step has ended earlier
             self._update(parameters=True)
+            if self._may_hold_others and not self._is_exchanged():
+                self._may_hold_others = self._let_go()
             self._followed.look(called=False, everywhere=True)
 
     def _update(self, *, parameters: bool) -> None:
@@ -224,7 +234,8 @@ class Upkeep:
         """
         if not self._is_changed():
             return
-        found = self._new_modules()
+        self._may_hold_others = True
+        found = self._new_modules() | self._new_buffers()
         if parameters and self._replaces_parameters:
             found |= self._new_parameters()
         self._note()
@@ -232,20 +243,34 @@ class Upkeep:
             self._on_change()
 
     def _note(self) -> None:
-        """Remember the tree. Its parts are kept alive, so that no other object gets the id of one."""
+        """Remember the tree. Its modules and parameters are kept alive, so that no other object gets the id of one.
+
+        Other tensors in the place of parameters, for one call, are not: they hold a graph.
+        """
         self._tree = [*self._targets.root.modules()]
         self._counts, self._parts = self._look()
+        self._for_a_call = {index: id(one) for index, one in enumerate(self._parts) if _is_for_a_call(one)}
+        for index in self._for_a_call:
+            self._parts[index] = None
 
     def _is_changed(self) -> bool:
         counts, parts = self._look()
-        return counts != self._counts or not all(map(is_, parts, self._parts))
+        if counts != self._counts:
+            return True
+        for index, key in self._for_a_call.items():
+            parts[index] = None if id(parts[index]) == key else self
+        return not all(map(is_, parts, self._parts))
 
     def _look(self) -> tuple[list[int], list[Any]]:
-        """The parts of all modules, one after the other, and how many each module has. It is quick; see above."""
+        """The parts of all modules, one after the other, and how many each module has. It is quick; see above.
+
+        Buffers are counted only: a training may put others in their place in every step.
+        """
         held: list[dict[str, Any]] = [*map(children_of, self._tree)]
         if self._replaces_parameters:
             held += map(parameters_of, self._tree)
-        return [*map(len, held)], [*chain.from_iterable(map(_values, held))]
+        counts = map(len, chain(held, map(buffers_of, self._tree)))
+        return [*counts], [*chain.from_iterable(map(_values, held))]
 
     def _new_modules(self) -> bool:
         modules: Any = self._targets.modules
@@ -267,6 +292,23 @@ class Upkeep:
                 self._followed.grow(path, module)
             else:
                 self._followed.replace(path, module)
+        return changed
+
+    def _new_buffers(self) -> bool:
+        buffers: Any = self._targets.buffers
+        kept = {id(module): path for path, module in self._targets.modules.items()}
+        present = dict(self._targets.root.named_buffers())
+        known = present.keys() & buffers.values()
+        changed = False
+        for name, path in canonical_paths(present).items():
+            around, _, own = name.rpartition(".")
+            if name in known:
+                continue
+            holder = kept.get(id(self._targets.root.get_submodule(around)))
+            where = path if holder is None else f"{path_in_whole(holder)}.{own}".lstrip(".")
+            if buffers.get(where) not in present and is_selected(self._targets.select, where):
+                buffers[where] = name
+                changed = True
         return changed
 
     def _new_parameters(self) -> bool:
@@ -293,6 +335,36 @@ class Upkeep:
             self._targets.changes.number += 1
             changed = True
         return changed
+
+    def _is_exchanged(self) -> bool:
+        """True if parameters are exchanged for one call, as `torch.func.functional_call` does."""
+        return any(map(_is_for_a_call, chain.from_iterable(map(_values, map(parameters_of, self._tree)))))
+
+    def _let_go(self) -> bool:
+        """Let go of modules and parameters that neither the model nor an optimizer holds.
+
+        Returns:
+            True if an optimizer alone holds some.
+        """
+        targets, present = self._targets, {id(module) for module in self._tree}
+        outside = {path: module for path, module in targets.modules.items() if id(module) not in present}
+        lost: set[int] = set()
+        if self._replaces_parameters:
+            lost = targets.names.keys() - {id(one) for one in targets.root.parameters()} - targets.of_no_module
+        if not (outside or lost):
+            return False
+        held = {id(parameter) for one in self._context.optimizers.values() for _, parameter, _ in one.held()}
+        gone = {path: one for path, one in outside.items() if held.isdisjoint(map(id, one.parameters()))}
+        if gone or lost - held:
+            targets.let_go(gone, lost - held)
+            self._followed.forget(gone.values())
+            self._on_change()
+        return len(gone) < len(outside) or not held.isdisjoint(lost)
+
+
+def _is_for_a_call(part: Any) -> bool:
+    """True for a tensor in the place of a parameter that is none."""
+    return isinstance(part, Tensor) and not isinstance(part, nn.Parameter)
 
 
 def _is_of_engine(parameter: nn.Parameter) -> bool:

@@ -193,7 +193,7 @@ class Recorder(Session[Observations]):
 
     def _catch_up(self) -> None:
         if self._attachment is not None:
-            self._attachment.settle()
+            self._attachment.catch_up()
 
     def _finish(self) -> None:
         if self._attachment is not None:

@@ -169,6 +169,32 @@ class Targets:
             self.changes.number += 1
         return _all_of(path)
 
+    def let_go(self, modules: Collection[str], parameters: Collection[int]) -> None:
+        """Observe some modules no more, given by path, nor some parameters, given by id.
+
+        They are still described, since earlier steps have them.
+        """
+        self._described.update(self.describe())
+        paths = {path for path, one in self.parameters.items() if id(one) in parameters}
+        gone: tuple[tuple[Any, Collection[Any]], ...] = (
+            (self.modules, modules), (self.parts, modules), (self.zoomed, modules), (self.parameters, paths),
+            (self.names, parameters),
+        )  # fmt: skip
+        for held, keys in gone:
+            for key in keys:
+                held.pop(key, None)
+        self.changes.number += 1
+
+    @property
+    def of_no_module(self) -> set[int]:
+        """Ids of the parameters of optimizers that are none of the model's."""
+        return {*self._adopted.values()}
+
+    @cached_property
+    def _described(self) -> dict[str, Any]:
+        """What was described when parts of the model were let go of."""
+        return {}
+
     @cached_property
     def _adopted(self) -> dict[str, int]:
         """By path: ids of the parameters that are none of the model's."""
@@ -204,7 +230,16 @@ class Targets:
         return tuple({id(leaf): leaf for leaf in found}.values())
 
     def describe(self) -> dict[str, Any]:
-        """Names, shapes and dtypes for `rank.json`."""
+        """Names, shapes and dtypes for `rank.json`, also of what the model had before."""
+        now = self._describe()
+        for name, before in self._described.items():
+            if isinstance(before, dict):
+                now[name] = before | now[name]
+            elif isinstance(before, list):
+                now[name] = [*dict.fromkeys([*before, *now[name]])]
+        return now
+
+    def _describe(self) -> dict[str, Any]:
         own = {id(parameter) for root in self.roots for parameter in left_to_each_rank(root)}
         reduced_in = reduction_dtypes(self.root, self.parameters)
         return {
