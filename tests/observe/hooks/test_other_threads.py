@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -65,6 +66,10 @@ def seen(path: Path) -> list[Any]:
     return [(one, value.tobytes()) for one, value in rows(path)]
 
 
+def without_random_state(path: Path) -> list[Any]:
+    return [(one, value) for one, value in seen(path) if one.path != "rng"]
+
+
 EVALUATIONS: list[Callable[[Gated], None]] = [evaluate, lambda model: evaluate(model.first)]
 
 
@@ -78,6 +83,32 @@ def test_an_evaluation_on_another_thread_is_no_part_of_the_training(
     train(tmp_path / "beside", beside, **settings)
 
     assert seen(tmp_path / "beside") == seen(tmp_path / "alone")
+
+
+def test_an_evaluation_may_begin_before_a_forward_pass_and_end_inside_of_it(tmp_path: Path) -> None:
+    def run(path: Path, *, evaluates: bool) -> None:
+        torch.manual_seed(0)
+        model = Gated()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        begun, goes_on = Event(), Event()
+        with ThreadPoolExecutor(1) as other, traindiff.record(path, model, optimizer, strict=True):
+            for step in range(3):
+                if step == 1 and evaluates:
+                    model.between = lambda: (begun.set(), goes_on.wait())
+                    with torch.random.fork_rng():
+                        evaluation = other.submit(evaluate, model.eval())
+                        begun.wait()
+                    model.train()
+                    model.between = lambda ends=evaluation: (goes_on.set(), ends.result())  # type: ignore[misc]
+                model.last[0].p = 0.0
+                model(torch.ones(2, 3)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    run(tmp_path / "alone", evaluates=False)
+    run(tmp_path / "beside", evaluates=True)
+
+    assert without_random_state(tmp_path / "beside") == without_random_state(tmp_path / "alone")
 
 
 def test_an_evaluation_that_was_to_be_recorded_is_unknown(tmp_path: Path) -> None:
