@@ -210,6 +210,15 @@ def test_with_one_sample_a_position_table_is_not_taken_for_its_tokens() -> None:
     assert split(torch.ones(1, 5), where) == (0, Shard.of_batch((1, 5), first=0))
 
 
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_inputs_and_outputs_of_a_recurrent_root_have_the_batch_where_it_says(*, batch_first: bool) -> None:
+    axis = BatchAxis({}, {"": nn.LSTM(3, 3, batch_first=batch_first)})
+    own = 0 if batch_first else 1
+    slots = {"input[0]": own, "output[0]": own, "input[1][0]": 1, "output[1][0]": 1, "output[1][1]": 1}
+
+    assert {slot: axis._usual_axis("", slot, 3) for slot in slots} == slots
+
+
 @pytest.mark.parametrize("shape", [(6, 5), (5, 4), (), (8,), (0,)])
 def test_a_tensor_of_another_length_is_whole(shape: tuple[int, ...]) -> None:
     where = Progress(batch=BatchAxis({}).of_batch([torch.ones(4, 6).shape]))

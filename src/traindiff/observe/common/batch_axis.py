@@ -111,7 +111,7 @@ class BatchAxis:
         module: Any = self._modules.get(path) if dims == 3 else None
         if not isinstance(module, self._recurrent):
             return 0
-        return 0 if module.batch_first and slot == "output[0]" else 1
+        return 0 if module.batch_first and slot in ("input[0]", "output[0]") else 1
 
     def _declared_axis(self, path: str, slot: str, *, default: int) -> int | None:
         if not self._declared:

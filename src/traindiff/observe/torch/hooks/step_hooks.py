@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
-from traindiff.core.torch_compat.training import STEP_POST_HOOKS, STEP_PRE_HOOKS, is_nested_step
+from traindiff.core.torch_compat.training import STEP_PRE_HOOKS, is_nested_step
 from traindiff.observe.torch.hooks.followed_modules import HeldHooks
 from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy
 
@@ -34,21 +34,17 @@ def hook_after_step(optimizer: Optimizer, hook: StepHook) -> HeldHooks:
     return hooks
 
 
-def put_around(optimizer: Optimizer) -> None:
-    """Have our hooks called last before a step, and first after it, so that they see what the step reads and writes.
+def put_last(optimizer: Optimizer) -> None:
+    """Have our hooks called last before a step, so that they see what it reads.
 
-    Hooks of the training may change gradients before it, and parameters after it, whenever they were registered.
+    Hooks of the training may change gradients there, also those that were registered after ours. Where such a hook
+    changes parameters after a step, that counts as a part of the step if it was registered before ours.
     """
-    for attribute, are_last in ((STEP_PRE_HOOKS, True), (STEP_POST_HOOKS, False)):
-        hooks = getattr(optimizer, attribute)
-        ours = [key for key, hook in hooks.items() if isinstance(hook, Once)]
-        if len(ours) == len(hooks):
-            continue
-        others = [key for key in hooks if key not in ours]
-        order = [*others, *ours] if are_last else [*ours, *others]
-        if order != [*hooks]:
-            for key in order:
-                hooks[key] = hooks.pop(key)
+    hooks = getattr(optimizer, STEP_PRE_HOOKS)
+    ours = [key for key, hook in hooks.items() if isinstance(hook, Once)]
+    if ours and len(ours) < len(hooks) and [*hooks][-len(ours) :] != ours:
+        for key in ours:
+            hooks[key] = hooks.pop(key)
 
 
 class Once(InertOnCopy):
