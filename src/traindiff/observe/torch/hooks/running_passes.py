@@ -67,7 +67,8 @@ class RunningPasses:
         """
         if not self._passes:
             return
-        calls = {thread: [*running_calls(thread)] for thread in {one.thread for one in self._passes}}
+        threads = dict.fromkeys(one.thread for one in self._passes)
+        calls = {thread: [*running_calls(thread)] for thread in threads}
         here = calls.get(get_ident())
         if here and here[0] is beginning:
             del here[0]  # calls come innermost first
