@@ -28,8 +28,8 @@ Called = Callable[[str, nn.Module, Tensor, Tensor, "Tensor | None", Tensor], Non
 class AttentionCalls:
     """Tells of each product in calls of `nn.MultiheadAttention`.
 
-    There are no hooks for them, so `torch.nn.functional.linear` is replaced while at least one tap is attached; outside
-    of such calls it does what it did.
+    There are no hooks for them, so `torch.nn.functional.linear` is replaced during such calls, and only then: tables of
+    functions that a training or a compiler keeps know the original.
 
     Args:
         called: Called after each product.
@@ -38,10 +38,13 @@ class AttentionCalls:
     def __init__(self, called: Called) -> None:
         self._called = called
         self._inside: list[tuple[str, nn.Module]] = []
+        self._listening = ExitStack()
 
     def attach(self) -> ExitStack:
         """Follow products from now on. Close the result to end it."""
-        return _listeners.attach(self)
+        undo = ExitStack()
+        undo.callback(self._leave)
+        return undo
 
     def hook(self, path: str, module: nn.Module, hooks: HeldHooks, guarded: Callable[..., Any]) -> None:
         """Follow the calls of one module."""
@@ -76,11 +79,19 @@ class AttentionCalls:
         yield from layers.product(given, held_weight, held_bias, output)
 
     def _begin(self, path: str, module: nn.Module, *_: Any) -> None:
+        if not self._inside:
+            self._listening = _listeners.attach(self)
         self._inside.append((path, module))
 
     def _end(self, module: nn.Module, *_: Any) -> None:
         while self._inside and self._inside.pop()[1] is not module:
             pass
+        if not self._inside:
+            self._listening.close()
+
+    def _leave(self) -> None:
+        self._inside.clear()
+        self._listening.close()
 
 
 def _is_part(part: Tensor, whole: Any) -> bool:

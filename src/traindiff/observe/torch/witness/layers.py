@@ -129,7 +129,10 @@ class Layers(HoldsTensors):
         own = getattr(owner, name, None)
         if not isinstance(own, Tensor) or not own.requires_grad:
             return None
-        return self.held_tensor(self.name_of(path, name, own), own, *others)
+        found = self.name_of(path, name, own)
+        if not (isinstance(own, nn.Parameter) or found in self._flat or is_distributed(own)):
+            return None  # in the place of the parameter for one call, as `torch.func.functional_call` puts it there
+        return self.held_tensor(found, own, *others)
 
     def name_of(self, path: str, name: str, own: Tensor) -> str:
         """The canonical path of a parameter of a module, given the module's path."""
