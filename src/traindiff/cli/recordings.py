@@ -15,6 +15,7 @@ from rich.console import Console
 
 from traindiff.cli.app import app, messages, results, says_what_is_wrong
 from traindiff.cli.command import Application
+from traindiff.cli.given import chosen_format, given_here, refuse_here
 from traindiff.cli.options import (
     JUDGED,
     SHOWN,
@@ -40,6 +41,7 @@ class Format(StrEnum):
 @app.command()
 @says_what_is_wrong
 def show(
+    context: typer.Context,
     recording: RecordingArgument,
     steps: StepsOption = None,
     site: SiteOption = "*",
@@ -72,7 +74,7 @@ def show(
     from traindiff.present.text.recording import print_head, print_rows
     from traindiff.storage import open_recording
 
-    form = Format.JSON if as_json else form
+    form = Format(chosen_format(context, form, as_json=as_json))
     wanted = table.parse_filter(
         site, tuple(phase or ()), steps, samples=samples, asked_by="show", consequence="nothing was done"
     )
@@ -157,6 +159,7 @@ MSPROBE = "msprobe"
 @app.command(short_help="Export scalars of a recording to TensorBoard or Weights & Biases.")
 @says_what_is_wrong
 def export(
+    context: typer.Context,
     tool: Annotated[str, typer.Argument(metavar="tensorboard|wandb|msprobe", help="Which tool is to read them.")],
     recording: RecordingArgument,
     directory: Annotated[
@@ -190,14 +193,27 @@ def export(
     from traindiff.present.data.observations import parse_filter
     from traindiff.storage import open_recording
 
-    output = directory or output
+    if directory is not None:
+        refuse_here(
+            context, ("output",), what=f"gives a second directory beside {directory}.", fix="Leave out one of the two.",
+            consequence="nothing was exported",
+        )  # fmt: skip
+        output = directory
     if tool == MSPROBE:
+        refuse_here(
+            context, ("steps", "site", "phase"), what="has no effect with msprobe, which gets all gradients.",
+            fix="Leave it out.", consequence="nothing was exported",
+        )  # fmt: skip
         from traindiff.compat.msprobe.exporting import export_gradients
 
         count = export_gradients(open_recording(recording), str(output), overwrite=overwrite)
         messages.print(f"traindiff: wrote {count} gradients to {output}", markup=False, soft_wrap=True)
         return
     write = exporter(tool, beside=(MSPROBE,))
+    refuse_here(
+        context, ("overwrite",), what=f"is for msprobe's files; {tool} adds a file of its own.",
+        fix="Leave it out.", consequence="nothing was exported",
+    )  # fmt: skip
     shown = site or ("*" if phase else "")
     wanted = parse_filter(shown, tuple(phase or ()), steps, asked_by="export", consequence="nothing was exported")
     found = open_recording(recording)
