@@ -27,8 +27,9 @@ from traindiff.cli.options import (
     WebhookOption,
     WorkersOption,
 )
+from traindiff.cli.output_file import check_writable
 from traindiff.cli.progress import step_progress
-from traindiff.cli.report import check_writable, write_page
+from traindiff.cli.report import write_page
 
 if TYPE_CHECKING:
     from traindiff.analyse.check import Verdict

@@ -10,6 +10,7 @@ import typer
 
 from traindiff.cli.app import messages
 from traindiff.cli.given import refuse_here
+from traindiff.cli.output_file import is_special
 from traindiff.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ def _cannot_be_written(file: Path) -> str:
         return "is in a directory that does not exist."
     if file.is_dir():
         return "is a directory."
+    if is_special(file):
+        return "is no regular file."
     if not os.access(file if file.exists() else file.parent, os.W_OK):
         return "may not be written."
     return ""

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from enum import StrEnum
 from itertools import islice
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from traindiff.cli.app import app, messages, results, says_what_is_wrong
 from traindiff.cli.command import Application
-from traindiff.cli.given import chosen_format, given_here, refuse_here
+from traindiff.cli.given import chosen_format, refuse_here
 from traindiff.cli.options import (
     JUDGED,
     SHOWN,
@@ -27,6 +26,7 @@ from traindiff.cli.options import (
     StepsOption,
     TopOption,
 )
+from traindiff.cli.output_file import check_writable, is_special, written_whole
 
 
 class Format(StrEnum):
@@ -81,14 +81,16 @@ def show(
     if form is Format.PARQUET and output is None:
         fix = "Add --output FILE.parquet."
         raise ConfigError("show", [Problem(where="--format parquet", what="is not for the terminal.", fix=fix)])
+    if output is not None and not is_special(output):  # a pipe has a reader, which waits for the table
+        check_writable(output, option="--output", asked_by="show", consequence="nothing was done")
     found = open_recording(recording)
     rows = table.rows(found, wanted)
 
     if form is Format.PARQUET and output is not None:
-        with _opened(output, "wb") as binary:
+        with written_whole(output, "w+b") as binary:
             table.write_parquet(rows, binary)
         return
-    with _opened(output, "w", encoding="utf-8", newline="") if output else nullcontext(sys.stdout) as text:
+    with written_whole(output, "w+", encoding="utf-8", newline="") if output else nullcontext(sys.stdout) as text:
         if form is Format.CSV:
             table.write_csv(rows, text)
         elif form is Format.JSON:
@@ -98,21 +100,6 @@ def show(
             print_head(console, found)
             recorded = any(True for _ in rank_steps(found))
             print_rows(console, islice(rows, top), rest=rows, recorded=recorded)
-
-
-@contextmanager
-def _opened(output: Path, mode: str, **how: Any) -> Iterator[IO[Any]]:
-    """A file for the result."""
-    from traindiff.errors import ConfigError, Problem
-
-    try:
-        file = output.open(mode, **how)
-    except OSError as error:
-        fix = "Give the path of a file in a directory that is there and where you may write."
-        problem = Problem(where=f"--output {output}", what=f"cannot be written: {error.strerror}.", fix=fix)
-        raise ConfigError("show", [problem]) from None
-    with file:
-        yield file
 
 
 tools = Application(no_args_is_help=True, help="Make a recording of what another tool has written.")
