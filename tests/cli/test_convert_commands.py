@@ -136,9 +136,9 @@ def test_pictures_without_matplotlib_name_the_extra(tmp_path: Path, monkeypatch:
     ],
 )
 def test_options_that_an_export_does_not_follow_are_refused(
-    tool: str, options: tuple[str, ...], said: str, tmp_path: Path
+    tool: str, options: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("tensorboard")
+    monkeypatch.setattr("traindiff.present.data.exports.find_spec", lambda name: name)
     code, message = run("export", tool, recorded(tmp_path / "run", observe="grad"), tmp_path / "dump", *options)
 
     assert (code, said in message, (tmp_path / "dump").exists()) == (2, True, False)

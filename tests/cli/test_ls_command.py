@@ -58,7 +58,8 @@ def test_what_cannot_be_read_is_listed_as_such(runs: Path) -> None:
 
 def test_no_directory_is_an_error_and_an_empty_one_is_said(tmp_path: Path) -> None:
     assert called(str(tmp_path / "nothing"))[0] == 2
-    assert called(str(tmp_path)) == (0, f"There is no recording under {tmp_path}, down to 6 levels of directories.\n", "")
+    nothing = f"There is no recording under {tmp_path}, down to 6 levels of directories.\n"
+    assert called(str(tmp_path)) == (0, nothing, "")
 
 
 def test_of_too_many_recordings_the_latest_are_listed_and_the_others_are_not_forgotten(

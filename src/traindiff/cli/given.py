@@ -63,6 +63,7 @@ def chosen_format(context: typer.Context, form: str, *, as_json: bool) -> str:
         return form
     here = given_here(context, ("form", "as_json"))
     if len(here) == 2:
-        problem = Problem(where=f"--json --format {form}", what="asks for two formats.", fix="Leave out one of the two.")
+        where, what, fix = f"--json --format {form}", "asks for two formats.", "Leave out one of the two."
+        problem = Problem(where=where, what=what, fix=fix)
         raise ConfigError(str(context.info_name), [problem])
     return form if here == ["--format"] else "json"

@@ -129,8 +129,8 @@ def print_list(console: Console, found: RecordingList) -> None:
         table.add_row(*map(Text, cells))
     console.print(table)
     if found.has_more:
-        left_out = f"There are more than the {len(found.recordings)} of this list. List a directory below this one to see others."
-        console.print(Text(left_out), soft_wrap=True)
+        more = f"There are more than the {len(found.recordings)} of this list."
+        console.print(Text(f"{more} List a directory below this one to see others."), soft_wrap=True)
 
 
 @app.command("ls", short_help="List the recordings under a directory.")
