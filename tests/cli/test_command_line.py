@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from typer.testing import CliRunner
 
 import traindiff
 from tests.cli.conftest import GOLDEN
-from traindiff.cli.app import MODULES, ScriptReady
+from traindiff.cli.app import MODULES, ScriptReady, main
 from traindiff.cli.commands import app
 from traindiff.core.settings import SETTINGS
 
@@ -120,3 +122,50 @@ def test_a_command_is_run_without_importing_the_others(name: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert f"traindiff {name}" in done.stdout or "Usage" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["compare baseline again", "show baseline -f csv", "--help", "explain json"])
+def test_a_result_that_nobody_reads_is_no_divergence(command: str) -> None:
+    line = f"{sys.executable} -W error -m traindiff {command} | true; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=GOLDEN, timeout=60, check=False)
+
+    assert (result.returncode, result.stderr) == (141, "")
+
+
+def test_a_command_that_is_interrupted_says_so(traindiff: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("traindiff.analyse.compare.compare", interrupted)
+    result = traindiff("compare", "baseline", "again")
+
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "traindiff: interrupted\n")
+
+
+@pytest.mark.parametrize("error", [EOFError, ValueError])
+def test_a_fault_of_traindiff_is_no_divergence(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def faulty(*_: Any, **__: Any) -> None:
+        raise error("at fault")
+
+    monkeypatch.chdir(GOLDEN)
+    monkeypatch.setattr(sys, "argv", ["traindiff", "compare", "baseline", "again"])
+    monkeypatch.setattr("traindiff.analyse.compare.compare", faulty)
+    with pytest.raises(SystemExit) as exits:
+        main()
+
+    assert exits.value.code == 2
+    assert capfd.readouterr().err.endswith(f"{error.__name__}: at fault\n")
+
+
+def test_a_name_that_the_terminal_cannot_show_is_escaped(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "baseline", tmp_path / "größe")
+    result = subprocess.run(
+        [sys.executable, "-m", "traindiff", "ls"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False,
+    )  # fmt: skip
+
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "gr\\xf6\\xdfe" in result.stdout

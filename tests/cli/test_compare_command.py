@@ -7,8 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.cli.conftest import GOLDEN, Traindiff
+from traindiff.cli.commands import app
 
 
 def test_equal_runs_exit_with_zero(traindiff: Traindiff) -> None:
@@ -168,3 +170,21 @@ def test_an_unknown_format_names_those_there_are(traindiff: Traindiff) -> None:
 
     assert result.exit_code == 2
     assert "'xml' is not a format. Known: text, json, csv, markdown, junit." in result.stderr
+
+
+@pytest.mark.parametrize("command", [("compare", "baseline", "again"), ("check", "baseline"), ("show", "baseline")])
+def test_two_formats_at_once_are_refused(command: tuple[str, ...], traindiff: Traindiff) -> None:
+    result = traindiff(*command, "--json", "--format", "csv")
+
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--json --format csv\n    asks for two formats." in result.stderr
+
+
+def test_a_format_on_the_command_line_counts_before_that_of_a_file_of_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "traindiff.toml").write_text("json = true\n")
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["compare", str(GOLDEN / "baseline"), str(GOLDEN / "again"), "-f", "csv"])
+
+    assert (result.exit_code, result.stdout.partition(",")[0]) == (0, "step")

@@ -124,3 +124,21 @@ def test_pictures_without_matplotlib_name_the_extra(tmp_path: Path, monkeypatch:
     code, said = run("compare", tmp_path, tmp_path, "--pictures", tmp_path / "pictures")
     assert code == 2
     assert "pip install 'traindiff[png]'" in said
+
+
+@pytest.mark.parametrize(
+    ("tool", "options", "said"),
+    [
+        ("msprobe", ("--steps", "0"), "--steps\n    has no effect with msprobe"),
+        ("msprobe", ("--site", "*", "--phase", "grad"), "--phase\n    has no effect with msprobe"),
+        ("msprobe", ("-o", "other"), "--output\n    gives a second directory beside "),
+        ("tensorboard", ("--overwrite",), "--overwrite\n    is for msprobe's files"),
+    ],
+)
+def test_options_that_an_export_does_not_follow_are_refused(
+    tool: str, options: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("traindiff.present.data.exports.find_spec", lambda name: name)
+    code, message = run("export", tool, recorded(tmp_path / "run", observe="grad"), tmp_path / "dump", *options)
+
+    assert (code, said in message, (tmp_path / "dump").exists()) == (2, True, False)

@@ -141,3 +141,11 @@ def test_what_cannot_be_an_address_or_a_file_is_refused_at_once(tmp_path: Path) 
         assert result.exit_code == 2
         assert what in result.stderr
         assert result.stdout == ""
+
+
+@pytest.mark.parametrize("command", ["check", "compact", "prune"])
+def test_patience_is_for_a_run_that_is_followed(command: str, tmp_path: Path) -> None:
+    refused = CliRunner().invoke(app, [command, str(record(tmp_path / "run")), "--patience", "3"])
+
+    assert refused.exit_code == 2
+    assert "--patience\n    is for a run that goes on, and there is no --follow." in refused.stderr

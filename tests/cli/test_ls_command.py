@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -57,4 +58,18 @@ def test_what_cannot_be_read_is_listed_as_such(runs: Path) -> None:
 
 def test_no_directory_is_an_error_and_an_empty_one_is_said(tmp_path: Path) -> None:
     assert called(str(tmp_path / "nothing"))[0] == 2
-    assert called(str(tmp_path)) == (0, f"There is no recording under {tmp_path}.\n", "")
+    nothing = f"There is no recording under {tmp_path}, down to 6 levels of directories.\n"
+    assert called(str(tmp_path)) == (0, nothing, "")
+
+
+def test_of_too_many_recordings_the_latest_are_listed_and_the_others_are_not_forgotten(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("traindiff.present.viewer.catalog.MOST", 1)
+    for seconds, name in enumerate(("baseline", "candidate")):
+        os.utime(runs / name / "run.json", (seconds, seconds))
+    found, text = json.loads(called("--json")[1]), called()[1]
+
+    assert ([one["path"] for one in found["recordings"]], found["has_more"]) == (["runs/candidate"], True)
+    assert text.endswith("There are more than the 1 of this list. List a directory below this one to see others.\n")
+    assert CliRunner().invoke(app, []).stdout.startswith("more than 1 recording here\n")

@@ -29,7 +29,7 @@ def commands(text: str) -> list[list[str]]:
 def test_elsewhere_it_says_how_to_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = said(tmp_path, monkeypatch)
 
-    assert text.startswith("There is no recording in this directory. To begin:\n")
+    assert text.startswith("There is no recording in this directory, down to 3 levels of directories. To begin:\n")
     assert [words[0] for words in commands(text)] == ["demo", "run", "check"]
 
 

@@ -83,6 +83,25 @@ def test_a_file_that_cannot_be_written_is_said(traindiff: Traindiff) -> None:
     assert "cannot be written: No such file or directory." in result.stderr
 
 
+def test_a_link_to_a_file_that_is_not_there_yet_is_followed(traindiff: Traindiff, tmp_path: Path) -> None:
+    link, target = tmp_path / "report.html", tmp_path / "target.html"
+    link.symlink_to(target)
+    unusable = traindiff("report", "nothing", "-o", str(link))
+
+    assert (unusable.exit_code, link.is_symlink(), target.exists()) == (2, True, False)
+    assert traindiff("report", "baseline", "-o", str(link)).exit_code == 0
+    assert (link.is_symlink(), target.is_symlink(), target.stat().st_size > 10_000) == (True, False, True)
+
+
+@pytest.mark.parametrize("option", ["--html", "--junit"])
+def test_a_report_into_a_pipe_is_refused(traindiff: Traindiff, tmp_path: Path, option: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    result = traindiff("check", "baseline", option, str(tmp_path / "pipe"))
+
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "is no regular file." in result.stderr
+
+
 def test_recordings_are_served_until_interrupted() -> None:
     command = [sys.executable, "-m", "traindiff", "view", str(GOLDEN), "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from tests.cli.conftest import Traindiff
+from tests.cli.conftest import GOLDEN, Traindiff
 from tests.made_up import record
 from tests.storage.hostile import batch_of, change_columns, messages_of
 from traindiff.present.data.observations import COLUMNS
@@ -162,6 +162,18 @@ def test_a_file_that_cannot_be_written_is_explained(traindiff: Traindiff, tmp_pa
 
     assert result.exit_code == 2
     assert "show.csv" in result.stderr
+
+
+def test_a_file_stays_as_it_is_if_the_recording_cannot_be_read(traindiff: Traindiff, tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "baseline", tmp_path / "damaged")
+    data = tmp_path / "damaged" / "rank-00000" / "observations.arrows"
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    (tmp_path / "show.csv").write_text("kept")
+    result = traindiff("show", str(tmp_path / "damaged"), "-f", "csv", "-o", str(tmp_path / "show.csv"))
+
+    assert (result.exit_code, (tmp_path / "show.csv").read_text()) == (2, "kept")
 
 
 def test_a_table_goes_into_a_file_too(traindiff: Traindiff, tmp_path: Path) -> None:

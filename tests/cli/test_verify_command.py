@@ -235,3 +235,19 @@ def test_without_a_terminal_there_is_no_bar(capsys: pytest.CaptureFixture[str]) 
         on_step("baseline", 1, 4)
 
     assert capsys.readouterr() == ("", "")
+
+
+def test_options_that_a_resumed_candidate_does_not_follow_are_refused(verify: Command) -> None:
+    result = verify("--resume-at", "1", "--rtol", "1e-3", "--zoom", "--map", "map.toml", "--format", "csv")
+
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "; nothing was run." in result.stderr
+    for option in ("--replica", "--no-repeat", "--rtol", "--zoom", "--map", "--format"):
+        assert f"\n  {option}\n    has no effect with --resume-at" in result.stderr
+
+
+def test_combinations_cannot_be_run_again_without_a_grid(verify: Command) -> None:
+    result = verify("--fresh")
+
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "there is no --matrix" in result.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,12 @@ def test_top_limits_the_lines_and_says_how_many_more_there_are() -> None:
     result = weights("a.safetensors", "fused.safetensors", "--top", "1")
 
     assert "... and 3 more tensors (--top, --json)" in result.stdout
+
+
+def test_numbers_that_are_not_finite_are_null_in_the_json(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save_file({"weight": torch.randn(8, 8).double() * 1e200}, tmp_path / f"{name}.safetensors")
+    result = weights(str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors"), "--json")
+
+    (relation,) = json.loads(result.stdout)["relations"]
+    assert (result.exit_code, relation["evidence"]["relative"]) == (1, None)

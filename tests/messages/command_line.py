@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,13 @@ for title, arguments in {
     "a phase that there is not": ("show", "baseline", "--phase", "gradient"),
     "Parquet without a file": ("show", "baseline", "--format", "parquet"),
     "options of two recordings, and one": ("report", "baseline", "--rtol", "1e-3", "--identical"),
+    "options that a resumed candidate does not follow": ("verify", "--resume-at", "1", "--rtol", "0.1", "--zoom"),
+    "combinations to run again, and no grid": ("verify", "--fresh"),
+    "two formats at once": ("compare", "baseline", "candidate", "--json", "--format", "csv"),
+    "patience, and no run that goes on": ("check", "baseline", "--patience", "3"),
+    "gradients of some steps for msprobe": ("export", "msprobe", "baseline", "--steps", "0"),
+    "two directories for an export": ("export", "tensorboard", "baseline", "files", "-o", "other"),
+    "a report into a pipe": ("report", "baseline", "-o", "pipe"),
     "a list of recordings under nothing": ("ls", "nothing"),
     "a site to ignore that is none": ("compare", "baseline", "candidate", "--ignore", ""),
     "a file that cannot be written": ("show", "baseline", "--output", "nowhere/table.csv"),
@@ -68,6 +76,7 @@ for title, arguments in {
         for name in ("baseline", "candidate"):
             record(here / name)
         (here / "train.py").touch()
+        os.mkfifo(here / "pipe")
         return command(*arguments)
 
     situation(title)(_provoke)

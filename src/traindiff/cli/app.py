@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +25,13 @@ from traindiff.present.data import writer
 from traindiff.present.text.layout import print_line
 
 UNUSABLE = 2
-"""Exit code for input or settings that cannot be used."""
+"""Exit code for input or settings that cannot be used, and for a fault of traindiff itself."""
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C: 128 and the number of the signal, as shells count."""
+
+NO_READER = 141
+"""Exit code if nobody reads the output any more, as shells count it for SIGPIPE."""
 
 GROUPS: Mapping[str, Mapping[str, str]] = {
     "Record a training": {"run": "run", "import": "recordings"},
@@ -40,8 +50,48 @@ MODULES = {name: module for names in GROUPS.values() for name, module in names.i
 """The module of each command."""
 
 
+@contextmanager
+def _documented_exit_codes() -> Iterator[None]:
+    """Exit as documented where typer would exit with 1, which says that runs diverged."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_output()
+        raise typer.Exit(NO_READER) from None
+    except KeyboardInterrupt:
+        messages.print("traindiff: interrupted")
+        raise typer.Exit(INTERRUPTED) from None
+    except EOFError:
+        traceback.print_exc()
+        raise typer.Exit(UNUSABLE) from None
+
+
+def _discard_output() -> None:
+    """Throw away what nobody reads: Python writes it when it ends, and would fail then."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, stream.fileno())
+            os.close(nothing)
+
+
 class _Commands(TyperGroup):
     """The commands, which `--help` lists group by group."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Read the command line as far as it is of all commands."""
+        with _documented_exit_codes():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that is asked for."""
+        with _documented_exit_codes():
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
         """The names, in the order of `--help`."""
@@ -67,10 +117,20 @@ app = Application(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["--help", "-h"]},  # all commands below inherit it
 )
-messages = Console(stderr=True, highlight=False, emoji=False)
+
+
+class _Output(Console):
+    """A console that raises `BrokenPipeError` if nobody reads it; rich would exit with 1."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise the error again."""
+        raise BrokenPipeError
+
+
+messages = _Output(stderr=True, highlight=False, emoji=False)
 """Standard error: for everything except results."""
 
-results = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 200)
+results = _Output(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 200)
 """Standard output: for results."""
 
 
@@ -150,18 +210,34 @@ def _declare(arguments: Sequence[str]) -> None:
     import_module(f"traindiff.cli.{module}")  # here, as each of them imports this module
 
 
+@contextmanager
+def _all_characters() -> Iterator[None]:
+    """Write a character that the terminal's encoding lacks as an escape, instead of failing."""
+    streams = [one for one in (sys.stdout, sys.stderr) if isinstance(one, io.TextIOWrapper)]
+    before = [one.errors for one in streams]
+    for one in streams:
+        one.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    finally:
+        for one, errors in zip(streams, before, strict=True):
+            one.reconfigure(errors=errors)
+
+
 def main() -> None:
     """Entry point of the `traindiff` command."""
-    _declare(sys.argv[1:])
     try:
-        app()
+        with _all_characters():
+            _declare(sys.argv[1:])
+            app()
     except ScriptReady as ready:
         settings = ready.settings
     except KeyboardInterrupt:
         messages.print("traindiff: interrupted")
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.exit(141)
+        sys.exit(INTERRUPTED)
+    except Exception:  # noqa: BLE001  Python would exit with 1, which says that runs diverged
+        traceback.print_exc()
+        sys.exit(UNUSABLE)
     else:
         return
     # Out here, so that what the script raises is its own: not in the context of anything, and handled by nobody.

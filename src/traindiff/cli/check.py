@@ -8,6 +8,7 @@ import typer
 
 from traindiff.cli.app import app, messages, print_result, results, says_what_is_wrong
 from traindiff.cli.following import follower, hand_on
+from traindiff.cli.given import chosen_format
 from traindiff.cli.options import (
     SHOWN,
     AlertOption,
@@ -26,8 +27,9 @@ from traindiff.cli.options import (
     WebhookOption,
     WorkersOption,
 )
+from traindiff.cli.output_file import check_writable
 from traindiff.cli.progress import step_progress
-from traindiff.cli.report import check_writable, write_page
+from traindiff.cli.report import write_page
 
 if TYPE_CHECKING:
     from traindiff.analyse.check import Verdict
@@ -46,6 +48,7 @@ def _list_rules(wanted: bool) -> None:  # noqa: FBT001  the shape of typer's cal
 @app.command(short_help="Check one run by itself, without a baseline.")
 @says_what_is_wrong
 def check(
+    context: typer.Context,
     recording: Annotated[str, typer.Argument(metavar="RECORDING", help="Recording of the run to check.")],
     steps: StepsOption = None,
     workers: WorkersOption = None,
@@ -82,9 +85,10 @@ def check(
     from traindiff.analyse.check import check as check_recording
     from traindiff.present.text.results import print_products, print_report
 
+    form = chosen_format(context, form, as_json=as_json)
     if html is not None:
         check_writable(html)
-    waiting = follower(follow, patience, webhook, junit, alert or ())
+    waiting = follower(context, follow, patience, webhook, junit, alert or ())
     with step_progress(messages, "checking", (recording,), steps=steps, endless=follow) as on_step:
         result = check_recording(
             recording, steps=steps, rules=rules, skip=skip, config=config, ignore=ignore, history=html is not None,
@@ -99,7 +103,6 @@ def check(
 
     if html is not None:
         write_page(result, html)
-    form = "json" if as_json else form
     print_result(table if form == "csv" and table is not None else result, form, text=text)
     hand_on(result, webhook, junit, alert or ())
     raise typer.Exit(result.exit_code)

@@ -27,6 +27,7 @@ WholeEveryOption = Annotated[
 @app.command(short_help="Merge the ranks of a recording once, into a smaller recording.")
 @says_what_is_wrong
 def compact(
+    context: typer.Context,
     recording: RecordingArgument,
     output: Annotated[
         str,
@@ -51,12 +52,13 @@ def compact(
     from traindiff.analyse.compact.compacting import default_output
 
     make = partial(compacted, recording, output or default_output(recording))
-    _print_made(make, recording, whole_every, workers, follower(follow, patience))
+    _print_made(make, recording, whole_every, workers, follower(context, follow, patience))
 
 
 @app.command(short_help="Replace a recording by its compact form.")
 @says_what_is_wrong
 def prune(
+    context: typer.Context,
     recording: Annotated[str, typer.Argument(metavar="RECORDING", help="Recording to replace: a local directory.")],
     whole_every: WholeEveryOption = None,
     workers: WorkersOption = None,
@@ -69,7 +71,7 @@ def prune(
     """
     from traindiff.analyse.compact.pruning import prune as pruned
 
-    _print_made(partial(pruned, recording), recording, whole_every, workers, follower(follow, patience))
+    _print_made(partial(pruned, recording), recording, whole_every, workers, follower(context, follow, patience))
 
 
 class _Makes(Protocol):

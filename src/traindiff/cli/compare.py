@@ -10,6 +10,7 @@ import typer
 
 from traindiff.cli.app import app, messages, print_result, results, says_what_is_wrong
 from traindiff.cli.following import follower, hand_on
+from traindiff.cli.given import chosen_format
 from traindiff.cli.options import (
     SHOWN,
     AcceptOption,
@@ -35,8 +36,9 @@ from traindiff.cli.options import (
     WebhookOption,
     WorkersOption,
 )
+from traindiff.cli.output_file import check_writable
 from traindiff.cli.progress import step_progress
-from traindiff.cli.report import check_writable, write_page
+from traindiff.cli.report import write_page
 from traindiff.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -92,6 +94,7 @@ def print_table(result: Comparison, steps: StepSelection | None, *, form: str) -
 @app.command()
 @says_what_is_wrong
 def compare(
+    context: typer.Context,
     baseline: BaselineArgument,
     candidate: CandidateArgument,
     steps: StepsOption = None,
@@ -132,14 +135,15 @@ def compare(
     from traindiff.analyse.compare import compare as compare_recordings
     from traindiff.present.text.results import print_report
 
-    shown = None if table is None else checked_table(table, form="json" if as_json else form)
+    form = chosen_format(context, form, as_json=as_json)
+    shown = None if table is None else checked_table(table, form=form)
     if html is not None:
         check_writable(html)
     if pictures is not None:
         from traindiff.present.pictures import check_matplotlib
 
         check_matplotlib(f"--pictures {pictures}", asked_by="compare")
-    waiting = follower(follow, patience, webhook, junit, alert or ())
+    waiting = follower(context, follow, patience, webhook, junit, alert or ())
     with step_progress(messages, "comparing", (baseline, candidate), steps=steps, endless=follow) as on_step:
         result = compare_recordings(
             baseline,
@@ -163,7 +167,6 @@ def compare(
         write_page(result, html)
     if pictures is not None:
         _draw(result, pictures)
-    form = "json" if as_json else form
     if table is None:
         print_result(result, form, text=lambda: print_report(results, result, top=top))
     else:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from traindiff.cli.app import app, results, says_what_is_wrong
+from traindiff.cli.given import chosen_format
 from traindiff.cli.options import SHOWN, JsonOption
 
 
@@ -21,6 +22,7 @@ def _format(name: str) -> str:
 @app.command(short_help="Explain a term, a kind of finding, a rule, or print a page of the documentation.")
 @says_what_is_wrong
 def explain(
+    context: typer.Context,
     term: Annotated[
         list[str] | None,
         typer.Argument(metavar="TERM", help='Term, e.g. "noise floor", never-updated, or a page, e.g. agents.'),
@@ -48,7 +50,7 @@ def explain(
     from traindiff.present.glossary import PAGE, explain_all, explained, known_names
 
     found = explain_all(term) if term else []
-    if as_json or form == "json":
+    if chosen_format(context, form, as_json=as_json) == "json":
         json.dump(explained(" ".join(term) if term else None, found), sys.stdout, indent=2)
         sys.stdout.write("\n")
     elif not term:

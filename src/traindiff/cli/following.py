@@ -6,7 +6,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from traindiff.cli.app import messages
+from traindiff.cli.given import refuse_here
+from traindiff.cli.output_file import is_special
 from traindiff.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -16,6 +20,7 @@ if TYPE_CHECKING:
 
 
 def follower(
+    context: typer.Context,
     wanted: bool,  # noqa: FBT001
     patience: float,
     webhook: str | None = None,
@@ -25,10 +30,16 @@ def follower(
     """What waits for steps, if that is wanted.
 
     Raises:
-        ConfigError: The verdict cannot be sent to the address, or written to the file.
+        ConfigError: The verdict cannot be sent to the address, or written to the file; or the command line gives
+            `--patience`, and nothing is followed.
     """
     from traindiff.storage import Follower
 
+    if not wanted:
+        refuse_here(
+            context, ("patience",), what="is for a run that goes on, and there is no --follow.",
+            fix="Add --follow, or leave it out.", consequence="nothing was read",
+        )  # fmt: skip
     if webhook is not None:
         from traindiff.present.webhook import check_webhook
 
@@ -52,6 +63,8 @@ def _cannot_be_written(file: Path) -> str:
         return "is in a directory that does not exist."
     if file.is_dir():
         return "is a directory."
+    if is_special(file):
+        return "is no regular file."
     if not os.access(file if file.exists() else file.parent, os.W_OK):
         return "may not be written."
     return ""

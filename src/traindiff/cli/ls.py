@@ -49,10 +49,17 @@ class ListedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordingList:
-    """All recordings below a directory, the latest first."""
+    """The recordings below a directory, the latest first.
+
+    Attributes:
+        directory: The directory.
+        recordings: Its recordings, or as many of them as are listed at most.
+        has_more: Whether recordings were left out because there are too many.
+    """
 
     directory: str
     recordings: tuple[ListedRun, ...]
+    has_more: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The list in the schema of `--json`, as JSON values."""
@@ -60,6 +67,7 @@ class RecordingList:
             "schema": {"name": SCHEMA_NAME, "version": SCHEMA_VERSION},
             "directory": self.directory,
             "recordings": [asdict(one) for one in self.recordings],
+            "has_more": self.has_more,
         }
 
 
@@ -102,9 +110,11 @@ def print_list(console: Console, found: RecordingList) -> None:
     """Print a line for each recording."""
     from traindiff.present.text.layout import columns
     from traindiff.present.text.overview import ENDINGS
+    from traindiff.present.viewer.catalog import DEPTH
 
     if not found.recordings:
-        console.print(Text(f"There is no recording under {found.directory}."), soft_wrap=True)
+        nothing = f"There is no recording under {found.directory}, down to {DEPTH} levels of directories."
+        console.print(Text(nothing), soft_wrap=True)
         return
     table = columns(left=("recording", "began"), right=("ranks", "size", "last step", "last loss"))
     table.add_column("", overflow="fold")
@@ -118,6 +128,9 @@ def print_list(console: Console, found: RecordingList) -> None:
         cells = (one.path, one.created[:16].replace("T", " "), *numbers, ENDINGS[one.ending])
         table.add_row(*map(Text, cells))
     console.print(table)
+    if found.has_more:
+        more = f"There are more than the {len(found.recordings)} of this list."
+        console.print(Text(f"{more} List a directory below this one to see others."), soft_wrap=True)
 
 
 @app.command("ls", short_help="List the recordings under a directory.")
@@ -145,5 +158,5 @@ def list_recordings(
     runs = [
         listed_run(directory, one, None if (path := catalog.find(one.name)) is None else str(path)) for one in names
     ]
-    found = RecordingList(directory=directory, recordings=tuple(runs))
+    found = RecordingList(directory=directory, recordings=tuple(runs), has_more=catalog.has_more)
     print_result(found, "json" if as_json else "text", text=lambda: print_list(results, found))

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from enum import StrEnum
 from itertools import islice
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from traindiff.cli.app import app, messages, results, says_what_is_wrong
 from traindiff.cli.command import Application
+from traindiff.cli.given import chosen_format, refuse_here
 from traindiff.cli.options import (
     JUDGED,
     SHOWN,
@@ -26,6 +26,7 @@ from traindiff.cli.options import (
     StepsOption,
     TopOption,
 )
+from traindiff.cli.output_file import check_writable, is_special, written_whole
 
 
 class Format(StrEnum):
@@ -40,6 +41,7 @@ class Format(StrEnum):
 @app.command()
 @says_what_is_wrong
 def show(
+    context: typer.Context,
     recording: RecordingArgument,
     steps: StepsOption = None,
     site: SiteOption = "*",
@@ -72,21 +74,23 @@ def show(
     from traindiff.present.text.recording import print_head, print_rows
     from traindiff.storage import open_recording
 
-    form = Format.JSON if as_json else form
+    form = Format(chosen_format(context, form, as_json=as_json))
     wanted = table.parse_filter(
         site, tuple(phase or ()), steps, samples=samples, asked_by="show", consequence="nothing was done"
     )
     if form is Format.PARQUET and output is None:
         fix = "Add --output FILE.parquet."
         raise ConfigError("show", [Problem(where="--format parquet", what="is not for the terminal.", fix=fix)])
+    if output is not None and not is_special(output):  # a pipe has a reader, which waits for the table
+        check_writable(output, option="--output", asked_by="show", consequence="nothing was done")
     found = open_recording(recording)
     rows = table.rows(found, wanted)
 
     if form is Format.PARQUET and output is not None:
-        with _opened(output, "wb") as binary:
+        with written_whole(output, "w+b") as binary:
             table.write_parquet(rows, binary)
         return
-    with _opened(output, "w", encoding="utf-8", newline="") if output else nullcontext(sys.stdout) as text:
+    with written_whole(output, "w+", encoding="utf-8", newline="") if output else nullcontext(sys.stdout) as text:
         if form is Format.CSV:
             table.write_csv(rows, text)
         elif form is Format.JSON:
@@ -96,21 +100,6 @@ def show(
             print_head(console, found)
             recorded = any(True for _ in rank_steps(found))
             print_rows(console, islice(rows, top), rest=rows, recorded=recorded)
-
-
-@contextmanager
-def _opened(output: Path, mode: str, **how: Any) -> Iterator[IO[Any]]:
-    """A file for the result."""
-    from traindiff.errors import ConfigError, Problem
-
-    try:
-        file = output.open(mode, **how)
-    except OSError as error:
-        fix = "Give the path of a file in a directory that is there and where you may write."
-        problem = Problem(where=f"--output {output}", what=f"cannot be written: {error.strerror}.", fix=fix)
-        raise ConfigError("show", [problem]) from None
-    with file:
-        yield file
 
 
 tools = Application(no_args_is_help=True, help="Make a recording of what another tool has written.")
@@ -157,6 +146,7 @@ MSPROBE = "msprobe"
 @app.command(short_help="Export scalars of a recording to TensorBoard or Weights & Biases.")
 @says_what_is_wrong
 def export(
+    context: typer.Context,
     tool: Annotated[str, typer.Argument(metavar="tensorboard|wandb|msprobe", help="Which tool is to read them.")],
     recording: RecordingArgument,
     directory: Annotated[
@@ -190,14 +180,27 @@ def export(
     from traindiff.present.data.observations import parse_filter
     from traindiff.storage import open_recording
 
-    output = directory or output
+    if directory is not None:
+        refuse_here(
+            context, ("output",), what=f"gives a second directory beside {directory}.", fix="Leave out one of the two.",
+            consequence="nothing was exported",
+        )  # fmt: skip
+        output = directory
     if tool == MSPROBE:
+        refuse_here(
+            context, ("steps", "site", "phase"), what="has no effect with msprobe, which gets all gradients.",
+            fix="Leave it out.", consequence="nothing was exported",
+        )  # fmt: skip
         from traindiff.compat.msprobe.exporting import export_gradients
 
         count = export_gradients(open_recording(recording), str(output), overwrite=overwrite)
         messages.print(f"traindiff: wrote {count} gradients to {output}", markup=False, soft_wrap=True)
         return
     write = exporter(tool, beside=(MSPROBE,))
+    refuse_here(
+        context, ("overwrite",), what=f"is for msprobe's files; {tool} adds a file of its own.",
+        fix="Leave it out.", consequence="nothing was exported",
+    )  # fmt: skip
     shown = site or ("*" if phase else "")
     wanted = parse_filter(shown, tuple(phase or ()), steps, asked_by="export", consequence="nothing was exported")
     found = open_recording(recording)

@@ -27,6 +27,7 @@ from traindiff.cli.options import (
     StepsOption,
     WorkersOption,
 )
+from traindiff.cli.output_file import check_writable
 from traindiff.cli.progress import step_progress
 from traindiff.errors import ConfigError, Problem
 
@@ -114,19 +115,6 @@ def _refuse(settings: Mapping[str, Any], what: str, fix: str) -> None:
     ]
     if problems:
         raise ConfigError("report", problems, consequence="nothing was written")
-
-
-def check_writable(output: Path) -> None:
-    """Raise `ConfigError` if a file cannot be written, before its content is computed; the file stays as it is."""
-    there = output.exists()
-    try:
-        output.open("a", encoding="utf-8").close()
-    except OSError as error:
-        fix = "Give the path of a file in a directory that is there and where you may write."
-        problem = Problem(where=str(output), what=f"cannot be written: {error.strerror}.", fix=fix)
-        raise ConfigError("report", [problem], consequence="nothing was written") from None
-    if not there:
-        output.unlink()
 
 
 def write_page(result: Comparison | Verdict, output: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +10,7 @@ import typer
 from traindiff.cli.app import app, messages, results, says_what_is_wrong
 from traindiff.cli.options import RUNS, DeviceOption, JsonOption
 from traindiff.observe.torch.nonfinite.contained import GIB, SECONDS, find_cause_contained
+from traindiff.present.data import json_text
 
 
 @app.command(short_help="Run again a module that made NaN or infinity, in longer dtypes.")
@@ -43,7 +43,7 @@ def rerun(
     with messages.status("running"):
         found = find_cause_contained(directory, device=device, seconds=seconds, gib=memory)
     if as_json:
-        results.print(json.dumps(found.content, indent=2), markup=False, soft_wrap=True)
+        results.print(json_text(found.content, indent=2), markup=False, soft_wrap=True)
     else:
         results.print("\n".join(found.lines), markup=False, soft_wrap=True)
     raise typer.Exit(found.exit_code)

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from traindiff.cli.app import app, messages, print_result, results, says_what_is_wrong
+from traindiff.cli.given import chosen_format, refuse_here
 from traindiff.cli.options import (
     RUNS,
     SHOWN,
@@ -47,10 +48,18 @@ class PinWhen(StrEnum):
     never = "never"
 
 
+_NOT_RESUMED = (
+    "baseline_engine", "baseline_compile", "rename", "layout", "accept", "ignore", "rtol", "atol", "identical",
+    "replica", "repeat", "pin", "zoom", "matrix", "fresh", "verbose_logging",
+)  # fmt: skip
+"""Parameters that have no effect with `--resume-at`: nothing but the candidate is run."""
+
+
 @app.command(context_settings=OTHER_SPELLINGS, short_help="Run two trainings, compare them, pin the fault down.")
 @says_what_is_wrong
 @with_setup_options
 def verify(
+    context: typer.Context,
     recipe: Annotated[
         str,
         typer.Argument(
@@ -142,16 +151,23 @@ def verify(
     from traindiff.run.verify.runs import REPLICAS
     from traindiff.run.verify.verify import run_request
 
+    form = chosen_format(context, form, as_json=as_json)
     given, num_steps = options.requested(), options.steps(steps)
     replicas = REPLICAS if replica is None else tuple(replica)
 
     if resume_at is not None:
+        _refuse_with_resume_at(context, form)
         _, setup = setups(given, world_size=None)
         code = print_resumed(
             candidate or recipe, output, at=resume_at, steps=num_steps, setup=setup, resumed_ranks=setup.nproc,
-            seed=seed, timeout=timeout, top=top, as_json=as_json or form == "json",
+            seed=seed, timeout=timeout, top=top, as_json=form == "json",
         )  # fmt: skip
         raise typer.Exit(code)
+    if matrix is None:
+        refuse_here(
+            context, ("fresh",), what="is for combinations, and there is no --matrix.",
+            fix="Give the file of a grid with --matrix, or leave it out.", consequence="nothing was run",
+        )  # fmt: skip
 
     def decide(ranks: PresentRanks | None) -> int:
         baseline_setup, setup = setups(given, world_size=launched_ranks())
@@ -161,17 +177,24 @@ def verify(
             rename=rename, map=layout, accept=accept, ignore=ignore or (), rtol=rtol, atol=atol, identical=identical,
             compiler_logs=verbose_logging, timeout=timeout,
         )  # fmt: skip
-        chosen = "json" if as_json else form
         if matrix is not None:
             rows = verify_matrix(
                 request, read_grid(matrix, given), fresh=fresh, ranks=ranks,
                 on_row=lambda row: messages.print(f"{row.name}: {row.verdict}", markup=False, soft_wrap=True),
             )  # fmt: skip
-            print_result(rows, chosen, text=lambda: print_matrix(results, rows))
+            print_result(rows, form, text=lambda: print_matrix(results, rows))
             return rows.exit_code
         with run_progress(messages, steps=(2 + repeat + len(replicas)) * num_steps) as on_step:
             result = run_request(replace(request, progress=on_step), ranks)
-        print_result(result, chosen, text=lambda: print_report(results, result, top=top))
+        print_result(result, form, text=lambda: print_report(results, result, top=top))
         return result.exit_code
 
     raise typer.Exit(on_rank_0(decide))
+
+
+def _refuse_with_resume_at(context: typer.Context, form: str) -> None:
+    """Raise `ConfigError` if an option was given that a resumed training does not follow."""
+    what = "has no effect with --resume-at, which compares the candidate with itself."
+    fix = "Leave out one of the two."
+    unused = (*_NOT_RESUMED, "form") if form not in ("text", "json") else _NOT_RESUMED
+    refuse_here(context, unused, what=what, fix=fix, consequence="nothing was run")

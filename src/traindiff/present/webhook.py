@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -10,6 +9,7 @@ from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from traindiff.errors import ConfigError, Problem
+from traindiff.present.data import json_text
 
 _SECONDS = 30.0
 
@@ -44,7 +44,7 @@ def send(url: str, *, text: str, result: dict[str, Any]) -> str:
     Returns:
         Why it could not be sent; empty if it was.
     """
-    body = json.dumps({"text": text, "result": result}).encode()
+    body = json_text({"text": text, "result": result}).encode()
     request = Request(url, data=body, headers={"Content-Type": "application/json"})
     try:
         with urlopen(request, timeout=_SECONDS):

@@ -12,7 +12,7 @@ import pytest
 from tests.analyse.compact.made_up_ranks import Change, on_rank, record_ranks
 from tests.compacted import assert_the_same_is_said, comparison_of, verdict_of
 from tests.made_up import Step, record
-from traindiff.analyse.compact.compacting import ASKED, INCOMPLETE, NOT_CALLED, compact
+from traindiff.analyse.compact.compacting import ASKED, INCOMPLETE, NOT_CALLED, Compacted, compact
 from traindiff.analyse.compact.pruning import prune
 from traindiff.analyse.compare import compare
 from traindiff.errors import ConfigError, CorruptRecordingError, RecordingError
@@ -294,3 +294,9 @@ def test_a_page_of_the_compact_form_has_the_same_findings(both_forms: tuple[Path
 
     assert pages[1].findings == pages[0].findings
     assert len(pages[0].findings) > 0
+
+
+def test_without_steps_there_is_no_rate() -> None:
+    made = Compacted(recording="run", output="small", ranks=2, steps=0, whole={}, bytes_before=11000, bytes_after=11000)
+
+    assert str(made) == "small: 0 steps of 2 ranks; 11 kB are now 11 kB."

@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from tests.run.verify import divided
 from traindiff.analyse.compare.investigation import Matrix, MatrixRow
 from traindiff.present.text.results import print_matrix
-from traindiff.run.verify.matrix import Combination, verify_matrix
+from traindiff.run.verify.matrix import Combination, _directory, verify_matrix
 from traindiff.run.verify.request import VerifyRequest
 
 
@@ -45,7 +46,7 @@ def test_combinations_share_their_baseline_and_what_cannot_be_run_is_a_row_with_
     assert found.exit_code == 0
     assert "with nothing for further ranks" in found.rows[3].message
     assert heard == [row.name for row in found.rows]
-    assert sorted(entry.name for entry in (tmp_path / "baselines").iterdir()) == ["plain", "plain_dtype=bfloat16"]
+    assert sorted(entry.name for entry in (tmp_path / "baselines").iterdir()) == ["plain", "plain,dtype=bfloat16"]
     assert (Path(found.rows[1].output) / "report.txt").exists()
 
 
@@ -116,3 +117,29 @@ def test_the_table_has_a_line_for_each_combination_and_a_count_of_verdicts() -> 
 
 def test_a_row_comes_through_json_as_it_was() -> None:
     assert MatrixRow(**json.loads(json.dumps(row("diverged", 1).to_json()))) == row("diverged", 1)
+
+
+def test_a_verdict_is_not_kept_when_the_module_of_its_recipe_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    package = tmp_path / "of_matrix"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    text = "from tests.run.verify.divided import recipe\n"
+    (package / "training.py").write_text(text)
+    question = replace(asked(tmp_path / "runs"), recipe="of_matrix.training:recipe", replicas=())
+
+    def kept() -> bool:
+        return verify_matrix(question, ALL[:1]).rows[0].kept
+
+    assert (kept(), kept()) == (False, True)
+    (package / "training.py").write_text(f"{text}# another learning rate\n")
+    assert not kept()
+
+
+def test_directories_of_different_names_differ() -> None:
+    names = ["engine=a b", "engine=a_b", "engine=a, b", "engine=a,b", "engine=" + "a" * 200, "engine=" + "a" * 201]
+
+    assert len({_directory(name) for name in names}) == len(names)
+    assert _directory("engine=ddp, dtype=float32") == "engine=ddp,dtype=float32"

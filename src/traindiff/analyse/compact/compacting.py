@@ -61,9 +61,9 @@ class Compacted:
             return f"{self.output} stays as it is: its compact form would take {sizes}."
         before = f"{_size_text(self.bytes_before)} are now " if self.bytes_before is not None else ""
         size = f"{before}{_size_text(self.bytes_after)}"
-        per = self.bytes_after / max(1, self.ranks * self.steps) / 1000.0
-        lines = [f"{self.output}: {_count(self.steps, 'step')} of {_count(self.ranks, 'rank')}; {size}, {per:.2g} kB "
-                 "per rank and step."]  # fmt: skip
+        parts = self.ranks * self.steps
+        rate = f", {self.bytes_after / parts / 1000.0:.2g} kB per rank and step" if parts else ""
+        lines = [f"{self.output}: {_count(self.steps, 'step')} of {_count(self.ranks, 'rank')}; {size}{rate}."]
         lines += [f"{_count(number, 'step')} stored rank by rank: {reason}." for reason, number in self.whole.items()]
         return "\n".join([*lines, *self.notes])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from traindiff.core.site import PHASES, ROOT, matches
 from traindiff.core.steps import ALL_STEPS, StepSelection, parse_steps
 from traindiff.core.summary import finite_count, largest, mean, norm_of, std
 from traindiff.errors import ConfigError, Problem
+from traindiff.present.data import json_text
 from traindiff.present.data.as_csv import CsvRows
 from traindiff.storage import Recording
 from traindiff.storage.merged_rows import ENTRY
@@ -196,18 +196,14 @@ def write_csv(found: Iterator[Row], file: IO[str]) -> None:
 def write_json(found: Iterator[Row], file: IO[str], *, recording: Recording) -> None:
     """One object: `schema`, `steps`, `ranks`, `observations`."""
     observations = list(found)
-    json.dump(
-        {
-            "schema": {"name": SCHEMA_NAME, "version": SCHEMA_VERSION},
-            "recording": recording.path,
-            "steps": sorted({row["step"] for row in observations}),
-            "ranks": list(recording.ranks),
-            "observations": observations,
-        },
-        file,
-        allow_nan=False,
-    )
-    file.write("\n")
+    content = {
+        "schema": {"name": SCHEMA_NAME, "version": SCHEMA_VERSION},
+        "recording": recording.path,
+        "steps": sorted({row["step"] for row in observations}),
+        "ranks": list(recording.ranks),
+        "observations": observations,
+    }
+    file.write(json_text(content) + "\n")
 
 
 def write_parquet(found: Iterator[Row], file: IO[bytes]) -> None:

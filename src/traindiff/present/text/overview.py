@@ -48,14 +48,16 @@ def print_overview(console: Console, directory: Path) -> None:
         console: Where to print.
         directory: Where to look, at most `DEPTH` levels deep.
     """
-    found = Catalog(directory, depth=DEPTH).recordings()
+    catalog = Catalog(directory, depth=DEPTH)
+    found = catalog.recordings()
     if found:
-        _print_recordings(console, found)
+        _print_recordings(console, found, has_more=catalog.has_more)
         commands = tuple(_questions(found))
         console.print(Text("\nWhat to ask", style="bold"))
     else:
         commands = BEGIN
-        console.print(Text("There is no recording in this directory. To begin:", style="bold"))
+        nothing = f"There is no recording in this directory, down to {DEPTH} levels of directories. To begin:"
+        console.print(Text(nothing, style="bold"), soft_wrap=True)
     table = Table(box=None, pad_edge=False, show_header=False)
     for command, answer in commands:
         table.add_row(Text(f"  {command}"), Text(answer, style="dim"))
@@ -63,10 +65,10 @@ def print_overview(console: Console, directory: Path) -> None:
     console.print(Text(f"\n{FURTHER}"), soft_wrap=True)
 
 
-def _print_recordings(console: Console, found: Sequence[Listed]) -> None:
+def _print_recordings(console: Console, found: Sequence[Listed], *, has_more: bool) -> None:
     shown = "" if len(found) <= MOST else f", the latest {MOST}"
     count = "1 recording" if len(found) == 1 else f"{len(found)} recordings"
-    console.print(Text(f"{count} here{shown}", style="bold"))
+    console.print(Text(f"{'more than ' * has_more}{count} here{shown}", style="bold"))
     table = Table(box=None, pad_edge=False, show_header=False)
     for one in found[:MOST]:
         ranks = "" if not one.ranks else "1 rank" if one.ranks == 1 else f"{one.ranks} ranks"

@@ -18,7 +18,7 @@ DEPTH = 6
 """Levels of directories in which recordings are looked for."""
 
 MOST = 500
-"""Recordings that are listed."""
+"""Recordings that are listed. Under a directory, these are the latest ones; under a URL, the first ones by name."""
 
 SECONDS = 10.0
 """Time for looking into recordings. The remaining ones are listed by name only."""
@@ -84,16 +84,21 @@ class Catalog:
     Args:
         root: The directory.
         depth: Levels of directories in which recordings are looked for.
+
+    Attributes:
+        has_more: Whether the latest list left recordings out.
     """
 
     def __init__(self, root: Path, *, depth: int = DEPTH) -> None:
         self.root = root.resolve()
+        self.has_more = False
         self._depth = depth
         self._kept = KeptDescriptions()
 
     def recordings(self) -> list[Listed]:
         """The recordings, the latest first."""
-        paths = dict(self._found())
+        found = sorted(self._found(), key=lambda one: _time_written(one[1] / "run.json"), reverse=True)
+        self.has_more, paths = len(found) > MOST, dict(found[:MOST])
         return self._kept.of(paths, self.state, lambda name: _listed(paths[name], name))
 
     def find(self, name: str) -> Path | None:
@@ -122,19 +127,23 @@ class Catalog:
         return ";".join(map(_size_and_time, (path / "run.json", *files)))
 
     def _found(self) -> Iterator[tuple[str, Path]]:
-        count = 0
         for folder, below, files in os.walk(self.root, followlinks=False):
             here = Path(folder)
             name = here.relative_to(self.root)
             if "run.json" in files:
                 below.clear()
-                count += 1
                 yield str(name), here
             elif len(name.parts) >= self._depth:
                 below.clear()
             below[:] = sorted(one for one in below if not (one.startswith(".") or TEMPORARY.fullmatch(one)))
-            if count == MOST:
-                return
+
+
+def _time_written(file: Path) -> int:
+    """When a file was written, in nanoseconds; 0 if it was removed since."""
+    try:
+        return file.lstat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _size_and_time(file: Path) -> str:
@@ -189,6 +198,10 @@ class Recordings(Protocol):
     @property
     def root(self) -> Path | str:
         """The directory or the URL."""
+
+    @property
+    def has_more(self) -> bool:
+        """Whether the latest list left recordings out."""
 
     def recordings(self) -> list[Listed]:
         """The recordings, the latest first."""

@@ -114,7 +114,7 @@ class Listing:
                 waiting=waiting,
                 again=AGAIN_SECONDS if waiting else GROWING_SECONDS if is_growing else 0,
                 judges=self._judges,
-                most=MOST if len(found) >= MOST else 0,
+                most=MOST if self._catalog.has_more else 0,
                 width=WIDTH,
                 height=HEIGHT,
                 policy=policy(script(), asks=True, sends_forms=True),

@@ -24,10 +24,12 @@ class StoredCatalog:
 
     Attributes:
         root: The same without a slash at its end.
+        has_more: Whether the latest list may have left recordings out.
     """
 
     def __init__(self, url: str) -> None:
         self.root = url.rstrip("/")
+        self.has_more = False
         self._kept = KeptDescriptions()
         store, path = file_system(self.root)
         self._folder = Folder(store, path)
@@ -69,7 +71,7 @@ class StoredCatalog:
 
     def _found(self) -> Iterator[str]:
         """Names of the recordings, from the top down."""
-        waiting, count = ["."], 0
+        waiting, count, self.has_more = ["."], 0, False
         while waiting and count < MOST:
             name = waiting.pop(0)
             try:
@@ -82,6 +84,7 @@ class StoredCatalog:
             elif name.count("/") < DEPTH - 1:
                 below = sorted(one for one, is_folder in entries.items() if is_folder and not one.startswith("."))
                 waiting += [one if name == "." else f"{name}/{one}" for one in below]
+        self.has_more = bool(waiting)
 
     def _within(self, name: str) -> Folder:
         return self._folder if name == "." else self._folder.within(name)

@@ -16,7 +16,7 @@ from typing import Any
 from traindiff.analyse.check import check
 from traindiff.analyse.compare import compare
 from traindiff.errors import ConfigError, Problem
-from traindiff.present.data import observations
+from traindiff.present.data import json_text, observations
 from traindiff.present.glossary import explain_all, explained
 from traindiff.present.viewer.catalog import Catalog
 from traindiff.storage import open_recording
@@ -194,7 +194,7 @@ class Tools:
 
     def _named(self, result: dict[str, Any]) -> dict[str, Any]:
         """A result with the names of recordings in place of their paths."""
-        found: dict[str, Any] = json.loads(json.dumps(result).replace(json.dumps(f"{self._catalog.root}/")[1:-1], ""))
+        found: dict[str, Any] = json.loads(json_text(result).replace(json.dumps(f"{self._catalog.root}/")[1:-1], ""))
         return found
 
 

@@ -25,7 +25,7 @@ from traindiff.run.config.obstacles import obstacles
 from traindiff.run.config.options import SETUP_OPTIONS, setups
 from traindiff.run.config.setup import PLAIN
 from traindiff.run.processes.present_ranks import PresentRanks, launched_ranks
-from traindiff.run.verify.recipe import recipe_name
+from traindiff.run.verify.recipe import recipe_name, source_file
 from traindiff.run.verify.request import VerifyRequest
 from traindiff.run.verify.trusted import Trusted, names_of_runs, record_trusted, trusted_of
 from traindiff.run.verify.verify import JSON, verified, write_whole
@@ -256,10 +256,9 @@ def _fingerprint(request: VerifyRequest, *, of_the_baseline: bool = False) -> st
 
 
 def _source(recipe: Any) -> list[str]:
-    """The recipe's name, and the content of its file."""
-    name = recipe_name(recipe)
-    file = Path(name.rpartition(":")[0])
-    return [name, file.read_text(encoding="utf-8") if file.suffix == ".py" and file.is_file() else ""]
+    """The recipe's name, and a hash of the file that has it."""
+    file = source_file(recipe)
+    return [recipe_name(recipe), "" if file is None else hashlib.sha256(file.read_bytes()).hexdigest()]
 
 
 def _file_text(given: str | os.PathLike[str] | None) -> str:
@@ -272,8 +271,10 @@ def _file_text(given: str | os.PathLike[str] | None) -> str:
 
 def _directory(name: str) -> str:
     """A directory name that is legible, and different for different names."""
-    legible = re.sub(r"[^\w.=-]+", "_", name)
-    return legible if len(legible) < 100 else f"{legible[:80]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+    legible = re.sub(r"[^\w.,=-]+", "_", name.replace(", ", ","))
+    if len(legible) < 100 and legible.replace(",", ", ") == name:
+        return legible
+    return f"{legible[:80]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
 
 
 def _read(path: Path, key: str) -> Any:

@@ -11,6 +11,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -226,6 +227,22 @@ def _can_be_found(source: str) -> bool:
     """True if the first part of a module's name can be imported, also from the working directory."""
     _import_first_from(Path.cwd())
     return importlib.util.find_spec(source.partition(".")[0]) is not None
+
+
+def source_file(named: Named) -> Path | None:
+    """The file in which a recipe's name says that it is; None if there is no such file. Nothing is imported."""
+    source = recipe_name(named).rpartition(":")[0]
+    if source.endswith(".py"):
+        return file if (file := Path(source)).is_file() else None
+    places: Sequence[str] | None = [os.fspath(Path.cwd()), *sys.path]
+    found = None
+    parts = source.split(".")
+    for number in range(len(parts)):
+        found = None if places is None else PathFinder.find_spec(".".join(parts[: number + 1]), places)
+        if found is None:
+            return None
+        places = found.submodule_search_locations
+    return Path(found.origin) if found is not None and found.origin else None
 
 
 def _imported(source: str) -> ModuleType:
