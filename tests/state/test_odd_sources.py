@@ -1,0 +1,60 @@
+"""Sources with names, tensors, links and pickles that few have: each is read as it is, or refused with the true reason."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import traindiff
+from traindiff.errors import CheckpointError
+from traindiff.state.sources.opening import open_checkpoint
+
+
+def test_two_tensors_that_get_one_name_are_both_compared(tmp_path: Path) -> None:
+    first, second, average = torch.randn(3, 4), torch.randn(3, 4), torch.randn(3, 4)
+    for name, own in (("a", first), ("b", second)):
+        torch.save({"ema": {"w": average}, "model": {"ema.w": own, "z": average}}, tmp_path / f"{name}.pt")
+
+    found = open_checkpoint(tmp_path / "a.pt").tensors
+    result = traindiff.weights(tmp_path / "a.pt", tmp_path / "b.pt")
+
+    assert {name: one.role for name, one in found.items()} == {"ema.w": "parameter", "ema/w": "other", "z": "parameter"}
+    assert [(one.name, one.word, one.role) for one in result.differences] == [("ema.w", "differs", "parameter")]
+
+
+def test_parameters_that_get_one_name_are_both_compared() -> None:
+    shared = torch.randn(3)
+    sides = [{"a.b": torch.randn(3), "a": {"b": shared}} for _ in range(2)]
+
+    assert [one.name for one in traindiff.weights(*sides).differences] == ["a.b"]
+    assert {one.name for one in traindiff.weights(*sides).relations} == {"a.b", "a/b"}
+
+
+def test_names_that_no_key_tells_apart_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="two of its tensors have the name"):
+        traindiff.weights({"a\n": torch.ones(1), "a\\n": torch.ones(1)}, {})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_two_names_of_a_distributed_checkpoint_with_one_path_are_refused(tmp_path: Path) -> None:
+    dcp.save({"first": torch.ones(3), "other": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
+    metadata.planner_data = {"first": ("model", "w"), "other": ("model", "w")}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    with pytest.raises(CheckpointError, match='the path of "other" leads to another tensor, too'):
+        open_checkpoint(tmp_path)
+
+
+def test_a_model_whose_names_begin_as_an_optimizer_is_compared_as_a_model(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({"optim_head": torch.nn.Linear(2, 2), "fc": torch.nn.Linear(2, 2)})
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+
+    for source in (model, model.state_dict(), str(tmp_path / "model.pt")):
+        assert {one.role for one in open_checkpoint(source).tensors.values()} == {"parameter"}
+    apart = open_checkpoint({"model": {"w": torch.ones(1)}, "optim_state": {"w": torch.ones(1)}}).tensors
+    assert {name: one.role for name, one in apart.items()} == {"w": "parameter", "optim_state.w": "optimizer"}
