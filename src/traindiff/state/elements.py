@@ -202,11 +202,24 @@ def element_difference(baseline: StoredTensor, candidate: StoredTensor) -> Eleme
 
 def _unequal(first: Bits, second: Bits, baseline: str, candidate: str) -> int:
     """How many elements differ, in a dtype that is not computed with: by value for integers, by bits for the others."""
-    if baseline != candidate:
-        if not all(dtype == "bool" or "int" in dtype or is_float(dtype) for dtype in (baseline, candidate)):
-            return first.size
-        first, second = decoded(first, baseline), decoded(second, candidate)
-    return int(np.count_nonzero(first != second))
+    if baseline == candidate:
+        return int(np.count_nonzero(first != second))
+    if not all(dtype == "bool" or "int" in dtype or is_float(dtype) for dtype in (baseline, candidate)):
+        return first.size
+    pair = decoded(first, baseline), decoded(second, candidate)
+    if is_float(baseline) or is_float(candidate):
+        whole, real = pair if is_float(candidate) else pair[::-1]
+        return int(np.count_nonzero(~_same_numbers(whole, real)))
+    negative = (pair[0] < 0) != (pair[1] < 0)
+    return int(np.count_nonzero((pair[0].astype(np.uint64) != pair[1].astype(np.uint64)) | negative))
+
+
+def _same_numbers(whole: NDArray[Any], real: NDArray[Any]) -> NDArray[np.bool_]:
+    """Where integers are floating-point numbers exactly: NumPy compares them after rounding the integers."""
+    wide, limits = real.astype(np.float64), np.iinfo(whole.dtype)
+    fits = (wide >= float(limits.min)) & (wide < float(limits.max // 2 + 1) * 2.0)
+    as_whole = np.where(fits, wide, 0.0).astype(whole.dtype)
+    return np.asarray(fits & (as_whole == whole) & (as_whole.astype(np.float64) == wide))
 
 
 def _judged(total: _Totals) -> ElementDifference:
