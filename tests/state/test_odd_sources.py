@@ -58,3 +58,15 @@ def test_a_model_whose_names_begin_as_an_optimizer_is_compared_as_a_model(tmp_pa
         assert {one.role for one in open_checkpoint(source).tensors.values()} == {"parameter"}
     apart = open_checkpoint({"model": {"w": torch.ones(1)}, "optim_state": {"w": torch.ones(1)}}).tensors
     assert {name: one.role for name, one in apart.items()} == {"w": "parameter", "optim_state.w": "optimizer"}
+
+
+@pytest.mark.parametrize(
+    "name", ["layer_0_expert_0_mp_rank_00_model_states.pt", "expp_rank_0_mp_rank_00_optim_states.pt", "x_model_states.pt"]
+)
+def test_files_of_deepspeed_that_are_not_read_are_refused(tmp_path: Path, name: str) -> None:
+    torch.save({"module": {"gate.w": torch.ones(3)}, "mp_world_size": 1}, tmp_path / "mp_rank_00_model_states.pt")
+    assert set(open_checkpoint(tmp_path).tensors) == {"gate.w"}
+    torch.save({"moe.experts.0.w": torch.ones(3)}, tmp_path / name)
+
+    with pytest.raises(CheckpointError, match=f"{name} is an?( expert's)? file.* of a kind that traindiff does not read"):
+        open_checkpoint(tmp_path)
