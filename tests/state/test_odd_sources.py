@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import resource
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -70,3 +74,60 @@ def test_files_of_deepspeed_that_are_not_read_are_refused(tmp_path: Path, name: 
 
     with pytest.raises(CheckpointError, match=f"{name} is an?( expert's)? file.* of a kind that traindiff does not read"):
         open_checkpoint(tmp_path)
+
+
+def _saved(path: Path, pickled: bytes) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as file:
+        file.writestr("archive/data.pkl", pickled)
+        file.writestr("archive/version", "3\n")
+    return path
+
+
+_TUPLE_OF = b"cbuiltins\ntuple\n"
+
+PICKLES = {
+    "tuples as a key": (b"}" + b")" + b"\x85" * 1_500_000 + b"K\x01s.", "its pickle is nested too deep"),
+    "tuples of lists that lie in the memo twice": (
+        b"})" + (b"q\x02]q\x00q\x01h\x02a0" + _TUPLE_OF + b"h\x00\x85R") * 60_000 + b"K\x01s.",
+        "its pickle is nested too deep",
+    ),
+    "lists": (b"]" * 1000 + b"a" * 999 + b".", "its pickle is nested too deep"),
+    "a dict that holds itself": (b"}q\x00X\x05\x00\x00\x00modelh\x00s.", "containers nested 64 deep"),
+    "a bytearray of a number": (
+        b"c__builtin__\nbytearray\n(J\x00\x00\x00\x60tR.", "it has a bytearray of what is no bytes"
+    ),
+    "very many classes": (
+        b"(" + b"".join(b"cenum\nA%d\n" % number for number in range(5000)) + b"l.", "it names more than 4096 classes"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PICKLES)
+def test_a_pickle_that_would_exhaust_the_process_is_refused(tmp_path: Path, kind: str) -> None:
+    """In a process of its own, which such a pickle could crash."""
+    pickled, reason = PICKLES[kind]
+    path = _saved(tmp_path / "model.pt", b"\x80\x02" + pickled)
+    code = (
+        "import sys; from traindiff.errors import CheckpointError; from traindiff.state.sources.opening import "
+        "open_checkpoint\ntry: open_checkpoint(sys.argv[1])\nexcept CheckpointError as error: print(error)"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=120, check=False)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert reason in done.stdout
+
+
+def test_one_class_stands_for_all_objects_of_it(tmp_path: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    with pytest.raises(CheckpointError, match="holds no tensors"):
+        open_checkpoint(_saved(tmp_path / "model.pt", b"\x80\x02(" + b"cenum\nA\n" * 200_000 + b"l."))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 150_000
+
+
+def test_a_bytearray_of_bytes_is_read(tmp_path: Path) -> None:
+    state = {"w": torch.ones(3), "extra": bytearray(b"\x00\xff")}
+    for protocol in (2, 4, 5):
+        torch.save(state, tmp_path / "model.pt", pickle_protocol=protocol)
+        assert set(open_checkpoint(tmp_path / "model.pt").tensors) == {"w"}

@@ -183,7 +183,7 @@ def named_tensors(value: Any, where: str, found: Found) -> dict[str, StoredTenso
     tensors: list[tuple[tuple[str, ...], StoredTensor]] = []
     model = value
     prefix: list[str] = []
-    while (key := _model_key(model)) is not None:
+    while len(prefix) <= MOST_DEPTH and (key := _model_key(model)) is not None:  # a dict may hold itself
         prefix.append(key)
         model = model[key]
     inside = ".".join(prefix)
