@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,34 @@ def test_a_bytearray_of_bytes_is_read(tmp_path: Path) -> None:
     for protocol in (2, 4, 5):
         torch.save(state, tmp_path / "model.pt", pickle_protocol=protocol)
         assert set(open_checkpoint(tmp_path / "model.pt").tensors) == {"w"}
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_expanded_tensors_and_complex_views_are_read(tmp_path: Path, *, old: bool) -> None:
+    base = torch.randn(2, 3, dtype=torch.complex128)
+    state = {"ones": torch.ones(1).expand(4), "rows": torch.randn(1, 3).expand(5, 3), "turned": base.t()}
+    state["columns"], state["windows"] = base[:, 1:].clone().t(), torch.arange(6.0).unfold(0, 3, 1)
+    torch.save(state, tmp_path / "model.pt", _use_new_zipfile_serialization=not old)
+
+    found = open_checkpoint(tmp_path / "model.pt").tensors
+
+    for name, value in state.items():
+        plain = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        assert b"".join(found[name].slab(*slab).tobytes() for slab in found[name].slabs) == plain, name
+
+
+@pytest.mark.parametrize("shape", [(1, 1 << 40), (1 << 40,), (1 << 20, 1 << 20)])
+def test_expanded_tensors_of_terabytes_are_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    torch.save({"w": torch.ones(1).expand(shape)}, tmp_path / "model.pt")
+
+    with pytest.raises(CheckpointError, match='"w" of shape .* repeats the elements of a storage of 1, and all'):
+        open_checkpoint(tmp_path / "model.pt")
+
+
+def test_many_expanded_tensors_together_are_refused(tmp_path: Path) -> None:
+    one = torch.ones(1)
+    state: Mapping[str, torch.Tensor] = {f"w{number}": one.expand(1 << 27) for number in range(3)}
+    torch.save(state, tmp_path / "model.pt")
+
+    with pytest.raises(CheckpointError, match='"w2" of shape'):
+        open_checkpoint(tmp_path / "model.pt")

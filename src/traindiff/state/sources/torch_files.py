@@ -19,7 +19,7 @@ from traindiff.state.dtypes import ITEM_BYTES
 from traindiff.state.sources.legacy_torch_files import START, LegacyFile
 from traindiff.state.sources.pickles import loaded
 from traindiff.state.sources.readable import readable
-from traindiff.state.sources.torch_tensors import Storage, described_tensor, storage_dtype
+from traindiff.state.sources.torch_tensors import Repeated, Storage, described_tensor, storage_dtype
 from traindiff.state.stored import Bytes, Place, Role, Seal, StoredTensor, unreadable
 
 MOST_ENTRIES = 1 << 20
@@ -50,6 +50,7 @@ class Archive:
 
     def __init__(self, content: Bytes, where: str) -> None:
         self._content = content
+        self._repeated = Repeated()
         self.where = where
         try:
             self._zip = zipfile.ZipFile(readable(content))
@@ -118,7 +119,8 @@ class Archive:
             raise unreadable(
                 self.where, f"its storage {quoted(name)} has {entry.file_size} bytes, too few for {count} of {dtype}"
             )
-        return Storage(key=name, dtype=dtype, count=count, find=partial(self._place, entry.filename))
+        find = partial(self._place, entry.filename)
+        return Storage(key=name, dtype=dtype, count=count, find=find, repeated=self._repeated)
 
     def tensor(self, value: Any, name: str, role: Role = "parameter") -> StoredTensor | None:
         """The tensor that a value describes; None if it describes none.
