@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import pickle
 import resource
 import subprocess
@@ -13,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+
+from safetensors.torch import save_file
 
 import traindiff
 from traindiff.errors import CheckpointError
@@ -163,3 +167,64 @@ def test_many_expanded_tensors_together_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match='"w2" of shape'):
         open_checkpoint(tmp_path / "model.pt")
+
+
+def test_a_snapshot_in_the_cache_of_hugging_face_is_read(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--a--b/snapshots/r1", tmp_path / "models--a--b/blobs"
+    for directory in (snapshot, blobs):
+        directory.mkdir(parents=True)
+    save_file({"w": torch.ones(3)}, blobs / "abc")
+    (blobs / "def").write_text(json.dumps({"weight_map": {"w": "model-1.safetensors"}}))
+    (snapshot / "model-1.safetensors").symlink_to("../../blobs/abc")
+    (snapshot / "model.safetensors.index.json").symlink_to("../../blobs/def")
+    (tmp_path / "link").symlink_to(snapshot)
+
+    for source in (snapshot, tmp_path / "link", *snapshot.iterdir()):
+        assert set(open_checkpoint(source).tensors) == {"w"}
+
+
+def test_a_file_that_the_user_names_may_be_a_link_and_others_may_not(tmp_path: Path) -> None:
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    save_file({"w": torch.ones(3)}, tmp_path / "weights")
+    (inside / "model.safetensors").symlink_to("../weights")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "out.safetensors"}}))
+    (inside / "model.safetensors.index.json").symlink_to("../model.safetensors.index.json")
+    (inside / "out.safetensors").symlink_to("../weights")
+
+    assert set(open_checkpoint(inside / "model.safetensors").tensors) == {"w"}
+    for source in (inside, inside / "model.safetensors.index.json"):
+        with pytest.raises(CheckpointError, match=r"link that leads outside of .*/inside\. Copy the file there in place"):
+            open_checkpoint(source)
+
+
+def test_blobs_that_are_a_link_themselves_lead_outside(tmp_path: Path) -> None:
+    (tmp_path / "got/snapshots/r1").mkdir(parents=True)
+    (tmp_path / "secret").mkdir()
+    save_file({"w": torch.ones(3)}, tmp_path / "secret/abc")
+    (tmp_path / "got/blobs").symlink_to("../secret")
+    (tmp_path / "got/snapshots/r1/model.safetensors").symlink_to("../../blobs/abc")
+
+    with pytest.raises(CheckpointError, match="link that leads outside"):
+        open_checkpoint(tmp_path / "got/snapshots/r1")
+
+
+def test_a_pipe_is_named_as_such_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    reading, writing = os.pipe()
+    try:
+        for path in (tmp_path / "pipe.safetensors", f"/dev/fd/{reading}"):
+            with pytest.raises(CheckpointError, match=r"is a pipe, .*\. Write what it gives into a file"):
+                open_checkpoint(path)
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def test_a_recording_without_steps_says_so(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    with traindiff.record(tmp_path / "run", model, torch.optim.SGD(model.parameters(), lr=0.1)):
+        pass
+
+    with pytest.raises(CheckpointError, match="is a recording without steps"):
+        open_checkpoint(tmp_path / "run")
