@@ -8,6 +8,7 @@ import pickle
 import resource
 import subprocess
 import sys
+import tracemalloc
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -228,3 +229,21 @@ def test_a_recording_without_steps_says_so(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match="is a recording without steps"):
         open_checkpoint(tmp_path / "run")
+
+
+def test_two_of_very_many_tensors_without_layers_are_found_in_one() -> None:
+    state = {f"layer_{number}_w": torch.randn(3) for number in range(800)}
+    fused = {f"blk_{number}_v": torch.randn(3) for number in range(800)}
+    fused["layer_7_w"] = state["layer_7_w"]
+    fused["both"] = torch.cat([state["layer_3_w"], state["layer_700_w"]])
+
+    tracemalloc.start()
+    try:
+        result = traindiff.weights(state, fused)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    (found,) = [one for one in result.relations if one.kind == "fused"]
+    assert (found.baseline, found.candidate) == (("layer_3_w", "layer_700_w"), ("both",))
+    assert most < 60e6
