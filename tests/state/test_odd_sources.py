@@ -1,4 +1,4 @@
-"""Sources with names, tensors, links and pickles that few have: each is read as it is, or refused with the true reason."""
+"""Names, tensors, links and pickles that few sources have are read as they are, or refused with the true reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-
 from safetensors.torch import save_file
 
 import traindiff
@@ -71,14 +70,17 @@ def test_a_model_whose_names_begin_as_an_optimizer_is_compared_as_a_model(tmp_pa
 
 
 @pytest.mark.parametrize(
-    "name", ["layer_0_expert_0_mp_rank_00_model_states.pt", "expp_rank_0_mp_rank_00_optim_states.pt", "x_model_states.pt"]
+    "name",
+    ["layer_0_expert_0_mp_rank_00_model_states.pt", "expp_rank_0_mp_rank_00_optim_states.pt", "x_model_states.pt"],
 )
 def test_files_of_deepspeed_that_are_not_read_are_refused(tmp_path: Path, name: str) -> None:
     torch.save({"module": {"gate.w": torch.ones(3)}, "mp_world_size": 1}, tmp_path / "mp_rank_00_model_states.pt")
     assert set(open_checkpoint(tmp_path).tensors) == {"gate.w"}
     torch.save({"moe.experts.0.w": torch.ones(3)}, tmp_path / name)
 
-    with pytest.raises(CheckpointError, match=f"{name} is an?( expert's)? file.* of a kind that traindiff does not read"):
+    with pytest.raises(
+        CheckpointError, match=f"{name} is an?( expert's)? file.* of a kind that traindiff does not read"
+    ):
         open_checkpoint(tmp_path)
 
 
@@ -157,7 +159,7 @@ def test_expanded_tensors_and_complex_views_are_read(tmp_path: Path, *, old: boo
 def test_expanded_tensors_of_terabytes_are_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
     torch.save({"w": torch.ones(1).expand(shape)}, tmp_path / "model.pt")
 
-    with pytest.raises(CheckpointError, match='"w" of shape .* repeats the elements of a storage of 1, and all'):
+    with pytest.raises(CheckpointError, match=r'"w" of shape .* repeats the elements of a storage of 1, and all'):
         open_checkpoint(tmp_path / "model.pt")
 
 
@@ -195,7 +197,9 @@ def test_a_file_that_the_user_names_may_be_a_link_and_others_may_not(tmp_path: P
 
     assert set(open_checkpoint(inside / "model.safetensors").tensors) == {"w"}
     for source in (inside, inside / "model.safetensors.index.json"):
-        with pytest.raises(CheckpointError, match=r"link that leads outside of .*/inside\. Copy the file there in place"):
+        with pytest.raises(
+            CheckpointError, match=r"link that leads outside of .*/inside\. Copy the file there in place"
+        ):
             open_checkpoint(source)
 
 
@@ -232,10 +236,10 @@ def test_a_recording_without_steps_says_so(tmp_path: Path) -> None:
 
 
 def test_two_of_very_many_tensors_without_layers_are_found_in_one() -> None:
-    state = {f"layer_{number}_w": torch.randn(3) for number in range(800)}
-    fused = {f"blk_{number}_v": torch.randn(3) for number in range(800)}
+    state = {f"layer_{number}_w": torch.randn(3) for number in range(400)}
+    fused = {f"blk_{number}_v": torch.randn(3) for number in range(400)}
     fused["layer_7_w"] = state["layer_7_w"]
-    fused["both"] = torch.cat([state["layer_3_w"], state["layer_700_w"]])
+    fused["both"] = torch.cat([state["layer_3_w"], state["layer_300_w"]])
 
     tracemalloc.start()
     try:
@@ -245,5 +249,5 @@ def test_two_of_very_many_tensors_without_layers_are_found_in_one() -> None:
         tracemalloc.stop()
 
     (found,) = [one for one in result.relations if one.kind == "fused"]
-    assert (found.baseline, found.candidate) == (("layer_3_w", "layer_700_w"), ("both",))
-    assert most < 60e6
+    assert (found.baseline, found.candidate) == (("layer_3_w", "layer_300_w"), ("both",))
+    assert most < 30e6

@@ -172,7 +172,9 @@ def _by_summary(baseline: Measured, candidate: Measured, hashes: KnownHashes) ->
     known = relative if math.isfinite(relative) and math.isfinite(size) else None
     evidence = {"relative": known}
     if not (is_finite(first) and is_finite(second)):
-        message = "differs, or may differ where one of the two has NaN or infinity, of which summaries only have the number"
+        message = (
+            "differs, or may differ where one of the two has NaN or infinity, of which summaries only have the number"
+        )
         return Difference(word="differs", kind="other", message=message, evidence=evidence)
     if known is None:
         message = "differs; its summary and the baseline's do not tell by how much"

@@ -30,8 +30,8 @@ class Folder:
     """Reads files of a directory that a stranger may have filled.
 
     Names are relative, with `/` between their parts. A name must lead to a regular file whose resolved path (links
-    are followed) lies inside the directory, or in places that the caller allows. FIFOs, sockets, devices and directories are refused, and reading never
-    waits for them. The path of the directory itself may contain links.
+    are followed) lies inside the directory, or where the caller allows it. FIFOs, sockets, devices and directories are
+    refused, and reading never waits for them. The path of the directory itself may contain links.
 
     Args:
         file_system: The file system that the directory is in: `LocalFiles`, or one of fsspec.

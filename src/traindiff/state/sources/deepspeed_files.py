@@ -97,8 +97,8 @@ def _check_all_known(folder: Folder) -> None:
         if name.endswith(_ANY_STATES) and not any(pattern.fullmatch(name) for pattern in patterns):
             what = "an expert's file" if "expert" in name or name.startswith("expp_") else "a file of states"
             raise CheckpointError(
-                f"{folder.path(name)} is {what} of a kind that traindiff does not read, so a part of the model would not "
-                "be compared. Load the checkpoint with DeepSpeed, save the state dict of each rank's module with "
+                f"{folder.path(name)} is {what} of a kind that traindiff does not read, so a part of the model would "
+                "not be compared. Load the checkpoint with DeepSpeed, save the state dict of each rank's module with "
                 "torch.save, and compare these files."
             )
 

@@ -66,8 +66,9 @@ def _nested(tensors: Mapping[str, Record], paths: Any, where: str) -> dict[Any, 
     made: dict[Any, Any] = {}
     for name, one in tensors.items():
         path = paths.get(name) if isinstance(paths, Mapping) else None
-        is_path = isinstance(path, tuple) and path and all(isinstance(key, str | int) for key in path)
-        keys = path if is_path else (name,)
+        keys: tuple[Any, ...] = (name,)
+        if isinstance(path, tuple) and path and all(isinstance(key, str | int) for key in path):
+            keys = path
         inner = made
         for key in keys[:-1]:
             inner = inner.setdefault(key, {})

@@ -7,6 +7,7 @@ import posixpath
 import stat
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from traindiff.core.site import printable
@@ -76,16 +77,15 @@ def open_checkpoint(source: Any) -> Checkpoint:
 
 def _blobs(directory: str) -> list[str]:
     """Where Hugging Face's cache has the files of a snapshot, which are links: `blobs` beside `snapshots`."""
-    parts = os.path.realpath(directory).split(os.sep)
-    places = [place for place, part in enumerate(parts[:-1]) if part == "snapshots"]
-    return [os.sep.join([*parts[: places[-1]], "blobs"])] if places else []
+    above = Path(os.path.realpath(directory)).parents
+    return [str(one.parent / "blobs") for one in above if one.name == "snapshots"][:1]
 
 
 def _refused(where: str, what: str) -> CheckpointError:
     """The error for a file that is not read; copying a link again would not help."""
     if what.startswith(LEADS_OUTSIDE):
         return CheckpointError(
-            f"{where} is not read: {what}. Copy the file there in place of the link, or give the path of the file alone."
+            f"{where} is not read: {what}. Copy the file there in place of the link, or give the file's own path."
         )
     return unreadable(where, what)
 

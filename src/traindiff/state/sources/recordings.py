@@ -29,8 +29,8 @@ def of_recording(path: str) -> tuple[dict[str, StoredTensor], list[str]]:
         step.release()
     if not has_steps:
         raise CheckpointError(
-            f"{path} is a recording without steps, so there are no parameters in it. Give one of a training that took a "
-            "step of its optimizer, or saved weights."
+            f"{path} is a recording without steps, so there are no parameters in it. Give one of a training that took "
+            "a step of its optimizer, or saved weights."
         )
     if not latest:
         raise CheckpointError(

@@ -60,8 +60,8 @@ def of_file(folder: Folder, name: str) -> dict[str, StoredTensor]:
             what = f"the tensor {quoted(printable(key))} begins before {quoted(printable(before))} ends"
             raise unreadable(where, what)
         if first > end:
-            what = f"{first - end} bytes before the tensor {quoted(printable(key))} are of none: libraries refuse to load it"
-            raise unreadable(where, what)
+            what = f"{first - end} bytes before the tensor {quoted(printable(key))} are of none"
+            raise unreadable(where, f"{what}: libraries refuse to load it")
         end, before = max(end, content["data_offsets"][1]), key
     if 8 + length + end < size:
         what = f"its tensors end at byte {8 + length + end}, and the file has {size} bytes: libraries refuse to load it"

@@ -171,8 +171,8 @@ def named_tensors(value: Any, where: str, found: Found) -> dict[str, StoredTenso
     """The tensors in nested containers, by name.
 
     Parameters keep the names that they have in the model's state dict; a name of anything else is its path from the
-    outermost container. What lies in a container whose key has "optim" in it is of an optimizer. Where two get one name,
-    the model's keeps it, and the other's is that of all its keys, with a slash between them.
+    outermost container. What lies in a container whose key has "optim" in it is of an optimizer. Where two get one
+    name, the model's keeps it, and the other's is that of all its keys, with a slash between them.
 
     Args:
         value: Containers of what `found` takes.
@@ -215,7 +215,8 @@ def _told_apart(tensors: Sequence[tuple[tuple[str, ...], StoredTensor]], where: 
         CheckpointError: Their keys do not tell them apart.
     """
     keepers: dict[str, int] = {}
-    for number in sorted(range(len(tensors)), key=lambda one: (tensors[one][1].role != "parameter", len(tensors[one][0]))):
+    ranks = [(tensor.role != "parameter", len(keys)) for keys, tensor in tensors]
+    for number in sorted(range(len(tensors)), key=ranks.__getitem__):
         keepers.setdefault(tensors[number][1].name, number)
     found: dict[str, StoredTensor] = {}
     for number, (keys, tensor) in enumerate(tensors):

@@ -113,8 +113,8 @@ def _placed(
     if prod(shape) > room and not storage.repeated.takes((prod(shape) - room) * size):
         what = f"the tensor {quoted(name)} of shape {list(shape)} repeats the elements of a storage of {room}"
         raise CheckpointError(
-            f"{where} cannot be read: {what}, and all that do so may have {MOST_REPEATED_BYTES >> 30} GiB more than they "
-            "store. Leave it out, or save its elements with .contiguous()."
+            f"{where} cannot be read: {what}, and all that do so may have {MOST_REPEATED_BYTES >> 30} GiB more than "
+            "they store. Leave it out, or save its elements with .contiguous()."
         )
     if not shape:
         shape_of_part, steps = (1,), None
