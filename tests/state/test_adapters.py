@@ -157,3 +157,31 @@ def test_two_sides_with_adapters_are_compared_as_they_are() -> None:
 
     assert traindiff.weights(in_peft(), in_peft()).verdict == "identical"
     assert [one.name for one in traindiff.weights(in_peft(), other | {name: 2 * other[name]}).differences] == [name]
+
+
+def test_factors_without_a_partner_that_fits_are_told() -> None:
+    name = "layers.0.proj"
+    lone, unlike = in_peft(), in_peft()
+    del lone[f"base_model.model.{name}.lora_B.default.weight"]
+    unlike[f"base_model.model.{name}.lora_B.default.weight"] = torch.randn(48, 5)
+    second = in_peft() | {f"base_model.model.{name}.lora_A.other.weight": torch.randn(4, 32)}
+    plain = merged(1.0) | {f"{name}.weight": BASE[f"{name}.weight"]}
+
+    for side, expected in ((lone, ["lora_A.default"]), (unlike, ["lora_A.default", "lora_B.default"])):
+        result = traindiff.weights(side, plain)
+        assert result.verdict == "incomplete"
+        assert [one.baseline for one in result.relations if one.word == "only"] == [
+            (f"base_model.model.{name}.{which}.weight",) for which in expected
+        ]
+    assert [one.baseline for one in traindiff.weights(second, merged(1.0)).relations if one.word == "only"] == [
+        (f"base_model.model.{name}.lora_A.other.weight",)
+    ]
+
+
+def test_an_adapter_of_a_weight_that_is_not_there_is_told() -> None:
+    factors = {f"base_model.model.head.lora_{which}.default.weight": torch.randn(4, 4) for which in "AB"}
+
+    result = traindiff.weights(in_peft() | factors, merged(1.0))
+
+    assert (result.verdict, result.counts()["only"]) == ("incomplete", 2)
+    assert {one.baseline for one in result.relations if one.word == "only"} == {(name,) for name in factors}

@@ -236,6 +236,11 @@ def tensors_that_overlap(here: Path) -> None:
     _header(here, {"first": own, "second": own | {"data_offsets": [4, 12]}}, bytes(12))
 
 
+def tensors_with_a_gap(here: Path) -> None:
+    own = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    _header(here, {"first": own, "second": own | {"data_offsets": [12, 20]}}, bytes(20))
+
+
 def an_unknown_dtype(here: Path) -> None:
     _header(here, {"first": {"dtype": "I4", "shape": [4], "data_offsets": [0, 2]}}, bytes(2))
 
@@ -321,6 +326,7 @@ DAMAGES: Mapping[Callable[[Path], None], tuple[str, ...]] = {
     a_pickle_with_code: ("model.pt", 'would call "posix.system"'),
     an_archive_cut_off: ("model.pt", "is cut off"),
     tensors_that_overlap: ("model.safetensors", 'the tensor "second" begins before "first" ends'),
+    tensors_with_a_gap: ("model.safetensors", '4 bytes before the tensor "second" are of none'),
     an_unknown_dtype: ("model.safetensors", '"first" has the dtype "I4", which is not known'),
     a_sparse_tensor: ("model.pt", '"table" is a tensor that is sparse'),
     a_tensor_without_elements: ("model.pt", '"table" is a tensor that was on the meta device'),

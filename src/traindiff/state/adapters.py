@@ -18,7 +18,7 @@ from traindiff.state.dtypes import decoded, is_float, shorter
 from traindiff.state.elements import shown_number
 from traindiff.state.stored import StoredTensor
 
-_FACTOR = re.compile(r"(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
+_FACTOR = re.compile(r"(.+)\.lora_([AB])(?:\.([^.]+))?\.weight")
 """A factor, as PEFT names it in its files and in a model, which adds the adapter's name."""
 
 _PREFIX = "base_model.model."
@@ -40,28 +40,41 @@ class Adapter:
 
 
 def without_adapters(tensors: Mapping[str, StoredTensor]) -> tuple[Tensors, dict[str, Adapter]]:
-    """Tensors under their names without PEFT, and the adapters by the name of the weight that they change."""
-    factors: dict[str, dict[str, StoredTensor]] = {}
-    rest: Tensors = {}
+    """Tensors under their names without PEFT, and the adapters by the name of the weight that they change.
+
+    Factors without a partner that fits stay among the tensors, as do those of a second adapter of a weight.
+    """
+    factors: dict[tuple[str, str], dict[str, str]] = {}
     for name, tensor in tensors.items():
         match = _FACTOR.fullmatch(name)
         if match and len(tensor.shape) == 2 and is_float(tensor.dtype) and tensor.is_readable:
-            weight = f"{_plain(match[1])}.weight"
-            factors.setdefault(weight, {})[match[2]] = tensor
-        else:
-            rest[name] = tensor
-    found = {
-        weight: Adapter(down=pair["A"], up=pair["B"])
-        for weight, pair in factors.items()
-        if len(pair) == 2 and pair["A"].shape[0] == pair["B"].shape[1]
-    }
+            factors.setdefault((f"{_plain(match[1])}.weight", match[3] or ""), {}).setdefault(match[2], name)
+    found: dict[str, Adapter] = {}
+    used: set[str] = set()
+    for (weight, _), pair in factors.items():
+        if len(pair) < 2 or weight in found:
+            continue
+        down, up = tensors[pair["A"]], tensors[pair["B"]]
+        if down.shape[0] == up.shape[1]:
+            found[weight] = Adapter(down=down, up=up)
+            used.update(pair.values())
     if not found:
         return dict(tensors), {}
-    return {_plain(name): tensor for name, tensor in rest.items()}, found
+    return _renamed({name: tensor for name, tensor in tensors.items() if name not in used}, _plain), found
 
 
 def _plain(name: str) -> str:
     return canonical_path(name).removeprefix(_PREFIX).replace(".base_layer.", ".")
+
+
+def _renamed(tensors: Tensors, rename: Callable[[str], str]) -> Tensors:
+    """Tensors by other names; by their own where another tensor has the other one."""
+    made: Tensors = {}
+    kept = {name for name in tensors if rename(name) == name}
+    for name, tensor in tensors.items():
+        other = rename(name)
+        made[name if other in made or (other != name and other in kept) else other] = tensor
+    return made
 
 
 Scale = Callable[[str, int], float | None]
@@ -92,13 +105,14 @@ def merged_adapters(
         return dict(baseline), dict(candidate), []
     adapters = of_first or of_second
     own = first if of_first else second
-    other = {canonical_path(name): one for name, one in (second if of_first else first).items()}
+    other = _renamed(second if of_first else first, canonical_path)
     if not any(weight in own for weight in adapters):
         own = {**base, **own}
     relations = []
     ranks = []
     for weight, adapter in adapters.items():
         if weight not in own or weight not in other:
+            own |= _renamed({factor.name: factor for factor in (adapter.down, adapter.up)}, _plain)
             continue
         plain, changed = own.pop(weight), other.pop(weight)
         names = (plain.name, adapter.down.name, adapter.up.name)

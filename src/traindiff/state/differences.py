@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from traindiff.core.maps.entries import Layout
-from traindiff.core.summary import UNIT_ROUNDOFF, distance, norm_of
+from traindiff.core.summary import UNIT_ROUNDOFF, distance, is_finite, norm_of
 from traindiff.state.arrangements import (
     KnownHashes,
     Lines,
@@ -161,16 +162,28 @@ def _by_summary(baseline: Measured, candidate: Measured, hashes: KnownHashes) ->
     first, second = baseline.own, candidate.own
     if baseline.tensor.shape != candidate.tensor.shape:
         return _other_shape(baseline, candidate, None, hashes)
-    size = norm_of(first)
-    relative = float(distance(first, second)) / size if size else float("inf")
+    if baseline.is_zero and candidate.is_zero:
+        message = "has the same numbers in other bits: zeros of the other sign, from summaries"
+        return Difference(word="equivalent", kind="bits", message=message)
+    size, apart = norm_of(first), float(distance(first, second))
+    relative = apart / size if size else float("inf")
     dtypes = (baseline.tensor.dtype, candidate.tensor.dtype)
     u = max(UNIT_ROUNDOFF.get(dtype, 0.0) for dtype in dtypes)
-    evidence = {"relative": relative}
-    if dtypes[0] != dtypes[1] and relative <= u:
+    known = relative if math.isfinite(relative) and math.isfinite(size) else None
+    evidence = {"relative": known}
+    if not (is_finite(first) and is_finite(second)):
+        message = (
+            "differs, or may differ where one of the two has NaN or infinity, of which summaries only have the number"
+        )
+        return Difference(word="differs", kind="other", message=message, evidence=evidence)
+    if known is None:
+        message = "differs; its summary and the baseline's do not tell by how much"
+        return Difference(word="differs", kind="other", message=message, evidence=evidence)
+    if dtypes[0] != dtypes[1] and known <= u:
         what = f"is {dtypes[1]} and the baseline's {dtypes[0]}"
         message = f"{what}: by their summaries, they differ by no more than a rounding"
         return Difference(word="equivalent", kind="cast", message=message, evidence=evidence)
-    message = f"differs: relative L2 difference about {relative:.2g}, from summaries"
+    message = f"differs: relative L2 difference about {known:.2g}, from summaries"
     return Difference(word="differs", kind="other", message=message, evidence=evidence)
 
 

@@ -24,6 +24,9 @@ _BLOCK = 1 << 17
 _LEAST_IN_GAPS = 0.15
 """A difference that is smaller, in gaps between numbers of a dtype, is not called a rounding to that dtype."""
 
+_PLAIN_EXPONENTS = 300
+"""Numbers between 2 to the power of minus this and this have squares whose sums are float64."""
+
 UNFIT = "in which its largest numbers do not fit"
 """What is said of a rounding that is none."""
 
@@ -53,6 +56,7 @@ class _Totals:
         self.num_rows = baseline.rows
         self.rows = [0, -1, -1]  # how many have unequal elements, the first, the last
         self.squares = self.product = self.apart = self.candidate_squares = 0.0
+        self.exponents = [0, 0, 0]  # of two, by which the baseline, the candidate and what is apart are divided there
         self.largest = 0.0
         self.extremes = [0.0, 0.0]
         self.low, self.high = math.inf, -math.inf
@@ -83,11 +87,8 @@ class _Totals:
             finite = [np.where(np.isfinite(one), one, 0.0) for one in (wide, other)]
             sizes = [float(np.abs(one).max(initial=0.0)) for one in finite]
             self.extremes = [max(pair) for pair in zip(self.extremes, sizes, strict=True)]
-            self.squares += float(finite[0] @ finite[0])
-            self.candidate_squares += float(finite[1] @ finite[1])
-            self.product += float(finite[0] @ finite[1])
-            self.apart += float(apart @ apart)
             self.largest = max(self.largest, float(np.abs(apart).max(initial=0.0)))
+            self._add_squares(*finite, apart)
             self.low, self.high = min(self.low, float(apart.min())), max(self.high, float(apart.max()))
         for dtype, holds in self.through.items():
             holds[0] = holds[0] and _is_rounded(baseline, dtype, candidate, self.candidate)
@@ -101,6 +102,23 @@ class _Totals:
         if self.both:
             allowed = (gap(wide, self.baseline) + gap(other, self.candidate)) / 2
             self.both = bool((np.abs(apart) <= allowed).all())
+
+    def _add_squares(self, *values: NDArray[np.float64]) -> None:
+        """Add squares and products; of numbers beyond 2^300 or below 2^-300 so that they fit into float64."""
+        before = self.exponents
+        self.exponents = [_exponent(one) for one in (*self.extremes, self.largest)]
+        if before != self.exponents:
+            own, other, apart = (old - new for old, new in zip(before, self.exponents, strict=True))
+            self.squares, self.product = math.ldexp(self.squares, 2 * own), math.ldexp(self.product, own + other)
+            self.candidate_squares = math.ldexp(self.candidate_squares, 2 * other)
+            self.apart = math.ldexp(self.apart, 2 * apart)
+        first, second, apart_values = (
+            np.ldexp(one, -exponent) if exponent else one for one, exponent in zip(values, self.exponents, strict=True)
+        )
+        self.squares += float(first @ first)
+        self.candidate_squares += float(second @ second)
+        self.product += float(first @ second)
+        self.apart += float(apart_values @ apart_values)
 
     def _in_one_dtype(self, baseline: NDArray[Any], candidate: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Both, the longer one rounded as the shorter one is."""
@@ -132,6 +150,19 @@ class _Totals:
             self.beside = self.beside and bool(((short == long) | (np.abs(short - long) < spacing)).all())
         if self.beside:
             self.unrounded += int(np.count_nonzero(_through(long, dtype) != short))
+
+
+def _exponent(largest: float) -> int:
+    found = math.frexp(largest)[1]
+    return found if abs(found) > _PLAIN_EXPONENTS else 0
+
+
+def _times(value: float, exponent: int) -> float:
+    """`value * 2^exponent`; infinite where that is too large."""
+    try:
+        return math.ldexp(value, exponent)
+    except OverflowError:
+        return math.copysign(math.inf, value)
 
 
 def _through(values: NDArray[Any], dtype: str) -> NDArray[Any]:
@@ -202,11 +233,24 @@ def element_difference(baseline: StoredTensor, candidate: StoredTensor) -> Eleme
 
 def _unequal(first: Bits, second: Bits, baseline: str, candidate: str) -> int:
     """How many elements differ, in a dtype that is not computed with: by value for integers, by bits for the others."""
-    if baseline != candidate:
-        if not all(dtype == "bool" or "int" in dtype or is_float(dtype) for dtype in (baseline, candidate)):
-            return first.size
-        first, second = decoded(first, baseline), decoded(second, candidate)
-    return int(np.count_nonzero(first != second))
+    if baseline == candidate:
+        return int(np.count_nonzero(first != second))
+    if not all(dtype == "bool" or "int" in dtype or is_float(dtype) for dtype in (baseline, candidate)):
+        return first.size
+    pair = decoded(first, baseline), decoded(second, candidate)
+    if is_float(baseline) or is_float(candidate):
+        whole, real = pair if is_float(candidate) else pair[::-1]
+        return int(np.count_nonzero(~_same_numbers(whole, real)))
+    negative = (pair[0] < 0) != (pair[1] < 0)
+    return int(np.count_nonzero((pair[0].astype(np.uint64) != pair[1].astype(np.uint64)) | negative))
+
+
+def _same_numbers(whole: NDArray[Any], real: NDArray[Any]) -> NDArray[np.bool_]:
+    """Where integers are floating-point numbers exactly: NumPy compares them after rounding the integers."""
+    wide, limits = real.astype(np.float64), np.iinfo(whole.dtype)
+    fits = (wide >= float(limits.min)) & (wide < float(limits.max // 2 + 1) * 2.0)
+    as_whole = np.where(fits, wide, 0.0).astype(whole.dtype)
+    return np.asarray(fits & (as_whole == whole) & (as_whole.astype(np.float64) == wide))
 
 
 def _judged(total: _Totals) -> ElementDifference:
@@ -261,19 +305,22 @@ def _sized(total: _Totals) -> ElementDifference:
             kind="other", message=f"differs, also in NaN or infinity: {counted}", evidence=evidence
         )
     size, u = math.sqrt(total.squares), max(UNIT_ROUNDOFF[total.baseline], UNIT_ROUNDOFF[total.candidate])
-    relative = math.sqrt(total.apart) / size if size else math.inf
+    own, other, apart = total.exponents
+    relative = _times(math.sqrt(total.apart) / size, apart - own) if size else math.inf
     error = 1e-7 + 4 * u / math.sqrt(total.count)  # roundings of elements average out
-    evidence |= {"relative": relative if size else None, "largest": total.largest}
+    evidence |= {"relative": relative if math.isfinite(relative) else None, "largest": total.largest}
     if size and total.candidate_squares:
-        scale = total.product / total.squares
-        left = math.sqrt(max(0.0, total.candidate_squares - scale * total.product)) / math.sqrt(total.candidate_squares)
-        if left <= max(2 * u, 5e-8) and abs(scale - 1.0) > max(8 * u, error) and total.count > 2:
+        ratio = total.product / total.squares
+        scale = _times(ratio, other - own)
+        left = math.sqrt(max(0.0, total.candidate_squares - ratio * total.product)) / math.sqrt(total.candidate_squares)
+        is_other = math.isfinite(scale) and abs(scale - 1.0) > max(8 * u, error)
+        if left <= max(2 * u, 5e-8) and is_other and total.count > 2:
             evidence["scale"] = scale
             return ElementDifference(
                 kind="scaled", message=f"is the baseline's times {shown_number(scale, error)}", evidence=evidence
             )
-    middle = (total.low + total.high) / 2
-    spread = 4 * u * (abs(middle) + math.sqrt(total.squares / total.count) * 8)
+    middle = total.low / 2 + total.high / 2
+    spread = 4 * u * (abs(middle) + _times(math.sqrt(total.squares / total.count) * 8, own))
     if (
         total.count > 2
         and total.unequal == total.count
@@ -288,6 +335,8 @@ def _sized(total: _Totals) -> ElementDifference:
             evidence=evidence,
         )
     shown = f"relative L2 difference {relative:.3g}" if size else "the baseline's is zero"
+    if size and not math.isfinite(relative):
+        shown = "relative L2 difference above 1e308"
     return ElementDifference(kind="other", message=f"differs: {shown}, {counted}", evidence=evidence)
 
 

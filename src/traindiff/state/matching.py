@@ -215,9 +215,9 @@ class Matching:
                 continue
             first, second = ([side[name] for name in names] for side, names in zip(sides, modules, strict=True))
             parts = [self._left[name] for name in first], [self._right[name] for name in second]
-            known = {float(part.own["minimum"]) for part in chain(*parts) if part.is_constant}
+            known = {float(part.own["minimum"]) for part in chain(*parts) if _is_one_number(part)}
             sizes = [sum(part.tensor.size for part in side) for side in parts]
-            if len(known) == 1 and sizes[0] == sizes[1] and all(part.is_constant for part in chain(*parts)):
+            if len(known) == 1 and sizes[0] == sizes[1] and all(map(_is_one_number, chain(*parts))):
                 (value,) = known
                 of_baseline = " and ".join(part.tensor.name for part in parts[0])
                 message = f"is {value:g} in all elements, like {of_baseline}"
@@ -416,3 +416,8 @@ class Matching:
         zero = ", and is zero in all elements" if side[name].is_zero else ""
         message = f"is only in the {whose}: {tensor.dtype} {list(tensor.shape)}{zero}"
         return self._relation("only", f"only-{whose}", *names, message)
+
+
+def _is_one_number(one: Measured) -> bool:
+    """Whether all elements are the number that its extremes are, which summaries of complex numbers do not have."""
+    return one.is_constant and not one.tensor.dtype.startswith("complex")

@@ -17,7 +17,7 @@ from traindiff.core.kernels import summarize_array
 from traindiff.core.kernels.element_details import Elements
 from traindiff.core.shards import Shard
 from traindiff.core.summary import SMALLEST_NORMAL, empty, merge
-from traindiff.state.dtypes import TOO_LARGE, Bits, decoded, is_float, rounded, shorter
+from traindiff.state.dtypes import ITEM_BYTES, TOO_LARGE, Bits, bits_type, decoded, is_float, rounded, shorter
 from traindiff.state.stored import SlabBuffers, StoredTensor
 
 MOST_THREADS = 8
@@ -48,13 +48,24 @@ class Measured:
     @property
     def is_zero(self) -> bool:
         """True if all elements are zero."""
-        return self.tensor.size > 0 and int(self.own["zero"]) == self.tensor.size
+        words = ITEM_BYTES[self.tensor.dtype] // bits_type(self.tensor.dtype).itemsize
+        return self.tensor.size > 0 and int(self.own["zero"]) == self.tensor.size * words
 
     @property
     def is_constant(self) -> bool:
         """True if all elements are the same number, so that it could be any tensor of its shape."""
         own = self.own
-        return self.tensor.size == 0 or (float(own["minimum"]) == float(own["maximum"]) and not int(own["nan"]))
+        if self.tensor.size == 0:
+            return True
+        if self.tensor.dtype.startswith("complex") and self.tensor.is_readable:
+            return _has_one_element(self.tensor)
+        return float(own["minimum"]) == float(own["maximum"]) and not int(own["nan"])
+
+
+def _has_one_element(tensor: StoredTensor) -> bool:
+    """True if all elements have the bits of the first one: summaries of complex numbers have no extremes."""
+    first = tensor.slab(0, 1)[: ITEM_BYTES[tensor.dtype] // bits_type(tensor.dtype).itemsize].copy()
+    return all(bool((tensor.slab(*slab).reshape(-1, first.size) == first).all()) for slab in tensor.slabs)
 
 
 def measure(

@@ -123,6 +123,9 @@ Groups = list[list[str]]
 _MOST_IN_LAYER = 64
 """Tensors of one layer of which three may be one; of more, two."""
 
+_MOST_IN_PAIRS = 1 << 12
+"""Tensors of one layer of which two may be one; of more, none."""
+
 
 class Sums:
     """Which tensors together have the numbers of a whole: two or three of a layer, or families of its experts.
@@ -138,18 +141,18 @@ class Sums:
         for family in families(parts):
             layers.setdefault(common_numbers(family), ([], []))[1].append(family)
         self._found: dict[tuple[str, int, int], list[tuple[tuple[int, ...], Groups]]] = {}
+        self._pairs: list[tuple[tuple[int, ...], _Pairs]] = []
         for layer, (near, stacks) in layers.items():
             for groups, least in ((near, 2), (stacks, 1)):
-                most = 3 if len(groups) <= _MOST_IN_LAYER else 2
-                for chosen in chain.from_iterable(combinations(groups, count) for count in range(least, most + 1)):
-                    self._add(layer, list(chosen), [parts[name] for group in chosen for name in group])
-
-    def _add(self, layer: tuple[int, ...], groups: Groups, parts: Sequence[Measured]) -> None:
-        size = sum(one.tensor.size for one in parts)
-        for dtype in parts[0].summaries:
-            if all(dtype in one.summaries for one in parts):
-                total = sum(int(one.summaries[dtype]["multiset"]) for one in parts) % _MODULUS
-                self._found.setdefault((dtype, total, size), []).append((layer, groups))
+                is_small = len(groups) <= _MOST_IN_LAYER
+                for chosen in chain.from_iterable(
+                    combinations(groups, count) for count in range(least, 4 if is_small else 2)
+                ):
+                    held = [parts[name] for group in chosen for name in group]
+                    for dtype, total, size in _sums(held):
+                        self._found.setdefault((dtype, total, size), []).append((layer, list(chosen)))
+                if not is_small and len(groups) <= _MOST_IN_PAIRS:
+                    self._pairs.append((layer, _Pairs(groups, parts)))
 
     def of(self, whole: Measured, left: Collection[str], *, in_any_layer: bool) -> tuple[Groups, str] | None:
         """Parts whose numbers together are those of a whole, and the dtype in which they are; None if there are none.
@@ -163,10 +166,58 @@ class Sums:
             return None
         own = numbers(whole.tensor.name)
         for dtype, summary in whole.summaries.items():
-            for layer, groups in self._found.get((dtype, int(summary["multiset"]), whole.tensor.size), ()):
-                if (in_any_layer or layer == own) and all(name in left for group in groups for name in group):
+            total, size = int(summary["multiset"]), whole.tensor.size
+            for layer, groups in self._found.get((dtype, total, size), ()):
+                if (in_any_layer or layer == own) and _are_left(groups, left):
+                    return groups, dtype
+            for layer, pairs in self._pairs:
+                if (in_any_layer or layer == own) and (groups := pairs.of(dtype, total, size, left)):
                     return groups, dtype
         return None
+
+
+class _Pairs:
+    """Which two of many groups of parts have the numbers of a whole, without a list of all pairs.
+
+    Args:
+        groups: The groups.
+        parts: The tensors.
+    """
+
+    def __init__(self, groups: Groups, parts: Mapping[str, Measured]) -> None:
+        self._groups = groups
+        self._sums: dict[str, list[tuple[int, int, int]]] = {}
+        self._numbers: dict[tuple[str, int, int], list[int]] = {}
+        self._sizes: dict[str, set[int]] = {}
+        for number, group in enumerate(groups):
+            for dtype, total, size in _sums([parts[name] for name in group]):
+                self._sums.setdefault(dtype, []).append((number, total, size))
+                self._numbers.setdefault((dtype, total, size), []).append(number)
+                self._sizes.setdefault(dtype, set()).add(size)
+
+    def of(self, dtype: str, total: int, size: int, left: Collection[str]) -> Groups:
+        """The first pair whose parts have still no partner; nothing if there is none."""
+        sizes = self._sizes.get(dtype, set())
+        if not any(size - one in sizes for one in sizes):
+            return []
+        for number, own, own_size in self._sums[dtype]:
+            for other in self._numbers.get((dtype, (total - own) % _MODULUS, size - own_size), ()):
+                pair = [self._groups[number], self._groups[other]]
+                if other > number and _are_left(pair, left):
+                    return pair
+        return []
+
+
+def _sums(parts: Sequence[Measured]) -> Iterator[tuple[str, int, int]]:
+    """The multiset fingerprint of parts together, and their size, in each dtype that all have."""
+    size = sum(one.tensor.size for one in parts)
+    for dtype in parts[0].summaries:
+        if all(dtype in one.summaries for one in parts):
+            yield dtype, sum(int(one.summaries[dtype]["multiset"]) for one in parts) % _MODULUS, size
+
+
+def _are_left(groups: Groups, left: Collection[str]) -> bool:
+    return all(name in left for group in groups for name in group)
 
 
 def families(names: Iterable[str]) -> list[list[str]]:

@@ -145,18 +145,17 @@ class Part:
         size, inner = ITEM_BYTES[dtype], prod(self.shape[1:])
         kind, place = bits_type(dtype), self.find()
         shape = (end - first, *self.shape[1:])
-        if kind.itemsize != size:
-            shape = (*shape, size // kind.itemsize)
+        inside = (size // kind.itemsize,) if kind.itemsize != size else ()
         if place.strides is None:
             found = place.content.read(first * inner * size, (end - first) * inner * size, into)
-            return found.view(kind).reshape(shape)
+            return found.view(kind).reshape((*shape, *inside))
         if 0 in shape:
-            return np.empty(shape, kind)
+            return np.empty((*shape, *inside), kind)
         low = first * place.strides[0]
         span = 1 + sum((length - 1) * step for length, step in zip(shape, place.strides, strict=True))
         stored = place.content.read(low * size, span * size).view(kind)
-        steps = [step * kind.itemsize for step in place.strides]
-        return np.lib.stride_tricks.as_strided(stored, shape, steps, writeable=False)
+        steps = [*(step * size for step in place.strides), *(kind.itemsize for _ in inside)]
+        return np.lib.stride_tricks.as_strided(stored, (*shape, *inside), steps, writeable=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

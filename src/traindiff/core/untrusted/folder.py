@@ -22,12 +22,16 @@ _OPEN |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 """Flags that neither wait for the other end of a FIFO nor follow a link that has just replaced the file."""
 
 
+LEADS_OUTSIDE = "it is a link that leads outside of"
+"""How what is said of such a link begins."""
+
+
 class Folder:
     """Reads files of a directory that a stranger may have filled.
 
     Names are relative, with `/` between their parts. A name must lead to a regular file whose resolved path (links
-    are followed) lies inside the directory. FIFOs, sockets, devices and directories are refused, and reading never
-    waits for them. The path of the directory itself may contain links.
+    are followed) lies inside the directory, or where the caller allows it. FIFOs, sockets, devices and directories are
+    refused, and reading never waits for them. The path of the directory itself may contain links.
 
     Args:
         file_system: The file system that the directory is in: `LocalFiles`, or one of fsspec.
@@ -35,14 +39,24 @@ class Folder:
         refuse: Makes the error for a refused file.
         ahead: The most bytes that are read beyond what is asked for, if many files are read beside each other. Local
             files are then opened for each read, since a process may have few open.
+        also: Resolved local paths beside the directory, to which links in it may lead, or below them.
     """
 
-    def __init__(self, file_system: Any, root: str, *, refuse: Refuse = damaged, ahead: int | None = None) -> None:
+    def __init__(
+        self,
+        file_system: Any,
+        root: str,
+        *,
+        refuse: Refuse = damaged,
+        ahead: int | None = None,
+        also: Sequence[str] = (),
+    ) -> None:
         self.file_system = file_system
         self._local = isinstance(file_system, LocalFiles)
         self.refuse = refuse
         self.root = root
         self.ahead = ahead
+        self._also = tuple(also)
 
     @property
     def most_ahead(self) -> int:
@@ -63,7 +77,7 @@ class Folder:
         path = self.path(name)
         if self._local:
             self._resolved(name)
-        return Folder(self.file_system, path, refuse=self.refuse, ahead=ahead)
+        return Folder(self.file_system, path, refuse=self.refuse, ahead=ahead, also=self._also)
 
     def path(self, name: str) -> str:
         """The path of a file, for messages.
@@ -255,8 +269,8 @@ class Folder:
             root, resolved = os.path.realpath(self.root), os.path.realpath(path)
         except ValueError:  # not a path on this system
             raise self.refuse(self.root, f"it names the file {name[:80]!r}, which cannot be a path") from None
-        if not Path(resolved).is_relative_to(root):
-            raise self.refuse(path, f"it is a link that leads outside of {self.root}")
+        if not any(Path(resolved).is_relative_to(one) for one in (root, *self._also)):
+            raise self.refuse(path, f"{LEADS_OUTSIDE} {self.root}")
         return resolved
 
     def _status(self, resolved: str, name: str) -> os.stat_result:

@@ -13,6 +13,7 @@ from typing import Any
 
 from traindiff.core.untrusted.demands import quoted
 from traindiff.core.untrusted.folder import Folder
+from traindiff.errors import CheckpointError
 from traindiff.state.sources.tensor_ranks import Cut, Rule, by_name, declared_rule, over_ranks
 from traindiff.state.sources.torch_files import archive_of, named_tensors
 from traindiff.state.sources.zero_checkpoints import MOST_RANKS, of_partitions
@@ -21,6 +22,9 @@ from traindiff.state.stored import StoredTensor, unreadable
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,9})_mp_rank_(\d{2,5})_optim_states\.pt", re.ASCII)
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,9})_)?mp_rank_(\d{2,5})_model_states\.pt", re.ASCII)
 _LAYER = re.compile(r"layer_(\d{2,6})-model_(\d{2,5})-model_states\.pt", re.ASCII)
+
+_ANY_STATES = "_states.pt"
+"""How names end of all files with tensors that DeepSpeed writes."""
 
 _MOST_TAG_BYTES = 1 << 10
 
@@ -62,8 +66,10 @@ def of_directory(folder: Folder) -> tuple[Tensors, list[str]]:
     With ZeRO, parameters are those of the optimizer, in float32. Without it, they are as the module has them.
 
     Raises:
-        CheckpointError: A rank's file is missing or damaged, or what the ranks hold does not fit together.
+        CheckpointError: A rank's file is missing or damaged, what the ranks hold does not fit together, or there are
+            files of states that are not read.
     """
+    _check_all_known(folder)
     optimizers, models = _by_rank(folder, _OPTIMIZER), _by_rank(folder, _MODEL)
     if not models:
         raise unreadable(folder.root, "it has no file *_model_states.pt")
@@ -78,6 +84,23 @@ def of_directory(folder: Folder) -> tuple[Tensors, list[str]]:
     notes: list[str] = []
     rule = declared_rule(content, first.where) or partial(by_name, gated=_is_gated(content))
     return (_merged(folder, ranks, rule, notes) if len(ranks) > 1 else ranks[0][1]), notes
+
+
+def _check_all_known(folder: Folder) -> None:
+    """Refuse a directory with states that no other function here reads: a part of the model would not be compared.
+
+    Raises:
+        CheckpointError: There is such a file, e.g. of an expert.
+    """
+    patterns = (_OPTIMIZER, _MODEL, _LAYER)
+    for name in folder.names():
+        if name.endswith(_ANY_STATES) and not any(pattern.fullmatch(name) for pattern in patterns):
+            what = "an expert's file" if "expert" in name or name.startswith("expp_") else "a file of states"
+            raise CheckpointError(
+                f"{folder.path(name)} is {what} of a kind that traindiff does not read, so a part of the model would "
+                "not be compared. Load the checkpoint with DeepSpeed, save the state dict of each rank's module with "
+                "torch.save, and compare these files."
+            )
 
 
 def _check_complete(

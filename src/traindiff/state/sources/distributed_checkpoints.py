@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any
 
+from traindiff.core.site import printable
 from traindiff.core.untrusted.demands import quoted
 from traindiff.core.untrusted.folder import Folder
 from traindiff.state.dtypes import ITEM_BYTES
@@ -41,7 +42,7 @@ def of_directory(folder: Folder) -> tuple[dict[str, StoredTensor], list[str]]:
             places[name, offset] = place
     reader = _Reader(folder, places)
     tensors = {name: one for name, one in described.items() if isinstance(name, str) and _is_tensor(one)}
-    found = named_tensors(_nested(tensors, _field(content, "planner_data")), where, reader.tensor)
+    found = named_tensors(_nested(tensors, _field(content, "planner_data"), where), where, reader.tensor)
     if not is_of_megatron(folder):
         return found, []
     plain, notes = without_buckets(found)
@@ -56,18 +57,25 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Record) and value.name.endswith("TensorStorageMetadata")
 
 
-def _nested(tensors: Mapping[str, Record], paths: Any) -> dict[Any, Any]:
-    """The state dict that was saved, with pairs of name and description in place of its tensors."""
+def _nested(tensors: Mapping[str, Record], paths: Any, where: str) -> dict[Any, Any]:
+    """The state dict that was saved, with pairs of name and description in place of its tensors.
+
+    Raises:
+        CheckpointError: Two tensors have one place in it.
+    """
     made: dict[Any, Any] = {}
     for name, one in tensors.items():
         path = paths.get(name) if isinstance(paths, Mapping) else None
-        keys = path if isinstance(path, tuple) and path else (name,)
+        keys: tuple[Any, ...] = (name,)
+        if isinstance(path, tuple) and path and all(isinstance(key, str | int) for key in path):
+            keys = path
         inner = made
         for key in keys[:-1]:
-            following = inner.setdefault(key, {})
-            if not isinstance(following, dict):  # two names with one path
+            inner = inner.setdefault(key, {})
+            if not isinstance(inner, dict):
                 break
-            inner = following
+        if not isinstance(inner, dict) or keys[-1] in inner:
+            raise unreadable(where, f"the path of {quoted(printable(name))} leads to another tensor, too")
         inner[keys[-1]] = _Described(name, one)
     return made
 

@@ -16,7 +16,7 @@ from traindiff.core.untrusted.demands import quoted
 from traindiff.state.dtypes import ITEM_BYTES
 from traindiff.state.sources.pickles import MOST_PICKLE_BYTES, loaded
 from traindiff.state.sources.readable import readable
-from traindiff.state.sources.torch_tensors import Storage, described_tensor, storage_dtype
+from traindiff.state.sources.torch_tensors import Repeated, Storage, described_tensor, storage_dtype
 from traindiff.state.stored import Bytes, Place, Role, StoredTensor, unreadable
 
 START = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
@@ -52,6 +52,7 @@ class LegacyFile:
     def __init__(self, content: Bytes, where: str) -> None:
         self.where = where
         self._content = content
+        self._repeated = Repeated()
         self._storages: dict[str, _Found] = {}
         rest = content.after(len(START))
         version, rest = self._pickle(rest, self._no_storage)
@@ -97,7 +98,7 @@ class LegacyFile:
             if first < 0 or length < 0 or first + length > count:
                 raise unreadable(self.where, f"a part of its storage {quoted(name)} lies outside of it")
         find = partial(self._place, name, first * ITEM_BYTES[dtype])
-        return Storage(key=name, dtype=dtype, count=length, find=find)
+        return Storage(key=name, dtype=dtype, count=length, find=find, repeated=self._repeated)
 
     def _locate(self, key: str, rest: Bytes) -> Bytes:
         """Note where a storage is, and return what comes after it."""

@@ -148,4 +148,6 @@ def _rows(tensor: Any, first: int, end: int) -> Bits:
 
 def _rows_of_array(array: Any, dtype: str, first: int, end: int) -> Bits:
     part = array[first:end] if array.ndim else array.reshape(1)
+    if not part.dtype.isnative:
+        part = part.astype(part.dtype.newbyteorder("="))
     return np.frombuffer(np.ascontiguousarray(part).tobytes(), dtype=bits_type(dtype))

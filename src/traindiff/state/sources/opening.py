@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import posixpath
+import stat
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from traindiff.core.site import printable
 from traindiff.core.untrusted.demands import quoted
-from traindiff.core.untrusted.folder import Folder
+from traindiff.core.untrusted.folder import LEADS_OUTSIDE, Folder
+from traindiff.core.untrusted.local_files import LocalFiles
 from traindiff.errors import CheckpointError
 from traindiff.state.sources import (
     adapter_configs,
@@ -58,10 +61,33 @@ def open_checkpoint(source: Any) -> Checkpoint:
         if (missing := lacks_container(files, root)) is not None:
             raise CheckpointError(str(missing))
         raise CheckpointError(_not_there(path, files, root))
+    is_local = isinstance(files, LocalFiles)
+    if is_local and stat.S_ISFIFO(os.stat(root).st_mode):  # noqa: PTH116
+        raise CheckpointError(
+            f"{path} is a pipe, which is read once and in order; weights are read from several places at once. "
+            "Write what it gives into a file, and give that file."
+        )
     if files.isdir(root):
-        return _checked(_of_directory(path, Folder(files, root, refuse=unreadable)))
-    folder = Folder(files, posixpath.dirname(root) or ".", refuse=unreadable)
-    return _checked(_of_file(path, folder, posixpath.basename(root)))
+        also = _blobs(root) if is_local else []
+        return _checked(_of_directory(path, Folder(files, root, refuse=_refused, also=also)))
+    directory, name = posixpath.dirname(root) or ".", posixpath.basename(root)
+    also = [os.path.realpath(root), *_blobs(directory)] if is_local else []  # the user has named the file
+    return _checked(_of_file(path, Folder(files, directory, refuse=_refused, also=also), name))
+
+
+def _blobs(directory: str) -> list[str]:
+    """Where Hugging Face's cache has the files of a snapshot, which are links: `blobs` beside `snapshots`."""
+    above = Path(os.path.realpath(directory)).parents
+    return [str(one.parent / "blobs") for one in above if one.name == "snapshots"][:1]
+
+
+def _refused(where: str, what: str) -> CheckpointError:
+    """The error for a file that is not read; copying a link again would not help."""
+    if what.startswith(LEADS_OUTSIDE):
+        return CheckpointError(
+            f"{where} is not read: {what}. Copy the file there in place of the link, or give the file's own path."
+        )
+    return unreadable(where, what)
 
 
 def _not_there(path: str, files: Any, root: str) -> str:

@@ -14,17 +14,24 @@ def of_recording(path: str) -> tuple[dict[str, StoredTensor], list[str]]:
     """Parameters and the optimizer's state by name, and notes.
 
     Raises:
-        CheckpointError: It has none, because they were not recorded.
+        CheckpointError: It has none, because they were not recorded, or no step was taken.
         RecordingError: The recording is damaged.
     """
     latest: dict[tuple[str, str], tuple[int, MergedSite]] = {}
+    has_steps = False
     for step in run_steps(open_recording(path)):
+        has_steps = True
         for key, site in step.table.items():
             is_value = key.phase == "param" and key.slot == "value" and key.stage in ("", "before")
             is_state = key.phase == "optimizer" and bool(site.shape)
             if (is_value or is_state) and not site.unobserved and site.exact and site.dtype in ITEM_BYTES:
                 latest[key.path, "" if is_value else key.slot] = step.step, site.without_parts()
         step.release()
+    if not has_steps:
+        raise CheckpointError(
+            f"{path} is a recording without steps, so there are no parameters in it. Give one of a training that took "
+            "a step of its optimizer, or saved weights."
+        )
     if not latest:
         raise CheckpointError(
             f'{path} is a recording without parameters. Record with observe=[..., "parameters"] to compare them.'

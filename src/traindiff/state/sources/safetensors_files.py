@@ -55,9 +55,13 @@ def of_file(folder: Folder, name: str) -> dict[str, StoredTensor]:
     demanded(header, mapped(_TENSOR), where=where, refuse=unreadable)
     end, before = 0, ""
     for key, content in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
-        if content["data_offsets"][0] < end:
+        first = content["data_offsets"][0]
+        if first < end:
             what = f"the tensor {quoted(printable(key))} begins before {quoted(printable(before))} ends"
             raise unreadable(where, what)
+        if first > end:
+            what = f"{first - end} bytes before the tensor {quoted(printable(key))} are of none"
+            raise unreadable(where, f"{what}: libraries refuse to load it")
         end, before = max(end, content["data_offsets"][1]), key
     if 8 + length + end < size:
         what = f"its tensors end at byte {8 + length + end}, and the file has {size} bytes: libraries refuse to load it"

@@ -6,7 +6,8 @@ import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from traindiff.state.dtypes import ITEM_BYTES
 from traindiff.state.sources.legacy_torch_files import START, LegacyFile
 from traindiff.state.sources.pickles import loaded
 from traindiff.state.sources.readable import readable
-from traindiff.state.sources.torch_tensors import Storage, described_tensor, storage_dtype
+from traindiff.state.sources.torch_tensors import Repeated, Storage, described_tensor, storage_dtype
 from traindiff.state.stored import Bytes, Place, Role, Seal, StoredTensor, unreadable
 
 MOST_ENTRIES = 1 << 20
@@ -49,6 +50,7 @@ class Archive:
 
     def __init__(self, content: Bytes, where: str) -> None:
         self._content = content
+        self._repeated = Repeated()
         self.where = where
         try:
             self._zip = zipfile.ZipFile(readable(content))
@@ -117,7 +119,8 @@ class Archive:
             raise unreadable(
                 self.where, f"its storage {quoted(name)} has {entry.file_size} bytes, too few for {count} of {dtype}"
             )
-        return Storage(key=name, dtype=dtype, count=count, find=partial(self._place, entry.filename))
+        find = partial(self._place, entry.filename)
+        return Storage(key=name, dtype=dtype, count=count, find=find, repeated=self._repeated)
 
     def tensor(self, value: Any, name: str, role: Role = "parameter") -> StoredTensor | None:
         """The tensor that a value describes; None if it describes none.
@@ -148,8 +151,14 @@ def archive_of(folder: Folder, name: str) -> TorchFile:
     return (LegacyFile if is_old else Archive)(content, folder.path(name))
 
 
-_OF_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?[^.]*optim", re.ASCII)
-"""How paths to what an optimizer keeps begin; several optimizers of Megatron's are chained."""
+_OF_OPTIMIZER = re.compile(r"[^.]*optim", re.ASCII)
+"""How keys of containers begin in which an optimizer's state is."""
+
+_CHAINED = re.compile(r"chained_\d+", re.ASCII)
+"""Keys under which Megatron has several optimizers."""
+
+_FLAT = re.compile(r"(?:chained_\d+\.)?optimizer\.(?:state|param_groups|distributed)\b", re.ASCII)
+"""How paths to an optimizer's state begin where it was saved without containers, as Megatron does it."""
 
 Found = Callable[[Any, str, Role], StoredTensor | None]
 """Makes a tensor of a value in a container, given its name and role; None if it is none."""
@@ -162,7 +171,8 @@ def named_tensors(value: Any, where: str, found: Found) -> dict[str, StoredTenso
     """The tensors in nested containers, by name.
 
     Parameters keep the names that they have in the model's state dict; a name of anything else is its path from the
-    outermost container. What lies below a key with "optim" in it is of an optimizer.
+    outermost container. What lies in a container whose key has "optim" in it is of an optimizer. Where two get one
+    name, the model's keeps it, and the other's is that of all its keys, with a slash between them.
 
     Args:
         value: Containers of what `found` takes.
@@ -170,24 +180,51 @@ def named_tensors(value: Any, where: str, found: Found) -> dict[str, StoredTenso
         found: Makes the tensors.
 
     Raises:
-        CheckpointError: There are too many values, or they are nested too deep.
+        CheckpointError: There are too many values, they are nested too deep, or two tensors cannot be told apart.
     """
-    tensors: dict[str, StoredTensor] = {}
+    tensors: list[tuple[tuple[str, ...], StoredTensor]] = []
     model = value
     prefix: list[str] = []
-    while (key := _model_key(model)) is not None:
+    while len(prefix) <= MOST_DEPTH and (key := _model_key(model)) is not None:  # a dict may hold itself
         prefix.append(key)
         model = model[key]
     inside = ".".join(prefix)
-    for path, one in _leaves(value, where):
+    for path, keys, one in _leaves(value, where):
         own = path.removeprefix(f"{inside}.") if inside and path.startswith(f"{inside}.") else path
         is_own = not inside or own != path
-        role: Role = "optimizer" if _OF_OPTIMIZER.match(path) else "parameter" if is_own else "other"
-        name = printable(own if role == "parameter" else path)
-        tensor = found(one, name, role)
+        role: Role = "optimizer" if _is_of_optimizer(path, keys) else "parameter" if is_own else "other"
+        tensor = found(one, printable(own if role == "parameter" else path), role)
         if tensor is not None:
-            tensors[name] = tensor
-    return tensors
+            tensors.append((keys, tensor))
+    by_name = {tensor.name: tensor for _, tensor in tensors}
+    return by_name if len(by_name) == len(tensors) else _told_apart(tensors, where)
+
+
+def _is_of_optimizer(path: str, keys: Sequence[str]) -> bool:
+    """Whether the containers of a value are an optimizer's: a parameter's own name may have any words in it."""
+    containers = keys[:-1]
+    if containers and _CHAINED.fullmatch(containers[0]):
+        containers = containers[1:]
+    return bool((containers and _OF_OPTIMIZER.match(containers[0])) or _FLAT.match(path))
+
+
+def _told_apart(tensors: Sequence[tuple[tuple[str, ...], StoredTensor]], where: str) -> dict[str, StoredTensor]:
+    """Tensors by name, of which some have one name, with the keys that lead to each.
+
+    Raises:
+        CheckpointError: Their keys do not tell them apart.
+    """
+    keepers: dict[str, int] = {}
+    ranks = [(tensor.role != "parameter", len(keys)) for keys, tensor in tensors]
+    for number in sorted(range(len(tensors)), key=ranks.__getitem__):
+        keepers.setdefault(tensors[number][1].name, number)
+    found: dict[str, StoredTensor] = {}
+    for number, (keys, tensor) in enumerate(tensors):
+        name = tensor.name if keepers[tensor.name] == number else printable("/".join(keys))
+        if name in found or keepers.get(name, number) != number:
+            raise unreadable(where, f"two of its tensors have the name {quoted(tensor.name)}")
+        found[name] = replace(tensor, name=name)
+    return found
 
 
 def _model_key(value: Any) -> str | None:
@@ -196,28 +233,31 @@ def _model_key(value: Any) -> str | None:
     return next((key for key in MODELS if isinstance(value.get(key), Mapping)), None)
 
 
-def _leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
+def _leaves(value: Any, where: str) -> Iterator[tuple[str, tuple[str, ...], Any]]:
+    """What is no container, with the path and the keys that lead there."""
     count = 0
-    stack: list[tuple[str, Any, int]] = [("", value, 0)]
+    stack: list[tuple[str, tuple[str, ...], Any]] = [("", (), value)]
     while stack:
-        path, one, depth = stack.pop()
+        path, keys, one = stack.pop()
         count += 1
-        if count > MOST_VALUES or depth > MOST_DEPTH:
+        if count > MOST_VALUES or len(keys) > MOST_DEPTH:
             raise unreadable(where, f"it has more than {MOST_VALUES} values, or containers nested {MOST_DEPTH} deep")
-        inner: list[tuple[str, Any, int]] = []
+        inner: list[tuple[str, tuple[str, ...], Any]] = []
         if isinstance(one, Mapping):
-            inner = [(_joined(path, key), below, depth + 1) for key, below in one.items()]
+            inner = [(_joined(path, key), (*keys, _shown(key)), below) for key, below in one.items()]
         elif isinstance(one, list | tuple):
-            inner = [(f"{path}[{number}]", below, depth + 1) for number, below in enumerate(one)]
+            inner = [(f"{path}[{number}]", (*keys, f"[{number}]"), below) for number, below in enumerate(one)]
         else:
-            yield path, one
+            yield path, keys, one
         stack += reversed(inner)
 
 
+def _shown(key: Any) -> str:
+    return f"[{key}]" if isinstance(key, int) else str(key)
+
+
 def _joined(path: str, key: Any) -> str:
-    if isinstance(key, int):
-        return f"{path}[{key}]"
-    return f"{path}.{key}" if path else str(key)
+    return f"{path}.{key}" if path and not isinstance(key, int) else f"{path}{_shown(key)}"
 
 
 def of_file(folder: Folder, name: str) -> dict[str, StoredTensor]:

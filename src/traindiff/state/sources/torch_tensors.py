@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 from traindiff.core.untrusted.demands import quoted
+from traindiff.errors import CheckpointError
 from traindiff.state.dtypes import ITEM_BYTES
 from traindiff.state.sources.pickles import Record, name_of
 from traindiff.state.stored import Part, Place, Role, StoredTensor, unreadable
@@ -28,6 +29,22 @@ _OTHERS: Mapping[str, str] = {
 """Functions of torch that make other tensors, and what these are."""
 
 
+MOST_REPEATED_BYTES = 1 << 30
+"""Limit for the bytes of the tensors of a file that have more elements than their storages, as `expand` makes them."""
+
+
+class Repeated:
+    """Bytes that the tensors of one file may still have in all beyond those of their storages."""
+
+    def __init__(self) -> None:
+        self._left = MOST_REPEATED_BYTES
+
+    def takes(self, count: int) -> bool:
+        """Whether as many more are allowed."""
+        self._left -= count
+        return self._left >= 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
     """Elements that tensors lie in.
@@ -37,12 +54,14 @@ class Storage:
         dtype: Of its elements; `uint8` if it has none.
         count: Number of elements.
         find: Finds the place of its first element.
+        repeated: What tensors of its file may have beyond their storages.
     """
 
     key: str
     dtype: str
     count: int
     find: Callable[[], Place]
+    repeated: Repeated
 
 
 def storage_dtype(kind: Any) -> str | None:
@@ -89,8 +108,14 @@ def _placed(
     size = ITEM_BYTES[dtype]
     room = storage.count * ITEM_BYTES[storage.dtype] // size
     span = 1 + sum((length - 1) * step for length, step in zip(shape, strides, strict=True))
-    if prod(shape) and (offset + span > room or prod(shape) > room):
+    if prod(shape) and offset + span > room:
         raise unreadable(where, f"the tensor {quoted(name)} of shape {list(shape)} lies outside of its storage")
+    if prod(shape) > room and not storage.repeated.takes((prod(shape) - room) * size):
+        what = f"the tensor {quoted(name)} of shape {list(shape)} repeats the elements of a storage of {room}"
+        raise CheckpointError(
+            f"{where} cannot be read: {what}, and all that do so may have {MOST_REPEATED_BYTES >> 30} GiB more than "
+            "they store. Leave it out, or save its elements with .contiguous()."
+        )
     if not shape:
         shape_of_part, steps = (1,), None
     else:
