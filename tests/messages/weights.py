@@ -108,6 +108,40 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     opened(here / "run")
 
 
+@situation("a recording without steps")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    with traindiff.record(here / "run", torch.nn.Linear(2, 2)):
+        pass
+    opened(here / "run")
+
+
+@situation("a pipe in place of saved weights")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    os.mkfifo(here / "model.safetensors")
+    opened(here / "model.safetensors")
+
+
+@situation("a link that leads out of a directory of saved weights")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    (here / "inside").mkdir()
+    save_file(STATE, here / "a.safetensors")
+    (here / "inside" / "model.safetensors").symlink_to("../a.safetensors")
+    opened(here / "inside")
+
+
+@situation("a checkpoint of DeepSpeed with experts")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    torch.save({"module": STATE}, here / "mp_rank_00_model_states.pt")
+    torch.save(STATE, here / "layer_0_expert_0_mp_rank_00_model_states.pt")
+    opened(here)
+
+
+@situation("an expanded tensor of terabytes")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    torch.save({"weight": torch.ones(1).expand(1 << 40)}, here / "model.pt")
+    opened(here / "model.pt")
+
+
 @situation("nothing in common")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     save_file(STATE, here / "a.safetensors")
