@@ -165,8 +165,8 @@ class ObservationBuffer(ABC):
             self._bytes -= sum(detail.num_bytes for detail in details.values()) + ROW_BYTES * len(observations)
             if observations:  # an error may have kept away what should have come
                 places = observations.places()
-                by_position = {row: details[place] for row, place in enumerate(places) if place in details}
-                yield observations, summaries.taken(places), by_position if details else {}
+                rows = enumerate(places if details else ())
+                yield observations, summaries.taken(places), {row: details[at] for row, at in rows if at in details}
 
     def clear(self) -> None:
         """Drop everything."""

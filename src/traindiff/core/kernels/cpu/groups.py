@@ -9,7 +9,7 @@ from llvmlite import ir
 from traindiff.core.kernels import reference as hashing
 from traindiff.core.kernels.cpu.code import Code
 from traindiff.core.kernels.cpu.layout import FIELDS, Dtype
-from traindiff.core.kernels.cpu.values import F64, I1, I32, I64, LANES, POINTER, Value, element_of, vector
+from traindiff.core.kernels.cpu.values import F64, I32, I64, LANES, POINTER, Value, element_of, vector
 from traindiff.core.kernels.reference import BLOCK
 
 _SIGN = 1 << 63
@@ -35,16 +35,19 @@ class Group:
     Attributes:
         raw: Bits as they are in memory.
         lane_weights: L(lane) of each element; even and odd lanes separately if words have 32 bits.
-        negated: Mask of the elements that enter the sketch negated.
-        sign_bits: The same as bits that change the sign of a float64; None for one element.
+        sign_bits: Bits that change the sign of those elements, in float64, that enter the sketch negated.
         buckets: Pointer to the sketch bucket of the first element; the others follow it.
     """
 
     raw: Value
     lane_weights: tuple[Value, ...]
-    negated: Value
-    sign_bits: Value | None
+    sign_bits: Value
     buckets: Value
+
+    def add_to_sketch(self, code: Code, values: Value) -> None:
+        """Add the elements to the sketch, given in float64."""
+        signed = (values.reinterpreted(I64) ^ self.sign_bits).reinterpreted(F64)
+        code.store(self.buckets, code.load(self.buckets, signed.type) + signed)
 
 
 class Block:
@@ -67,13 +70,11 @@ class Block:
         for first in range(0, BLOCK, LANES):
             lanes = hashing.LANE_WEIGHTS[first : first + LANES].tolist()
             parts = (lanes,) if dtype.bits == 64 else (lanes[::2], lanes[1::2])
-            mask = (self._signs >> first).narrowed(ir.IntType(LANES))
             to_front = code.constants(I64, [63 - lane for lane in range(first, first + LANES)])
             found.append(
                 Group(
                     raw=code.load(code.at(x, start + first, dtype.stored), vector(dtype.stored)),
                     lane_weights=tuple(code.constants(I64, part) for part in parts),
-                    negated=Value(code, code.builder.bitcast(mask.ir, vector(I1))),
                     sign_bits=(code.spread(self._signs) << to_front) & _SIGN,
                     buckets=code.at(rotated, first, F64),
                 )
@@ -87,8 +88,7 @@ class Block:
         return Group(
             raw=code.load(code.at(x, here, dtype.stored), dtype.stored),
             lane_weights=(code.load(code.at(lane_weights, lane, I64), I64),),
-            negated=((self._signs >> lane) & 1).equals(1),
-            sign_bits=None,
+            sign_bits=(self._signs >> lane) << 63,
             buckets=FIELDS["sketch"].pointer(code, state, lane + (self.weight >> 58)),
         )
 

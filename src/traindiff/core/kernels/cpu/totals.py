@@ -189,9 +189,7 @@ class _Sums:
             hashes.append(multiset_hash(hashed, dtype))
             long = dtype.value(group.raw).widened(F64)
             sums.append(long)
-            assert group.sign_bits is not None
-            signed = (long.reinterpreted(I64) ^ group.sign_bits).reinterpreted(F64)
-            code.store(group.buckets, code.load(group.buckets, signed.type) + signed)
+            group.add_to_sketch(code, long)
         self.sum.add(_added(sums))
         self.fingerprint.add(_added(terms) * weight)
         self.multiset.add(_added(hashes))
@@ -203,12 +201,9 @@ class _Sums:
 
 
 def _added(values: list[Value]) -> Value:
-    """Their sum: neighbors first, then pairs of neighbors."""
+    """The sum of a power of two of values: neighbors first, then pairs of neighbors."""
     while len(values) > 1:
-        values = [
-            *(left + right for left, right in zip(values[::2], values[1::2], strict=False)),
-            *values[len(values) & ~1 :],
-        ]
+        values = [left + right for left, right in zip(values[::2], values[1::2], strict=True)]
     return values[0]
 
 
@@ -245,8 +240,7 @@ class _Floats:
             self._extremes(finite, value, bits)
             long = finite.widened(F64)
             sums.append(long)
-            signed = group.negated.choose(-long, long)
-            code.store(group.buckets, code.load(group.buckets, signed.type) + signed)
+            group.add_to_sketch(code, long)
             hashed = folded(bits, dtype)
             terms.append(dot(hashed, group.lane_weights))
             spots.append(dot(self._kind(bits), group.lane_weights))
