@@ -36,6 +36,7 @@ _OPERATORS: Losses = tuple(
 _PRODUCTS: Losses = tuple(
     (phase, stage) for stage in (PRODUCT, RECOMPUTED_PRODUCT, FLIPPED) for phase in ("forward", "backward")
 )
+_BEFORE_REDUCTION: Losses = (("backward", None), ("grad", "micro"), ("grad", WITNESS))
 _STAGES: Losses = (("grad", "reduced"), ("grad", "unscaled"), ("grad", "clipped"))
 
 
@@ -106,6 +107,7 @@ TAPS: tuple[Tap, ...] = (
     Tap(name="optimizer_step", part_of="optimizers", loses=_STEP),
     Tap(name="optimizer_discovery", part_of="optimizers", loses=_STEP),
     Tap(name="upkeep", part_of="session"),
+    Tap(name="divisors", part_of="session", loses=_BEFORE_REDUCTION),
     Tap(name="batch_axis", part_of="session", loses=()),
     Tap(name="log", part_of="session", loses=_LOSS),
     Tap(name="compacting", part_of="session", loses=()),

@@ -26,11 +26,41 @@ def divided_by(number: float, model: Model) -> nn.Module:
     return sharded
 
 
+def divided_in_a_part_by(number: float, model: Model) -> nn.Module:
+    sharded = divided_by(2.0, model)
+    sharded.blocks[1].set_gradient_divide_factor(number)
+    return sharded
+
+
+class Growing:
+    """Divides gradients by one more in each step, from 2 on."""
+
+    def __init__(self) -> None:
+        self.number = 1.0
+
+    def __call__(self, model: nn.Module) -> None:
+        self.number += 1.0
+        for module in model.modules():
+            if is_fully_sharded(module):
+                module.set_gradient_divide_factor(self.number)
+
+
+def wrong_in_a_part(model: nn.Module) -> None:
+    gradient = model.blocks[1].up.weight.grad.to_local().numpy()  # which counts no writes
+    gradient *= 2.0
+
+
 def train_all(directory: str) -> None:
     summed, averaged = partial(divided_by, 1.0), partial(divided_by, 2.0)
     train(f"{directory}/summed", summed, loss_scale=0.5, micro_batches=2, observe=OBSERVED)
     train(f"{directory}/averaged", averaged, micro_batches=2, observe=OBSERVED)
     train(f"{directory}/twice", summed, micro_batches=2, observe=OBSERVED)
+    in_a_part = partial(divided_in_a_part_by, 4.0)
+    train(f"{directory}/in a part", in_a_part, micro_batches=2, observe=OBSERVED)
+    train(f"{directory}/same in a part", partial(divided_in_a_part_by, 2.0), micro_batches=2, observe=OBSERVED)
+    train(f"{directory}/wrong", in_a_part, before_step=wrong_in_a_part, observe=OBSERVED)
+    growing = {0: Growing()}
+    train(f"{directory}/growing", averaged, before_micro_batch=growing, observe=OBSERVED)
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +87,28 @@ def test_a_loss_that_is_not_divided_is_named(runs: Path) -> None:
     assert first is not None
     assert (first.step, first.phase, first.kind) == (0, "loss", "scale")
     assert first.message.startswith("The candidate's is 2 x the baseline's (= world size 2 and its 2 micro-batches")
+
+
+@pytest.mark.parametrize("name", ["in a part", "same in a part", "growing"])
+def test_each_module_has_its_own_divisor_which_is_read_before_each_backward_pass(name: str, runs: Path) -> None:
+    checked = traindiff.check(runs / name)
+
+    assert (checked.verdict, checked.warnings) == ("healthy", ()), str(checked)
+    assert traindiff.compare(runs / name, runs / name).verdict == "identical"
+
+
+def test_another_divisor_of_a_part_is_named_there(runs: Path) -> None:
+    assert traindiff.compare(runs / "one process", runs / "same in a part").verdict == "equivalent"
+    first = traindiff.compare(runs / "one process", runs / "in a part").first_divergence
+
+    assert first is not None
+    assert (first.step, first.phase, first.kind) == (0, "grad", "scale")
+    assert first.site.startswith("blocks.1.")
+    assert first.message.startswith("The candidate's is 0.5 x the baseline's")
+
+
+def test_a_gradient_that_is_scaled_in_such_a_part_is_found(runs: Path) -> None:
+    first = traindiff.check(runs / "wrong").warnings[0]
+
+    assert (first.step, first.kind, first.site) == (0, "wrong-gradient", "blocks.1.up.weight")
+    assert first.message.startswith("The gradient is 2 x what the inputs and outputs of its layer give.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from types import CodeType, FrameType, MethodType
 from typing import Any, NamedTuple
@@ -281,7 +281,7 @@ def data_mesh_of(module: Any) -> Any:
 
     Parameters tell only the mesh of all that divides them, tensor parallelism too. There is no public way to ask.
     """
-    group = module._get_fsdp_state()._fsdp_param_group
+    group = _group_of(module)
     return None if group is None else group.mesh_info.mesh
 
 
@@ -290,18 +290,28 @@ def reduction_dtype(module: Any) -> torch.dtype | None:
 
     There is no public way to ask for the policy that `fully_shard` was given.
     """
-    policy = getattr(module._get_fsdp_state()._fsdp_param_group, "mp_policy", None)  # not in all releases of torch
+    policy = getattr(_group_of(module), "mp_policy", None)  # not in all releases of torch
     return None if policy is None else policy.reduce_dtype
 
 
-def gradient_divisor(module: Any) -> float | None:
-    """The number by which FSDP2 divides the sum of gradients over ranks; None if that is the number of ranks.
+def divisor_of(module: Any) -> Callable[[], float | None] | None:
+    """Reads the number by which FSDP2 divides gradients of a module's own parameters after it has added them up.
 
-    `set_gradient_divide_factor` sets it, and `set_reduce_scatter_divide_factor` did in torch before 2.8.
+    The training sets it at any time with `set_gradient_divide_factor`, of each module by itself, and with
+    `set_reduce_scatter_divide_factor` in torch before 2.8. The number is None if it is that of the ranks. The result
+    is None if the module holds no parameters of its own.
     """
-    group = module._get_fsdp_state()._fsdp_param_group
+    group = _group_of(module)
     names = ("gradient_divide_factor", "reduce_scatter_divide_factor")
-    return next((float(found) for name in names if (found := getattr(group, name, None)) is not None), None)
+    name = next((name for name in names if hasattr(group, name)), None)
+    return None if name is None else partial(getattr, group, name)
+
+
+def _group_of(module: Any) -> Any:
+    """The parameters that FSDP2 manages together in a module; the first of several groups, whose settings are equal."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch before 2.12 had one group at most
+    return state._fsdp_param_group if groups is None else next(iter(groups), None)
 
 
 def is_fully_sharded(module: Any) -> bool:

@@ -54,6 +54,7 @@ class Attachment:
         on_discovery: Called when more is known of this rank, e.g. an optimizer that was not given.
         containment: Guards hooks.
         on_schedule: Called with the root, a pipeline's schedule, and its stages on this rank, before it runs a batch.
+        on_backward: Called before each backward pass that can reach the model's parameters.
 
     Attributes:
         optimizers: The optimizers that are followed.
@@ -71,6 +72,7 @@ class Attachment:
         on_step: Callable[[str], None],
         on_discovery: Callable[[], None],
         on_schedule: Callable[[nn.Module, Any, list[Any]], None],
+        on_backward: Callable[[], None],
         containment: Containment,
     ) -> None:
         self._targets = targets
@@ -100,6 +102,7 @@ class Attachment:
         )
         self._events.before_forward.append(self.settle)
         self._events.on_schedule.append(partial(on_schedule, targets.root))
+        self._events.at_backward.append(sink.guarded("divisors", on_backward))
         self._undo = context.undo
         with ExitStack() as on_error:
             undo = on_error.enter_context(context.undo)

@@ -259,7 +259,7 @@ class Observations(ObservationBuffer):
         if region is None and shard is None:
             region = self.layout.region_of_parameter(tensor, path=path, phase=phase)
         shard = shard or Shard.whole(shape_of(tensor) if region is None else region.shape)
-        factor = self.layout.factor(phase=phase, stage=stage, slot=slot)
+        factor = self.layout.factor(phase=phase, stage=stage, path=path, slot=slot)
         for part in self.layout.local_shards(tensor, shard, merge, phase=phase, region=region):
             seen = self._seen(
                 optimizer=optimizer, late=late, micro_step=micro_step, phase=phase, stage=stage, path=path, slot=slot,
@@ -339,7 +339,7 @@ class Observations(ObservationBuffer):
         if scaled is None:
             scaled = progress.loss_scaled and is_before_unscaling(phase=phase, stage=stage, slot=slot)
         evaluation = progress.late_evaluation if late else progress.evaluation
-        factor = 1.0 if layout.data.factor == 1.0 else layout.factor(phase=phase, stage=stage, slot=slot)
+        factor = layout.factor(phase=phase, stage=stage, path=path, slot=slot)
         row = Observation(
             step, progress.micro_step if micro_step is None else micro_step, name, phase, stage, path, slot, call,
             progress.next_order(late=late), dtype_name(tensor), shard, merge, weight, factor,

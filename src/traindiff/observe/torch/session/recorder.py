@@ -31,7 +31,7 @@ from traindiff.observe.torch.session.observations import Containment, Observatio
 from traindiff.observe.torch.session.targets import Targets
 from traindiff.observe.torch.session.teacher_forcing import ForcedValues
 from traindiff.observe.torch.sharding.data_parallel import Pipeline, find_pipeline
-from traindiff.observe.torch.sharding.layout import in_pipeline
+from traindiff.observe.torch.sharding.layout import in_pipeline, with_divisors
 from traindiff.observe.torch.sharding.registry import ENGINES
 
 
@@ -110,7 +110,7 @@ class Recorder(Session[Observations]):
             self._attachment = Attachment(
                 targets, settings, self._observations, replica=replica,
                 before_every_step=before_every_step or forced is not None, set_back=before_every_step,
-                on_step=self._end_step, on_discovery=self._write_rank, on_schedule=self._follow_pipeline,
+                on_step=self._end_step, on_discovery=self._write_rank, on_schedule=self._follow_pipeline, on_backward=self._read_divisors,
                 containment=self._containment,
             )  # fmt: skip
             undo.callback(self._attachment.close)
@@ -188,8 +188,12 @@ class Recorder(Session[Observations]):
         layout = self._observations.layout = in_pipeline(self._observations.layout, model, pipeline)
         self._progress.data_rank, self._progress.data_size = layout.data.rank, layout.data.size
         if self._writer is not None:
-            self._writer.write_run({**self._run, "mesh": layout.data.to_json()})
+            self._run["mesh"] = layout.data.to_json()
+            self._writer.write_run(self._run)
             self._write_rank()
+
+    def _read_divisors(self) -> None:
+        self._observations.layout = with_divisors(self._observations.layout)
 
     def _catch_up(self) -> None:
         if self._attachment is not None:
@@ -214,7 +218,7 @@ class Recorder(Session[Observations]):
             content["pipeline"] = self._pipeline.to_json()
         run = {
             "world_size": self._run["world_size"],
-            "mesh": self._observations.layout.data.to_json(),
+            "mesh": self._run["mesh"],
             "pid": os.getpid(),
         }
         return {**content, **run}

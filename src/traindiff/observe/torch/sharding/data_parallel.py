@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import distributed, nn
 
 from traindiff.core.observation import BY_HAND
+from traindiff.core.site import canonical_path, enclosing
 from traindiff.core.torch_compat.training import has_communication_hook, localized_layout, num_chunks_of
 from traindiff.observe.torch.sharding.declarations import Declarations
 from traindiff.observe.torch.sharding.distributed_tensor import MeshAxis, is_distributed, mesh_of
@@ -79,6 +80,7 @@ class DataParallel:
         pipeline: The pipeline of this rank, if it has stages of one.
         has_hook: Whether a communication hook replaces the reduction of gradients.
         divisor: The number by which gradients that were added up over ranks are divided; None for `num_terms`.
+        divisors: By path of a module: the same for the parameters in it, where it is not the same for all modules.
     """
 
     rank: int = 0
@@ -90,6 +92,7 @@ class DataParallel:
     pipeline: Pipeline | None = None
     has_hook: bool = False
     divisor: float | None = None
+    divisors: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
     def term(self) -> int:
@@ -104,8 +107,23 @@ class DataParallel:
     @property
     def factor(self) -> float:
         """Factor in gradients before the reduction, which divides by it, relative to those of the global batch."""
-        divisor = self.num_terms if self.divisor is None else self.divisor
-        return divisor * (1.0 if self.pipeline is None else self.pipeline.factor)
+        return self._factor(self.divisor)
+
+    def factor_of(self, path: str) -> float:
+        """`factor` in the gradient of a parameter."""
+        if not self.divisors:
+            return self.factor
+        module = next((one for one in enclosing(path)[1:] if one in self.divisors), None)
+        return self.factor if module is None else self._factor(self.divisors[module])
+
+    @property
+    def is_whole(self) -> bool:
+        """True if no gradient contains a factor."""
+        return not self.divisors and self.factor == 1.0
+
+    def _factor(self, divisor: float | None) -> float:
+        within = 1.0 if self.pipeline is None else self.pipeline.factor
+        return float(self.num_terms if divisor is None else divisor) * within
 
     def to_json(self) -> dict[str, Any] | None:
         """For `run.json`; None for a single process."""
@@ -126,6 +144,32 @@ class DataParallel:
             found["micro_batches"] = self.pipeline.num_chunks
             found["scales_gradients"] = self.pipeline.scales_gradients
         return found
+
+
+class Divisors:
+    """Reads by which numbers an engine divides gradients that it has added up over ranks.
+
+    Args:
+        model: The root module.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._readers = {
+            canonical_path(name): read
+            for name, module in model.named_modules()
+            for engine in ENGINES
+            if (read := engine.divisor(module)) is not None
+        }
+        self._latest: tuple[float | None, ...] = ()
+
+    def read(self, data: DataParallel) -> DataParallel:
+        """The place among ranks with the numbers that the training has set by now; `data` itself if it set no others."""
+        found = tuple(read() for read in self._readers.values())
+        if found == self._latest:
+            return data
+        self._latest = found
+        each = {} if len({*found}) == 1 else dict(zip(self._readers, found, strict=True))
+        return replace(data, divisor=found[0], divisors=each)  # outside of modules that differ, that of the outermost
 
 
 def find_data_parallel(model: nn.Module, declared: Declarations, pipeline: Pipeline | None = None) -> DataParallel:
@@ -164,7 +208,7 @@ def find_data_parallel(model: nn.Module, declared: Declarations, pipeline: Pipel
         engine = "pipeline" if engine == BY_HAND and size == 1 else engine
     return DataParallel(
         rank=rank, size=size, engine=engine, alike=alike, part=part, parts=parts, pipeline=pipeline,
-        has_hook=has_communication_hook(model), divisor=_divisor(model),
+        has_hook=has_communication_hook(model),
     )  # fmt: skip
 
 
@@ -174,10 +218,6 @@ def _ranks_and_engine(model: nn.Module) -> tuple[Sequence[int], str]:
         if (ranks := engine.reducing_ranks(model)) is not None:
             return ranks, engine.name
     return range(distributed.get_world_size()), BY_HAND
-
-
-def _divisor(model: nn.Module) -> float | None:
-    return next((found for engine in ENGINES if (found := engine.divisor(model)) is not None), None)
 
 
 def _tensor_axis(model: nn.Module) -> MeshAxis | None:

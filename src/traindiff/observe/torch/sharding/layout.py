@@ -14,7 +14,7 @@ from traindiff.core.observation import WITNESS, Merge
 from traindiff.core.shards import Box, DeclaredShard, Piece, Region, Regions, Shard
 from traindiff.core.torch_compat.training import localized_layout
 from traindiff.core.witness import EXPECTED, LAYERS
-from traindiff.observe.torch.sharding.data_parallel import DataParallel, Pipeline, find_data_parallel
+from traindiff.observe.torch.sharding.data_parallel import DataParallel, Divisors, Pipeline, find_data_parallel
 from traindiff.observe.torch.sharding.declarations import Declarations
 from traindiff.observe.torch.sharding.distributed_tensor import is_distributed, region_of, region_placed
 from traindiff.observe.torch.sharding.flat_parameters import FlatParameters
@@ -73,12 +73,14 @@ class Layout:
 
     Attributes:
         data: This rank's place among the ranks that share the batch.
+        divisors: Reads by which numbers the engine divides gradients.
         flat: Flat parameters. Their data is sometimes a part and sometimes the whole, so it is looked up when needed.
         declarations: The user's declarations of plain tensors.
         parameters: The regions of plain parameters that are parts of larger ones, by canonical path.
     """
 
     data: DataParallel
+    divisors: Divisors
     flat: FlatParameters
     declarations: Declarations
     parameters: Mapping[str, Region] = field(default_factory=dict)
@@ -154,10 +156,11 @@ class Layout:
         region = self.parameters.get(path) if self.parameters and phase in ("param", "grad", "optimizer") else None
         return region if region is not None and region.local_shape == shape_of(tensor) else None
 
-    def factor(self, *, phase: str, stage: str, slot: str) -> float:
+    def factor(self, *, phase: str, stage: str, path: str, slot: str) -> float:
         """The engine's factor in such a tensor, relative to the gradient of the loss over the global batch."""
-        factor = self.data.factor
-        return factor if factor != 1.0 and is_before_the_reduction(phase=phase, stage=stage, slot=slot) else 1.0
+        if self.data.is_whole or not is_before_the_reduction(phase=phase, stage=stage, slot=slot):
+            return 1.0
+        return self.data.factor_of(path) if phase == "grad" else self.data.factor
 
 
 def _is_range(box: Box, local_shape: Sequence[int]) -> bool:
@@ -189,14 +192,23 @@ def find_layout(model: nn.Module, *, shards: Sequence[DeclaredShard], modules: C
         ConfigError: A declared axis is unknown.
     """
     declarations = Declarations(shards, model, modules)
-    data = find_data_parallel(model, declarations)
+    divisors = Divisors(model)
+    data = divisors.read(find_data_parallel(model, declarations))
     flat = FlatParameters([one for engine in ENGINES for one in engine.flat_parameters(model)])
-    return Layout(data=data, flat=flat, declarations=declarations)
+    return Layout(data=data, divisors=divisors, flat=flat, declarations=declarations)
 
 
 def in_pipeline(layout: Layout, model: nn.Module, pipeline: Pipeline) -> Layout:
     """The layout after this rank turned out to have stages of a pipeline."""
-    return replace(layout, data=find_data_parallel(model, layout.declarations, pipeline))
+    divisors = Divisors(model)
+    data = divisors.read(find_data_parallel(model, layout.declarations, pipeline))
+    return replace(layout, data=data, divisors=divisors)
+
+
+def with_divisors(layout: Layout) -> Layout:
+    """The layout with the divisors that the training has set by now; the same object if it has set no others."""
+    data = layout.divisors.read(layout.data)
+    return layout if data is layout.data else replace(layout, data=data)
 
 
 def regions_of_parameters(layout: Layout, parameters: Mapping[str, Tensor]) -> dict[str, Region]:

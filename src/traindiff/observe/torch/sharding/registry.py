@@ -18,7 +18,7 @@ from traindiff.core.summary import rounding
 from traindiff.core.torch_compat.training import (
     compressed_to,
     data_mesh_of,
-    gradient_divisor,
+    divisor_of,
     is_fully_sharded,
     reduction_dtype,
     replicating_group,
@@ -50,8 +50,8 @@ class Engine:
         global_shape: The global shape of a parameter whose local shape differs; None for other parameters.
         flat_parameters: The tensors that each hold several parameters of a model.
         optimizers: The optimizers to follow, from the model, the given optimizers, and paths of parameters by id.
-        divisor: The number by which gradients that were added up over ranks are divided, if it is not the number of
-            ranks; None for other models.
+        divisor: Reads the number by which gradients of a module's parameters are divided that were added up over ranks,
+            also of modules inside that do not answer: None if it is the number of ranks. None for other modules.
         settings: The settings that change numbers, for `run.json`; None for other models.
         reduction_dtype: The dtype to which gradients of a module's parameters are converted before they are reduced,
             also of modules inside that do not answer; None for other modules, and where nothing is converted.
@@ -63,7 +63,7 @@ class Engine:
     global_shape: Callable[[Tensor], tuple[int, ...] | None] = lambda _: None
     flat_parameters: Callable[[nn.Module], Sequence[FlatParameter]] = lambda _: ()
     optimizers: Callable[[nn.Module, Optimizers, Mapping[int, str]], Optimizers] = lambda _, given, __: given
-    divisor: Callable[[nn.Module], float | None] = lambda _: None
+    divisor: Callable[[nn.Module], Callable[[], float | None] | None] = lambda _: None
     settings: Callable[[nn.Module], dict[str, Any] | None] = lambda _: None
     reduction_dtype: Callable[[nn.Module], torch.dtype | None] = lambda _: None
 
@@ -93,12 +93,8 @@ def _of_fsdp2(model: nn.Module) -> list[int] | None:
     return next((mesh.mesh.flatten().tolist() for mesh in sharding_meshes(model)), None)
 
 
-def _divisor_of_fsdp2(model: nn.Module) -> float | None:
-    """Of the outermost module that has parameters of its own: others may have another number of ranks."""
-    for module in model.modules():
-        if is_fully_sharded(module) and data_mesh_of(module) is not None:
-            return gradient_divisor(module)
-    return None
+def _divisor_of_fsdp2(module: nn.Module) -> Callable[[], float | None] | None:
+    return divisor_of(module) if is_fully_sharded(module) else None
 
 
 def _of_wrapper(name: str, model: nn.Module) -> list[int] | None:
