@@ -73,6 +73,7 @@ class Tap:
 
 TAPS: tuple[Tap, ...] = (
     Tap(name="pipeline_calls"),
+    Tap(name="uneven_inputs"),
     Tap(name="surroundings", loses=()),
     Tap(name="backward_calls", loses=_LOSS),
     Tap(name="loss", part_of="backward_calls", loses=_LOSS),

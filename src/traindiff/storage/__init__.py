@@ -2,7 +2,7 @@
 
 from traindiff.storage.following import Follower, not_following, open_followed
 from traindiff.storage.gap import Gap
-from traindiff.storage.manifest import Ended, ended
+from traindiff.storage.manifest import Ended, Joined, ended, joined
 from traindiff.storage.places import Places
 from traindiff.storage.reader import Recording, Run, open_recording
 from traindiff.storage.shifted import ShiftedRecording
@@ -13,6 +13,7 @@ __all__ = [
     "Ended",
     "Follower",
     "Gap",
+    "Joined",
     "Places",
     "RankStatus",
     "Recording",
@@ -21,6 +22,7 @@ __all__ = [
     "ShiftedRecording",
     "StepObservations",
     "ended",
+    "joined",
     "not_following",
     "open_followed",
     "open_recording",

@@ -60,6 +60,30 @@ def ended(content: Mapping[str, Any]) -> Ended:
     return Ended(steps=steps, error=_says(error))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """Steps for which a rank had no inputs, while others had; it took part in their collectives.
+
+    Attributes:
+        steps: Their numbers.
+        divides_by_active: Gradients were divided by the number of ranks that had inputs, not by that of all ranks.
+    """
+
+    steps: range
+    divides_by_active: bool = False
+
+
+def joined(content: Mapping[str, Any]) -> list[Joined]:
+    """The steps for which a rank had no inputs, from its `rank.json`."""
+    return [
+        Joined(
+            steps=range(one["first"], one["first"] + one["steps"]),
+            divides_by_active=bool(one.get("divides_by_active")),
+        )
+        for one in content.get("joined", ())
+    ]
+
+
 def _says(error: Mapping[str, Any]) -> str:
     step, kind, message = error.get("step"), error.get("type"), error.get("message")
     if not kind:
@@ -183,6 +207,7 @@ RANK: Demand = shaped(
         "products": mapped(mapped(_CALLED)),
         "not_forced": mapped(TEXT),
         "not_followed": listed(TEXT),
+        "joined": listed(shaped({"first": _COUNT, "steps": _COUNT}, {"divides_by_active": FLAG})),
     },
 )
 """Keys and types of a `rank.json`."""

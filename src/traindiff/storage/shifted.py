@@ -42,6 +42,9 @@ class ShiftedRecording(Recording):
     def rank_content(self, rank: int) -> dict[str, Any]:
         """Content of `rank.json`; the steps in it are shifted too."""
         content = super().rank_content(rank)
+        if "joined" in content:
+            later = [{**one, "first": one["first"] + self.offset} for one in content["joined"]]
+            content = {**content, "joined": later}
         ended = content.get("ended")
         if not isinstance(ended, dict):
             return content

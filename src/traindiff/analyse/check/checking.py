@@ -210,7 +210,7 @@ def check(
             continue
         checked.append(step.step)
         several = several or bool(step.earlier)
-        missing = {**dict.fromkeys(sorted({*run.ranks} - step.last.keys()), step.step), **missing}
+        missing = {**dict.fromkeys([rank for rank in step.missing if rank in run.ranks], step.step), **missing}
         failed.see(step.table, step=step.step)
         recorded = without_lost(step.table, failed.lost)
         ignored.see(recorded)

@@ -29,7 +29,7 @@ from traindiff.core.observation import (
 )
 from traindiff.core.summary import nonfinite_count
 from traindiff.errors import RecordingError
-from traindiff.storage import Recording, Run, StepObservations, ended
+from traindiff.storage import Joined, Recording, Run, StepObservations, ended, joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class RunStep:
         table: Its sites; of several evaluations of the loss those of the last one, whose gradients are used.
         earlier: The evaluations before that; empty as a rule.
         finished: Whether the optimizer was called. The run may have ended, or been closed, before that.
-        missing: Ranks of the run that have not recorded it.
+        missing: Ranks of the run that have not recorded it, without those that had no inputs for it.
         operators: Observations of operators, which are compared inside a module only.
         products: Checks of matrix products, which are judged by themselves, rank by rank.
         last: The last observation of each rank.
@@ -161,9 +161,13 @@ class StepMerger:
         self._called = "optimizer" in run.run["settings"].get("observe", ())
         self._shows_calls: set[str] = set()
         self._counted: dict[str, int] = {}  # finished steps of each optimizer, if the run was closed
+        self._joined: dict[int, list[Joined]] = {}
         for rank in run.ranks:
-            for name, count in ended(run.rank_content(rank)).steps.items():
+            content = run.rank_content(rank)
+            for name, count in ended(content).steps.items():
                 self._counted[name] = max(count, self._counted.get(name, 0))
+            if found := joined(content):
+                self._joined[rank] = found
 
     def merged(self, of_ranks: Sequence[StepObservations]) -> RunStep:
         """One step, from what each rank has recorded of it; at least one has."""
@@ -171,6 +175,8 @@ class StepMerger:
 
     def alone(self, of_ranks: Sequence[StepObservations]) -> MergedAlone:
         """What is known of a step without those before it."""
+        if self._joined:
+            of_ranks = self._divided_by_active(of_ranks)
         is_merged = of_ranks[0].places is not None
         taken = None if is_merged else self._taken and self._taken.take(of_ranks)
         content = (
@@ -194,7 +200,7 @@ class StepMerger:
             optimizer=merged.optimizer, step=merged.step, after=merged.after, finished=finished,
             table=content.table, earlier=content.earlier, operators=content.operators, products=content.products,
             without_idle=content.without_idle, layout=content.layout, finite=content.finite,
-            missing=self._without(merged.ranks), last=merged.last,
+            missing=self._without(merged), last=merged.last,
         )  # fmt: skip
 
     def is_finished(self, optimizer: str, step: int, *, shown: bool) -> bool:
@@ -272,8 +278,33 @@ class StepMerger:
             self._plans = [plan, *self._plans][:_MOST_PLANS] if plan else self._plans
         self._layouts = layouts
 
-    def _without(self, there: tuple[int, ...]) -> tuple[int, ...]:
+    def _without_inputs(self, step: int) -> dict[int, Joined]:
+        """The ranks that had no inputs for a step."""
+        return {rank: one for rank, found in self._joined.items() for one in found if step in one.steps}
+
+    def _divided_by_active(self, of_ranks: Sequence[StepObservations]) -> Sequence[StepObservations]:
+        """The step with the factors of gradients that were divided by the number of ranks that had inputs."""
+        idle = self._without_inputs(of_ranks[0].step)
+        if of_ranks[0].places is not None or not any(one.divides_by_active for one in idle.values()):
+            return of_ranks
+        share = 1.0 - len(idle) / len(self._ranks)
+        return [
+            replace(
+                one,
+                observations=[
+                    seen if seen.factor == 1.0 else seen._replace(factor=seen.factor * share)
+                    for seen in one.observations
+                ],
+                layout=None,
+            )
+            for one in of_ranks
+        ]
+
+    def _without(self, merged: MergedAlone) -> tuple[int, ...]:
         """The ranks that are missing; cached, because most steps miss the same ones."""
+        if self._joined and (idle := self._without_inputs(merged.step)):
+            return tuple(rank for rank in self._ranks if rank not in merged.ranks and rank not in idle)
+        there = merged.ranks
         if there != self._missing[0]:
             here = frozenset(there)
             self._missing = there, tuple(rank for rank in self._ranks if rank not in here)

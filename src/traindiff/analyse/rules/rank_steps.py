@@ -15,7 +15,8 @@ class RanksStepTogether(Rule):
     """Ranks share the gradients of a step, so each of them calls the optimizer as often as the others.
 
     Steps are counted by calls of the optimizer. A rank that calls it once more is one step ahead from then on: its step
-    of that number has no pass of its own, and all that follows is held against another batch.
+    of that number has no pass of its own, and all that follows is held against another batch. A rank that has run
+    out of inputs inside `Join` may step while it waits for the others, as `ZeroRedundancyOptimizer` does.
     """
 
     name = "rank-steps"
@@ -39,8 +40,9 @@ class RanksStepTogether(Rule):
         self._before = frozenset(passes) or self._before  # of several optimizers, only one ends the recorded passes
         if not passes or not without:
             return
+        idle = {rank for rank, found in self.facts.joined.items() if any(step in one.steps for one in found)}
         stepped = {part.rank for _, entry in sites(table, "grad") for part in entry.parts}
-        if not (found := sorted(without & stepped)):
+        if not (found := sorted(without & stepped - idle)):
             return
         self._told.update(found)
         several = len(found) > 1

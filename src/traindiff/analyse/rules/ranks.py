@@ -204,6 +204,8 @@ class CopiesAgree(Rule):
                 )
             else:
                 message = f"{ranks_text(alone)} {hold} another copy of {where} than {ranks_text(most, capital=False)}."
+            if key.phase == "optimizer":
+                message += self._without_steps(step)
             if key.path != "rng":
                 message += _how(table, entry, self._before.get(key, {}))
             if common is not None and key[:2] == ("grad", ""):
@@ -211,6 +213,16 @@ class CopiesAgree(Rule):
             rank = alone[0] if len(alone) == 1 and not tied else None
             evidence = {"ranks": [list(group) for group in entry.apart]}
             yield finding_at(entry, step=step, kind=KIND, message=message, rank=rank, evidence=evidence)
+
+    def _without_steps(self, step: int) -> str:
+        """The reason why the state of an optimizer lags behind on some ranks, as a sentence; empty if there is none."""
+        lagging = [rank for rank, found in self.facts.joined.items() if any(one.steps.start < step for one in found)]
+        if not lagging:
+            return ""
+        return (
+            f" {ranks_text(lagging)} had no inputs for some steps before: torch.distributed.algorithms.Join copies the "
+            "parameters to such ranks at its end, and not the optimizer's state."
+        )
 
 
 def _bits(entry: MergedSite) -> dict[Shard, int]:

@@ -13,7 +13,7 @@ from traindiff.analyse.merge.parameters import Groups, parameter_groups
 from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.site import MergedSite, StepTable, finding_at
 from traindiff.analyse.products import ProductCheck
-from traindiff.storage import Run, ended
+from traindiff.storage import Joined, Run, ended, joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +39,7 @@ class RunFacts:
         has_hook: Whether a communication hook replaces the engine's reduction.
         not_reduced: Paths of the parameters that the engine was told to ignore: each rank has its own.
         reduced_in: The shorter dtype in which the engine reduces a gradient, by the path of its parameter.
+        joined: Steps for which ranks had no inputs, by rank.
     """
 
     complete: bool = False
@@ -58,6 +59,7 @@ class RunFacts:
     has_hook: bool = False
     not_reduced: frozenset[str] = frozenset()
     reduced_in: Mapping[str, str] = field(default_factory=dict)
+    joined: Mapping[int, Sequence[Joined]] = field(default_factory=dict)
 
 
 def run_facts(recording: Run, rename: Rename = str) -> RunFacts:
@@ -94,6 +96,9 @@ def run_facts(recording: Run, rename: Rename = str) -> RunFacts:
             if (error := ended(content).error) and "KeyboardInterrupt" not in error
         },
         num_ranks=len(recording.ranks),
+        joined={
+            rank: found for rank, content in zip(recording.ranks, contents, strict=True) if (found := joined(content))
+        },
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from operator import attrgetter
 from types import CodeType, FrameType, MethodType
@@ -117,6 +118,42 @@ def _dtypes_by_hook() -> dict[Any, torch.dtype | None]:
         hooks.fp16_compress_hook: torch.float16,
         hooks.bf16_compress_hook: torch.bfloat16,
     }
+
+
+def join_class() -> type[Any] | None:
+    """The class `Join`; None if this torch has no distributed training, or nothing has imported the class."""
+    return getattr(sys.modules.get("torch.distributed.algorithms.join"), "Join", None)
+
+
+def joined_by(join: Any) -> list[Any]:
+    """The models and optimizers that a `Join` was given; it keeps them under a private name."""
+    return [*join._joinables]
+
+
+@contextmanager
+def counting_iterations(join: Any) -> Iterator[list[None]]:
+    """Inside it, one item for each iteration of the other ranks whose collectives this rank takes part in at the end.
+
+    A `Join` calls a hook of each model and optimizer then, and takes no further ones.
+    """
+    found: list[None] = []
+    hook = sys.modules["torch.distributed.algorithms.join"].JoinHook()
+    hook.main_hook = lambda: found.append(None)
+    join._join_hooks.append(hook)
+    try:
+        yield found
+    finally:
+        join._join_hooks.remove(hook)
+
+
+def divides_by_active_ranks(joined: Iterable[Any]) -> bool:
+    """True if DistributedDataParallel divides gradients by the number of ranks that still have inputs.
+
+    `join(divide_by_initial_world_size=False)` sets a private name. Communication hooks divide by themselves.
+    """
+    return any(
+        not getattr(one, "_divide_by_initial_world_size", True) and not _communication_hooks(one) for one in joined
+    )
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

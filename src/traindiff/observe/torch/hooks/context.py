@@ -76,6 +76,7 @@ class Events:
         before_part: Before a pipeline's schedule runs a half of a backward pass that is no call of `backward`: with the
             tensors it starts from for gradients of activations, with none for the gradients of parameters.
         after_part: After it, also if it raised.
+        on_joined: When other ranks have taken further steps, and this one had no inputs for them: with their number.
         on_schedule: When a pipeline's schedule is about to run a batch, with it and with its stages on this rank.
     """
 
@@ -96,6 +97,7 @@ class Events:
     on_gradients: Event = field(default_factory=Event)
     before_part: Event = field(default_factory=Event)
     after_part: Event = field(default_factory=Event)
+    on_joined: Event = field(default_factory=Event)
     on_schedule: Event = field(default_factory=Event)
 
 

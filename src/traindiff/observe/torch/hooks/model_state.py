@@ -25,6 +25,7 @@ def attach(context: TapContext) -> None:
         context.describe("sees_changes_between_steps", sees_all)
     context.events.before_forward.append(guarded(tap.before_forward))
     context.events.before_step.append(guarded(tap.before_step))
+    context.events.on_joined.append(guarded(tap.joined))
     context.events.before_update.append(guarded(tap.before_step))
     context.events.after_step.append(guarded(tap.after_step))
     if "witness" in context.observe:
@@ -168,6 +169,11 @@ class ModelStateTap(HoldsTensors):
                 self._unheld[path] = _mark(parameter)
         if replaced or not self._tensors:
             self._tensors = {path: ref(one) for path, one in self._context.targets.parameters.items()}
+
+    def joined(self, steps: int) -> None:  # noqa: ARG002
+        """The parameters of a rank that took further steps have come in the place of this rank's: that is no edit."""
+        for tap in self._context.optimizers.values() if self._may_look else ():
+            tap.marks.edited()
 
     def look_for_flips(self, tap: OptimizerTap) -> None:
         """Record a bit that has flipped in a parameter since the first forward pass of the step."""

@@ -54,6 +54,8 @@ BEFORE = "its gradient was not zero before the first backward pass that was reco
 
 TOO_EARLY = "the training clipped or read its gradient before the last backward pass of the step"
 
+JOINED = "a rank had inputs for a part of the step only"
+
 _WHOLE = Shard.whole((SIZE,))
 
 
@@ -106,6 +108,7 @@ class _Witness:
         taking = [(path, module) for path, module in modules.items() if takes_hooks(module)]
         how = Following(hook=self._hook, lost=lambda *_: None, grows=True)
         self._context.undo.enter_context(self._context.followed.follow(taking, how))
+        events.on_joined.append(guarded(self._joined))
         self._context.undo.enter_context(self._attention.attach())
         self._graph.attach(self._context)
 
@@ -363,6 +366,13 @@ class _Witness:
                 self._emit_given(tap, parameter, gradient, pieces, scaled=scaled)
         for path in read:
             self._expected[path].is_read = True
+
+    def _joined(self, steps: int) -> None:  # noqa: ARG002
+        """This rank took no step with its gradients: whether they count in those of the others is unknown."""
+        for tap in self._context.optimizers.values():
+            for path in self._read_with(tap, {piece.path for _, pieces in tap.selected() for piece in pieces}):
+                self._say(tap, path, JOINED)
+                self._expected[path].is_read = True
 
     def _say_what_came_later(self, tap: OptimizerTap, held: Sequence[tuple[Tensor, Sequence[Piece]]]) -> None:
         """Of gradients that were read before in this step: those to which backward passes have contributed since."""

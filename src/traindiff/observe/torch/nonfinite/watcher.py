@@ -110,7 +110,8 @@ class Watcher:
         with out_of_sight(), ExitStack() as undo:
             self._attachment: Attachment | None = Attachment(
                 targets, observed, self._parts, replica=None, before_every_step=False, on_step=self._end_step,
-                on_discovery=lambda: None, on_schedule=lambda *_: None, containment=containment,
+                on_discovery=lambda: None, on_schedule=lambda *_: None, on_backward=lambda: None,
+                on_joined=lambda _: None, containment=containment,
             )  # fmt: skip
             undo.callback(self._attachment.close)
             undo.enter_context(self._calls.attach())

@@ -55,6 +55,7 @@ class Attachment:
         containment: Guards hooks.
         on_schedule: Called with the root, a pipeline's schedule, and its stages on this rank, before it runs a batch.
         on_backward: Called before each backward pass that can reach the model's parameters.
+        on_joined: Called with the number of steps that other ranks have taken, and for which this one had no inputs.
 
     Attributes:
         optimizers: The optimizers that are followed.
@@ -73,6 +74,7 @@ class Attachment:
         on_discovery: Callable[[], None],
         on_schedule: Callable[[nn.Module, Any, list[Any]], None],
         on_backward: Callable[[], None],
+        on_joined: Callable[[int], None],
         containment: Containment,
     ) -> None:
         self._targets = targets
@@ -112,6 +114,7 @@ class Attachment:
             for tap in TAPS:
                 if not tap.part_of and tap.is_wanted(context.observe):
                     import_module(f"traindiff.observe.torch.hooks.{tap.name}").attach(context)
+            self._events.on_joined.append(on_joined)  # after the taps, which belong to the step before
             upkeep.attach()
             self.optimizers.attach()  # whose steps are to be known before the rest is looked at
             undo.enter_context(trace_hooks())

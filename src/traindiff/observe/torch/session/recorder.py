@@ -110,8 +110,8 @@ class Recorder(Session[Observations]):
             self._attachment = Attachment(
                 targets, settings, self._observations, replica=replica,
                 before_every_step=before_every_step or forced is not None, set_back=before_every_step,
-                on_step=self._end_step, on_discovery=self._write_rank, on_schedule=self._follow_pipeline, on_backward=self._read_divisors,
-                containment=self._containment,
+                on_step=self._end_step, on_discovery=self._write_rank, on_schedule=self._follow_pipeline,
+                on_backward=self._read_divisors, on_joined=self._pass_over, containment=self._containment,
             )  # fmt: skip
             undo.callback(self._attachment.close)
         if settings.compact is not None and open_writer is None and rank == min(settings.ranks or (0,)):
@@ -194,6 +194,12 @@ class Recorder(Session[Observations]):
 
     def _read_divisors(self) -> None:
         self._observations.layout = with_divisors(self._observations.layout)
+
+    def _pass_over(self, steps: int) -> None:
+        """Count steps for which this rank had no inputs as if it had taken them."""
+        for name in [*self.followed]:
+            for _ in range(steps):
+                self._end_step(name)
 
     def _catch_up(self) -> None:
         if self._attachment is not None:

@@ -163,7 +163,7 @@ class Divisors:
         self._latest: tuple[float | None, ...] = ()
 
     def read(self, data: DataParallel) -> DataParallel:
-        """The place among ranks with the numbers that the training has set by now; `data` itself if it set no others."""
+        """The place among ranks with the numbers that the training has set by now; `data` itself if none is new."""
         found = tuple(read() for read in self._readers.values())
         if found == self._latest:
             return data

@@ -17,7 +17,6 @@ from traindiff.core.site import canonical_path, enclosing
 from traindiff.core.summary import rounding
 from traindiff.core.torch_compat.training import (
     compressed_to,
-    data_mesh_of,
     divisor_of,
     is_fully_sharded,
     reduction_dtype,
