@@ -110,5 +110,5 @@ def test_another_divisor_of_a_part_is_named_there(runs: Path) -> None:
 def test_a_gradient_that_is_scaled_in_such_a_part_is_found(runs: Path) -> None:
     first = traindiff.check(runs / "wrong").warnings[0]
 
-    assert (first.step, first.kind, first.site) == (0, "wrong-gradient", "blocks.1.up.weight")
+    assert (first.step, first.kind, first.site) == (0, "wrong-gradient", "blocks.1.up.weight grad")
     assert first.message.startswith("The gradient is 2 x what the inputs and outputs of its layer give.")
