@@ -444,8 +444,8 @@ class SiteFloors:
             if key.slot.endswith("]") and int(pair.baseline.summary["count"]) == 1:
                 return math.inf  # LBFGS keeps lists of inner products, which may cancel; their vectors are judged
             if not is_quotient(key, self._run.adaptive):
-                state = (floors.state(key.path, dtypes) + self._carried(pair)) * self._shrunk(pair)
-                return max(state, self._together.floor(pair))
+                own = floors.state(key.path, dtypes)
+                return max((own + self._carried(pair, own)) * self._shrunk(pair), self._together.floor(pair))
         if key.phase in ("optimizer", "update"):
             adaptive = key.path in self._run.adaptive or self._nonlinear.has(pair, self.storage(pair))
             is_seen = self._forced or key.phase != "update" or key.path in self._seen
@@ -481,16 +481,21 @@ class SiteFloors:
         size = norm_of(pair.baseline.summary)
         return max(1.0, self._run.states.get(pair.baseline.key, 0.0) / size) if size else 1.0
 
-    def _carried(self, pair: Pair) -> float:
-        """What a running average in 16 bits has from the step before: it is rounded in each step, and most of it stays.
+    def _carried(self, pair: Pair, own: float) -> float:
+        """What a running average has from the step before: most of it stays.
 
-        In longer dtypes this is far below what the gradients differ by. Steps that were not recorded rounded it, too.
+        In 16 bits it is rounded in each step, also in those that were not recorded. In longer dtypes what stays is far
+        below what the gradients differ by, unless the average has shrunk in an earlier step.
+
+        Args:
+            pair: Both sides.
+            own: How far this step may move both apart.
         """
         u = max(UNIT_ROUNDOFF.get(one.dtype, 0.0) for one in (pair.baseline, pair.candidate))
+        carried = self._run.carried.get(pair.baseline.key, 0.0)
         if u <= UNIT_ROUNDOFF["float32"]:
-            return 0.0
-        unseen = min(UNSEEN_ROUNDINGS * u * self._run.unseen_steps, MOST_UNSEEN)
-        return self._run.carried.get(pair.baseline.key, 0.0) + unseen
+            return carried if carried > own else 0.0
+        return carried + min(UNSEEN_ROUNDINGS * u * self._run.unseen_steps, MOST_UNSEEN)
 
     def _turned(self, pair: Pair, floors: Floors) -> float:
         """Floor of an adaptive update whose elements flip where the gradient is only noise."""
