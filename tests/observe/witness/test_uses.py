@@ -256,17 +256,17 @@ def test_a_batch_in_memory_that_is_filled_again_is_read_again(tmp_path: Path) ->
 def test_a_tensor_that_gets_the_id_of_a_replaced_parameter_is_not_taken_for_it(tmp_path: Path) -> None:
     model: Any = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    before = id(model[0].weight)
+    others: list[Tensor] = []
     with traindiff.record(tmp_path / "run", model, optimizer, observe=OBSERVED, strict=True):
-        for number, given in enumerate(_batches(4)):
-            batch = given
+        for number, given in enumerate(_batches(6)):
             if number == 2:
-                fresh, before = nn.Parameter(model[0].weight.detach().clone()), id(model[0].weight)
+                fresh = nn.Parameter(model[0].weight.detach().clone())
                 optimizer.param_groups[0]["params"][0] = model[0].weight = fresh
                 optimizer.zero_grad()
-                gc.collect()
-                others = [torch.zeros(16, 6) for _ in range(100)]
-                batch = next((one.copy_(given) for one in others if id(one) == before), given)
-            batch.requires_grad_()
+            gc.collect()
+            others += [torch.zeros(16, 6) for _ in range(20 if number >= 2 else 0)]
+            batch = next((one.detach_().copy_(given) for one in others if id(one) == before), given).requires_grad_()
             (_loss(model, batch) + batch.square().mean()).backward()
             optimizer.step()
             optimizer.zero_grad()
