@@ -261,6 +261,22 @@ def test_clamped_gradients_are_a_note(tmp_path: Path, change: Change) -> None:
     )
 
 
+def test_a_clamped_gradient_whose_probes_are_zero_is_not_called_zero(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    trained = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", trained, optimizer, observe=("loss", "witness"), strict=True):
+        for _ in range(5):
+            for _ in range(2):
+                trained(torch.randn(4, 6)).square().mean().backward()
+            _clamped(trained, 0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    verdict = traindiff.check(str(tmp_path / "run"), rules="wrong-gradient")
+    assert (verdict.verdict, verdict.warnings) == ("healthy", ()), str(verdict)
+
+
 def test_micro_steps_that_count_unequally_since_the_training_writes_to_gradients_are_a_warning(tmp_path: Path) -> None:
     def halve(trained: Any, micro_step: int) -> None:
         for one in trained.parameters() if micro_step % 2 == 0 else ():

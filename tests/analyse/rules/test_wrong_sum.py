@@ -135,3 +135,30 @@ def test_what_the_training_changes_is_not_judged(tmp_path: Path, change: Callabl
     train(tmp_path / "run", observe=OBSERVE, before_step=change, micro_batches=2)
 
     assert traindiff.check(tmp_path / "run", rules="wrong-sum").findings == ()
+
+
+def _largest_is_zero(gradient: Tensor) -> Tensor:
+    found = gradient.clone()
+    found.view(-1)[int(found.abs().argmax())] = 0.0
+    return found
+
+
+@pytest.mark.parametrize("on", ["tensor", "node"])
+def test_what_a_hook_changes_before_it_is_added_is_not_judged(tmp_path: Path, on: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 2))
+    weight: Any = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    with traindiff.record(tmp_path / "run", model, optimizer, observe=OBSERVE, strict=True):
+        if on == "tensor":
+            weight.register_hook(_largest_is_zero)
+        else:
+            node.register_prehook(lambda gradients: (_largest_is_zero(gradients[0]),))
+        for _ in range(3):
+            for _ in range(2):
+                model(torch.randn(4, 30)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert traindiff.check(tmp_path / "run").findings == ()

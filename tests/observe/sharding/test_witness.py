@@ -27,6 +27,7 @@ from tests.observe.sharding.transformer import train as train_transformer
 from tests.observe.witness.residuals import RIGHT, contributed, ratios, reasons
 from tests.on_ranks import run_on_ranks
 from traindiff.analyse.findings import Finding
+from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy
 
 OBSERVED = ("loss", "grad", "witness")
 
@@ -227,6 +228,16 @@ BEFORE_REDUCING: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
 }  # fmt: skip
 
 
+class Unseen(InertOnCopy):
+    """A hook that counts as one of traindiff's own: as if what it does happened in the hardware."""
+
+    def __init__(self, change: Callable[..., Any]) -> None:
+        self._change = change
+
+    def __call__(self, *about: Any) -> Any:
+        return self._change(*about)
+
+
 def train_before_reducing(directory: str) -> None:
     """With FSDP2, change what rank 1 contributes to one weight in step 1, before gradients are reduced."""
     for name, (change, _) in BEFORE_REDUCING.items():
@@ -241,7 +252,7 @@ def train_before_reducing(directory: str) -> None:
 
         def called(module: Any, *_: Any, to: Any = contributed_to) -> None:
             node: Any = module.weight.expand_as(module.weight).grad_fn
-            node.next_functions[0][0].register_prehook(to)
+            node.next_functions[0][0].register_prehook(Unseen(to))
 
         def prepared(model: Model, called: Any = called) -> nn.Module:
             in_fsdp2(model)

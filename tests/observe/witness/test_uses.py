@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -156,6 +158,120 @@ def test_a_hook_on_a_parameter_may_change_its_gradient(tmp_path: Path) -> None:
     assert contributed(path) == {"0.weight"}
     assert max(ratios(path).values()) < RIGHT
     _healthy(path)
+
+
+def _node_of(parameter: Any) -> Any:
+    """The node that adds to the gradient of a parameter, as engines get hold of it."""
+    return parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+
+
+def _halved(gradients: tuple[Any, ...], *_: Any) -> tuple[Any, ...]:
+    return tuple(None if one is None else 0.5 * one for one in gradients)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_hook_on_the_node_of_a_parameter_may_change_its_gradient(tmp_path: Path, *, before: bool) -> None:
+    model: Any = _model()
+    node = _node_of(model[3].weight)  # kept: torch drops it with its hooks
+    if before:
+        node.register_prehook(_halved)
+    else:
+        node.register_hook(lambda *_: _doubled(model[3].weight))
+    path = record(tmp_path / "run", model, _batches(4), _loss, per_step=2)
+
+    assert reasons(path).keys() == (set() if before else {"3.weight"})
+    assert contributed(path) == ({"3.weight"} if before else set())
+    assert max(ratios(path).values()) < RIGHT
+    _healthy(path)
+
+
+def _behind_output(output: Any) -> None:
+    output.grad_fn.register_hook(_halved)
+
+
+def _before_output(output: Any) -> None:
+    output.grad_fn.register_prehook(_halved)
+
+
+def _weight_of(output: Any) -> Any:
+    """The node of the transposed weight of a linear layer without a bias."""
+    return output.grad_fn.next_functions[1][0]
+
+
+HOOKS_IN_GRAPH: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
+    "before the output": (_before_output, set()),
+    "behind the output": (_behind_output, {"3.weight"}),
+    "before the weight": (lambda output: _weight_of(output).register_prehook(_halved), {"3.weight"}),
+    "behind the weight": (lambda output: _weight_of(output).register_hook(_halved), {"3.weight"}),
+}
+
+
+@pytest.mark.parametrize("functional", [False, True])
+@pytest.mark.parametrize("where", HOOKS_IN_GRAPH)
+def test_hooks_on_nodes_of_a_layer_may_change_gradients(tmp_path: Path, where: str, *, functional: bool) -> None:
+    hook, unknown = HOOKS_IN_GRAPH[where]
+
+    def loss_of(model: Any, batch: Tensor) -> Tensor:
+        given = model[2](model[1](model[0](batch)))
+        output = F.linear(given, model[3].weight) if functional else model[3](given)
+        hook(output)
+        loss: Tensor = model[4](output).square().mean()
+        return loss
+
+    path = record(tmp_path / "run", _model(), _batches(4), loss_of, per_step=2)
+
+    assert reasons(path) == {}
+    assert contributed(path) == unknown
+    assert max(ratios(path).values()) < RIGHT
+    _healthy(path)
+
+
+def test_a_gradient_that_is_lost_behind_a_hook_on_a_node_is_found(tmp_path: Path) -> None:
+    model: Any = _model()
+    node = _node_of(model[3].weight)
+    node.register_prehook(_halved)
+    path = record(tmp_path / "run", model, _batches(3), _loss, change=lambda *_: model[3].weight.grad.data.zero_())
+
+    verdict = traindiff.check(str(path), rules="wrong-gradient")
+    assert [one.path for one in verdict.findings] == ["3.weight"]
+    assert node.name()
+
+
+def test_a_batch_in_memory_that_is_filled_again_is_read_again(tmp_path: Path) -> None:
+    model = nn.Linear(6, 2, bias=False)
+    memory = np.zeros((16, 6), dtype=np.float32)
+    batch = torch.from_numpy(memory)
+
+    def loss_of(model: nn.Module, fresh: Tensor) -> Tensor:
+        memory[:] = 3.0 * fresh.numpy()
+        model(batch)  # looked at, and dropped
+        memory[:] = fresh.numpy()
+        return _loss(model, batch)
+
+    path = record(tmp_path / "run", model, _batches(3), loss_of)
+
+    assert max(ratios(path).values()) < RIGHT
+
+
+def test_a_tensor_that_gets_the_id_of_a_replaced_parameter_is_not_taken_for_it(tmp_path: Path) -> None:
+    model: Any = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    before = id(model[0].weight)
+    others: list[Tensor] = []
+    with traindiff.record(tmp_path / "run", model, optimizer, observe=OBSERVED, strict=True):
+        for number, given in enumerate(_batches(6)):
+            if number == 2:
+                fresh = nn.Parameter(model[0].weight.detach().clone())
+                optimizer.param_groups[0]["params"][0] = model[0].weight = fresh
+                optimizer.zero_grad()
+            gc.collect()
+            others += [torch.zeros(16, 6) for _ in range(20 if number >= 2 else 0)]
+            batch = next((one.detach_().copy_(given) for one in others if id(one) == before), given).requires_grad_()
+            (_loss(model, batch) + batch.square().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert reasons(tmp_path / "run") == {}
 
 
 def test_contributions_of_micro_steps_are_no_hooks(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from traindiff.analyse.findings import ranks_text
 from traindiff.analyse.merge.witnessed import Term, Vector, Witnessed, rms
+from traindiff.core.summary import norm_of
 
 _AS_GOOD = 1.5
 """Of causes that fit within rounding, or within so many times the best of them, the simplest counts."""
@@ -64,7 +65,8 @@ def cause_of(one: Witnessed, given: Vector, before: Before | None, *, limit: flo
         before: The same in the step before, if known.
         limit: Multiple of what rounding explains that the rest may have.
     """
-    if not given.any():
+    # The probes of a gradient whose elements are all of one size may be zero, too.
+    if not given.any() and (len(one.given) > 1 or not norm_of(one.entry.summary)):
         return Cause("zero", f"The gradient is zero, which is not {one.right}.")
     fitting, most = [], _REST * rms(given - one.expected)
     for cause, whole in _candidates(one, given, before):

@@ -59,6 +59,21 @@ def num_results(node: Any) -> int:
     return len(node._input_metadata)
 
 
+def hooks_on_node(node: Any, *, before: bool) -> dict[int, Callable[..., Any]]:
+    """The hooks on a node of the graph that run before it or after it, by the numbers of their handles.
+
+    Nothing lists them. But all that were registered in Python lie in one dict, and the handle of each refers to it.
+    """
+    handle = (node.register_prehook if before else node.register_hook)(_no_hook)
+    found: dict[int, Callable[..., Any]] = handle.hooks_dict_ref()
+    handle.remove()
+    return found
+
+
+def _no_hook(*_: Any) -> None:
+    """Takes the place of a hook."""
+
+
 def saved(node: Any, name: str, *default: Any) -> Any:
     """What an operation saved for its backward pass, given the operation's node; or the default, if there is one."""
     return getattr(node, f"_saved_{name}", *default)

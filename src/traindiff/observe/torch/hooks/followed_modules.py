@@ -78,6 +78,13 @@ class HeldHooks:
                 return False
         return True
 
+    def put_last(self) -> None:
+        """Have torch call them behind all others that are there."""
+        for owner, attribute, key, _ in self._held:
+            hooks = getattr(owner, attribute)
+            if next(reversed(hooks)) != key:
+                hooks[key] = hooks.pop(key)
+
     @property
     def places(self) -> list[tuple[dict[str, Any], str, int]]:
         """The place of each hook: attributes of its owner, name of the attribute with the hooks, and key in it."""

@@ -55,12 +55,17 @@ class _Leaves:
                 self._hooks[id(leaf)] = leaf, hooks
 
     def _look(self, *about: Any) -> None:  # noqa: ARG002
-        """Attach hooks that are gone: before the backward pass, nothing of it is lost."""
+        """Attach hooks that are gone, and put all behind others, which may change what is contributed.
+
+        Before the backward pass, nothing of it is lost.
+        """
         leaves = {id(leaf) for leaf in self._context.targets.leaves}
         for key, (_, hooks) in [*self._hooks.items()]:
             if key not in leaves or not hooks.are_there():
                 hooks.remove()
                 del self._hooks[key]
+            else:
+                hooks.put_last()
         self._follow()
 
     def _remove(self) -> None:

@@ -35,6 +35,7 @@ from traindiff.observe.torch.witness.given import given_vector
 from traindiff.observe.torch.witness.graph import graph_of
 from traindiff.observe.torch.witness.graph_uses import GraphUses
 from traindiff.observe.torch.witness.layers import Layers, is_known, own_term
+from traindiff.observe.torch.witness.node_hooks import changed_by_hooks, has_hooks
 from traindiff.observe.torch.witness.normalized import Normalized, is_as_called
 from traindiff.observe.torch.witness.pending import Expected, rooted
 from traindiff.observe.torch.witness.probes import Probes
@@ -81,7 +82,7 @@ class _Witness:
         self._attention = AttentionCalls(self._guarded(self._called_in_attention))
         self._graph = GraphUses(self._layers, self._add_now, self._fail, self._guarded)
         self._expected: dict[str, Expected] = {}
-        self._leaves: dict[int, dict[str, None]] = {}  # paths of the parameters in a leaf, by its id
+        self._leaves: dict[int, Any] = {}  # nodes of the leaves of this backward pass, by the leaf's id
         self._calls: dict[int, list[int]] = {}  # leaves that a call uses, by the number of its output's node
         self._calls_before: dict[int, list[int]] = {}  # the same of the step before: a GAN's may end in this one
         self._inside: dict[str, list[Normalized]] = {}  # by module, inputs that activation checkpointing will bring
@@ -166,7 +167,6 @@ class _Witness:
         if not found or node is None:
             return
         for use in found:
-            self._leaves.setdefault(use.leaf, {})[use.path] = None
             self._calls.setdefault(node_number(node), []).append(use.leaf)
             if use.normalized is not None and use.normalized.waits:
                 self._inside.setdefault(path, []).append(use.normalized)
@@ -255,15 +255,22 @@ class _Witness:
 
     def _follow_graph(self, roots: Sequence[Tensor], *, is_part: bool = False) -> None:
         graph = graph_of(roots, self._leaves_of)
+        self._leaves.update(graph.leaves)
         for leaf, places in graph.places.items():
             self._in_graph[leaf] += len(places)
-        compressed, changed = has_communication_hook(self._context.targets.root), self._hooked(GRADIENT_HOOKS)
+        compressed = has_communication_hook(self._context.targets.root)
+        changed_last = {leaf for leaf, node in graph.leaves.items() if has_hooks(node, before=True)}
+        changed = self._hooked(GRADIENT_HOOKS) | changed_by_hooks(graph) | changed_last
         self._graph.follow(graph, self._inputs, changed, is_part=is_part)
-        added = set() if self._context.targets.layout.data.engine else self._hooked(ACCUMULATION_HOOKS)
+        has_own = bool(self._context.targets.layout.data.engine)  # the engine's hooks reduce gradients
+        added = set() if has_own else self._hooked(ACCUMULATION_HOOKS)
         for leaf, node in graph.leaves.items():
-            if compressed or leaf in added:
+            if compressed or leaf in added or (not has_own and has_hooks(node, before=False)):
                 for path in self._graph.paths(node):
                     self._fail(path, COMMUNICATION if compressed else HOOKED)
+            elif leaf in changed_last:
+                for path in self._graph.paths(node):
+                    self._expect(path).edited = True  # after hooks on the tensor have seen what is contributed
 
     def _leaves_of(self, number: int) -> Sequence[int]:
         """The leaves that the call with this node uses, in this step or in the one before."""
@@ -286,11 +293,12 @@ class _Witness:
             if use.normalized is not None and use.normalized.waits:
                 self._fail(use.path, KEPT_AWAY)
         self._late.clear()
-        for leaf, paths in self._leaves.items():
+        for leaf, node in self._leaves.items():
             used, seen = self._in_graph[leaf], self._seen[leaf]
             if used != seen and leaf not in self._graph and (self._inputs is None or leaf in self._inputs):
-                for path in paths:
+                for path in self._graph.paths(node):
                     self._fail(path, BESIDE.format(used=used, seen=seen))
+        self._leaves.clear()
         self._graph.end()
         for parameter, pieces in self._selected():
             self._note_left(parameter, pieces)

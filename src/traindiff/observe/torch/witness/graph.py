@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -55,14 +55,16 @@ class Graph:
             one on the leaf.
         leaves: The nodes that add to the gradients of the leaves, by the leaf's id.
         followed: How many operations on each leaf are those of calls that were followed.
+        calls: The nodes of the outputs of these calls, each with the ids of the leaves that the call uses.
     """
 
     places: dict[int, list[Place]] = field(default_factory=dict)
     leaves: dict[int, Any] = field(default_factory=dict)
     followed: Counter[int] = field(default_factory=Counter)
+    calls: list[tuple[Any, Sequence[int]]] = field(default_factory=list)
 
 
-def graph_of(roots: Iterable[Tensor], calls: Callable[[int], Iterable[int]]) -> Graph:
+def graph_of(roots: Iterable[Tensor], calls: Callable[[int], Sequence[int]]) -> Graph:
     """Look through the graph of a backward pass.
 
     Args:
@@ -72,7 +74,9 @@ def graph_of(roots: Iterable[Tensor], calls: Callable[[int], Iterable[int]]) -> 
     found = Graph()
     known: dict[Any, int] = {}
     for node in nodes_of(roots):
-        found.followed.update(calls(node_number(node)))
+        if used := calls(node_number(node)):
+            found.followed.update(used)
+            found.calls.append((node, used))
         if _hands_on(node):
             continue
         for number, (following, _) in enumerate(node.next_functions):
@@ -88,6 +92,14 @@ def chain_of(place: Place) -> list[Any]:
     while getattr(node, "variable", None) is None:
         node = node.next_functions[0][0]
         found.append(node)
+    return found
+
+
+def inside_call(node: Any) -> list[Any]:
+    """The nodes of a call from that of its output back to its operation, which the last one is."""
+    found = [node]
+    while _hands_on(found[-1]) and (following := found[-1].next_functions[0][0]) is not None:
+        found.append(following)
     return found
 
 

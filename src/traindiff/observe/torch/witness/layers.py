@@ -17,6 +17,7 @@ from traindiff.core.site import canonical_path
 from traindiff.core.torch_compat.alike import looks_like
 from traindiff.core.torch_compat.execution import (
     float32_matmul_precision,
+    inside_backward,
     keeps_saved_tensors_elsewhere,
     saved,
     version_of,
@@ -346,7 +347,11 @@ class Layers(HoldsTensors):
             signs: From `probes`.
         """
         latest, version = self._latest, version_of(tensor)
-        if latest is not None and latest[0]() is tensor and latest[1] == version and latest[2] is signs:
+        may_be_refilled = tensor.grad_fn is None and not inside_backward()  # a batch, in memory that NumPy writes to
+        if (
+            latest is not None and latest[0]() is tensor and latest[1] == version and latest[2] is signs
+            and not may_be_refilled
+        ):  # fmt: skip
             return latest[3]
         found = of.of_tensor(local, signs)
         self._latest = ref(tensor), version, signs, found
