@@ -334,3 +334,14 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> str:
     save_file(STATE, here / "a.safetensors")
     arguments = ["weights", "a.safetensors", "a.safetensors", "--propose", "nowhere/map.toml"]
     return CliRunner().invoke(app, arguments, catch_exceptions=False).stderr
+
+
+@situation("a map in place of what is compared")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    from typer.testing import CliRunner
+
+    from traindiff.cli.commands import app
+
+    save_file(STATE, here / "a.safetensors")
+    arguments = ["weights", "a.safetensors", "a.safetensors", "--propose", "a.safetensors"]
+    return CliRunner().invoke(app, arguments, catch_exceptions=False).stderr

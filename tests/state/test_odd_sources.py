@@ -92,6 +92,8 @@ def _saved(path: Path, pickled: bytes) -> Path:
 
 _TUPLE_OF = b"cbuiltins\ntuple\n"
 
+_COPIES = b"h\x01h\x00R" * 20_000 + b"l."
+
 PICKLES = {
     "tuples as a key": (b"}" + b")" + b"\x85" * 1_500_000 + b"K\x01s.", "its pickle is nested too deep"),
     "tuples of lists that lie in the memo twice": (
@@ -102,6 +104,39 @@ PICKLES = {
     "a dict that holds itself": (b"}q\x00X\x05\x00\x00\x00modelh\x00s.", "containers nested 64 deep"),
     "a bytearray of a number": (
         b"c__builtin__\nbytearray\n(J\x00\x00\x00\x60tR.", "it has a bytearray of what is no bytes"
+    ),
+    "tuples of twice the same tuple as a key": (b"})" + b"2\x86" * 60 + b"K\x01s.", "it repeats tuples too often"),
+    "a large tuple as a key, again and again": (
+        b"(" + b"N" * 100_000 + b"tq\x00}" + b"h\x00Ns" * 20_000 + b".", "it repeats tuples too often"
+    ),
+    "very many copies of a list": (
+        b"(" + b"N" * 100_000 + b"l\x85q\x000(" + b"cbuiltins\nlist\nq\x01" + _COPIES,
+        "it copies more values than it has",
+    ),
+    "very many copies of bytes": (
+        b"B\x00\x00\x10\x00" + bytes(1 << 20) + b"\x85q\x000(cbuiltins\nbytearray\nq\x01" + _COPIES,
+        "it copies more values than it has",
+    ),
+    "very many copies of arguments": (
+        b"(" + b"N" * 100_000 + b"tq\x000(cenum\nA\nq\x01" + _COPIES,
+        "it repeats tuples too often",
+    ),
+    "very many copies of attributes": (
+        b"}(" + b"".join(b"J" + number.to_bytes(4, "little") + b"N" for number in range(100_000))
+        + b"uq\x000(" + b"ccollections\nOrderedDict\nq\x01" + b"h\x01)Rh\x00b" * 20_000 + b"l.",
+        "holds no tensors",
+    ),
+    "a storage whose name is a list of twice the same list": (
+        b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\n]"
+        + b"q\x00(h\x00h\x00l" * 60 + b"X\x03\x00\x00\x00cpuK\x01tQ.",
+        "it names a storage in a way that torch.save does not",
+    ),
+    "a long name of very many values": (
+        b"}X\x00\x00\x10\x00" + b"n" * (1 << 20) + b"(" + b"N" * 100_000 + b"ls.",
+        "the name of a value in it is too long"
+    ),
+    "an integer of very many digits": (
+        b"}\x8b\x00\x10\x00\x00" + b"\x01" * 4096 + b"Ns.", "an integer that is too long"
     ),
     "very many classes": (
         b"(" + b"".join(b"cenum\nA%d\n" % number for number in range(5000)) + b"l.", "it names more than 4096 classes"
