@@ -109,7 +109,13 @@ def test_everything_that_is_wrong_is_said_at_once_with_the_nearest_name() -> Non
 
 @pytest.mark.parametrize(
     ("command", "setting"),
-    [("check", "alert = 'wandb=theirs'"), ("run", "compact = 100"), ("demo", "tour = true"), ("rerun", "memory = 900")],
+    [
+        ("check", "alert = 'wandb=theirs'"),
+        ("run", "compact = 100"),
+        ("run", "replica = 'ulp:1'"),
+        ("demo", "tour = true"),
+        ("rerun", "memory = 900"),
+    ],
 )
 @pytest.mark.parametrize("table", [True, False])
 def test_what_is_written_sent_or_run_is_not_set(command: str, setting: str, table: bool) -> None:

@@ -52,6 +52,17 @@ def test_a_map_is_proposed_and_used(here: Path) -> None:
     assert weights("a.safetensors", "fused.safetensors", "--map", "map.toml").stdout.startswith("identical: 21 tensors")
 
 
+def test_a_proposed_map_that_cannot_be_written_is_refused_before_anything_is_read(here: Path) -> None:
+    before = (here / "a.safetensors").read_bytes()
+    (here / "damaged.safetensors").write_bytes(b"no weights")
+    for path, reason in (("nowhere/map.toml", "cannot be written"), ("a.safetensors", "is what is compared.")):
+        refused = weights("a.safetensors", "damaged.safetensors", "--propose", path)
+
+        assert (refused.exit_code, refused.stdout) == (2, "")
+        assert f"nothing was read.\n\n  --propose {path}\n    {reason}" in refused.stderr
+    assert (here / "a.safetensors").read_bytes() == before
+
+
 def test_an_accepted_difference_exits_with_zero(here: Path) -> None:
     (here / "accept.toml").write_text('[[accept]]\nname = "*.mlp.up_proj.weight"\nreason = "rescaled on purpose"\n')
     result = weights("a.safetensors", "b.safetensors", "--accept", "accept.toml")

@@ -132,7 +132,14 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
 @situation("a checkpoint of DeepSpeed with experts")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     torch.save({"module": STATE}, here / "mp_rank_00_model_states.pt")
-    torch.save(STATE, here / "layer_0_expert_0_mp_rank_00_model_states.pt")
+    torch.save(STATE, here / "layer_0_expert_0_mp_rank_01_model_states.pt")
+    opened(here)
+
+
+@situation("several files of Meta's Llama")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    for number in range(2):
+        torch.save(STATE, here / f"consolidated.0{number}.pth")
     opened(here)
 
 
@@ -333,4 +340,22 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> str:
 
     save_file(STATE, here / "a.safetensors")
     arguments = ["weights", "a.safetensors", "a.safetensors", "--propose", "nowhere/map.toml"]
+    return CliRunner().invoke(app, arguments, catch_exceptions=False).stderr
+
+
+@situation("a map that cannot be written any more")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    from traindiff.state.maps import write_map
+
+    write_map(traindiff.weights(STATE, dict(STATE)), here / "nowhere" / "map.toml")
+
+
+@situation("a map in place of what is compared")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    from typer.testing import CliRunner
+
+    from traindiff.cli.commands import app
+
+    save_file(STATE, here / "a.safetensors")
+    arguments = ["weights", "a.safetensors", "a.safetensors", "--propose", "a.safetensors"]
     return CliRunner().invoke(app, arguments, catch_exceptions=False).stderr

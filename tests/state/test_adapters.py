@@ -90,6 +90,14 @@ def test_factors_that_follow_from_the_ranks_are_one() -> None:
     assert traindiff.weights(wide, made, base=BASE).verdict == "equivalent"
 
 
+def test_the_configuration_of_a_side_without_adapters_does_not_count(tmp_path: Path) -> None:
+    save_file(merged(2.0), tmp_path / "model.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"lora_alpha": 32, "r": 4}')
+
+    for sides in ((FACTORS, tmp_path), (tmp_path, FACTORS)):
+        assert traindiff.weights(*sides, base=BASE).verdict == "equivalent"
+
+
 def test_the_factor_is_the_one_that_the_configuration_says(tmp_path: Path) -> None:
     save_file(FACTORS, tmp_path / "adapter_model.safetensors")
     config = tmp_path / "adapter_config.json"

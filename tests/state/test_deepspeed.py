@@ -107,3 +107,40 @@ def test_what_deepspeed_has_saved_is_what_it_held(tmp_path: Path, ranks: int, dt
             assert (tensor.dtype, tensor.shape) == (str(value.dtype).removeprefix("torch."), tuple(value.shape)), name
             got = b"".join(tensor.slab(*slab).tobytes() for slab in tensor.slabs)
             assert got == value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), (stage, name)
+
+
+def save_experts(directory: str, ranks: int) -> None:
+    """Save a model with experts on so many expert ranks, and what this rank holds of them."""
+    deepspeed = import_deepspeed()
+    from deepspeed.moe.layer import MoE
+
+    torch.manual_seed(distributed.get_rank())
+    layers = [MoE(4, expert=nn.Linear(4, 4), num_experts=count, ep_size=ranks) for count in (2, 4)]
+    model = nn.Sequential(nn.Linear(4, 4), *layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}, "steps_per_print": None}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine.save_checkpoint(directory, tag="saved")
+    held = {}
+    for name, value in engine.module.state_dict().items():
+        before, inside, after = name.partition(".deepspeed_experts.")
+        if inside:
+            number, _, rest = after.partition(".")
+            own = layers[int(before[0]) - 1].num_local_experts * distributed.get_rank() + int(number)
+            held[f"{before}{inside}{own}.{rest}"] = value.clone()
+        else:
+            held[name] = value.clone()
+    torch.save(held, f"{directory}/held-{distributed.get_rank()}.pt")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_experts_that_deepspeed_has_saved_are_those_that_all_ranks_held(tmp_path: Path, ranks: int) -> None:
+    run_on_ranks(save_experts, ranks, str(tmp_path), ranks, timeout_seconds=400)
+
+    held = {}
+    for rank in reversed(range(ranks)):
+        held |= torch.load(tmp_path / f"held-{rank}.pt")
+    result = traindiff.weights(tmp_path, held)
+
+    assert sum("deepspeed_experts" in name for name in held) == 12
+    assert (result.verdict, len(result.relations)) == ("identical", len(held))

@@ -70,7 +70,12 @@ def test_a_model_whose_names_begin_as_an_optimizer_is_compared_as_a_model(tmp_pa
 
 @pytest.mark.parametrize(
     "name",
-    ["layer_0_expert_0_mp_rank_00_model_states.pt", "expp_rank_0_mp_rank_00_optim_states.pt", "x_model_states.pt"],
+    [
+        "layer_0_expert_0_mp_rank_01_model_states.pt",
+        "expert_0_mp_rank_00_model_states.pt",
+        "expp_rank_0_mp_rank_00_optim_states.pt",
+        "x_model_states.pt",
+    ],
 )
 def test_files_of_deepspeed_that_are_not_read_are_refused(tmp_path: Path, name: str) -> None:
     torch.save({"module": {"gate.w": torch.ones(3)}, "mp_world_size": 1}, tmp_path / "mp_rank_00_model_states.pt")
@@ -83,6 +88,66 @@ def test_files_of_deepspeed_that_are_not_read_are_refused(tmp_path: Path, name: 
         open_checkpoint(tmp_path)
 
 
+def test_a_shard_that_is_missing_is_named_without_an_index(tmp_path: Path) -> None:
+    for number in (1, 2):
+        save_file({f"w{number}": torch.ones(3)}, tmp_path / f"model-0000{number}-of-00003.safetensors")
+
+    with pytest.raises(CheckpointError, match=r'"model-00003-of-00003.* is missing, which belongs to'):
+        open_checkpoint(tmp_path)
+    save_file({"w3": torch.ones(3)}, tmp_path / "model-00003-of-00003.safetensors")
+    assert set(open_checkpoint(tmp_path).tensors) == {"w1", "w2", "w3"}
+
+
+def test_several_files_of_meta_are_not_read_as_one(tmp_path: Path) -> None:
+    for number in range(2):
+        torch.save({"layers.0.wq.weight": torch.ones(2, 4)}, tmp_path / f"consolidated.0{number}.pth")
+
+    with pytest.raises(CheckpointError, match="each with a part of most tensors"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "consolidated.01.pth").unlink()
+    assert set(open_checkpoint(tmp_path).tensors) == {"layers.0.wq.weight"}
+
+
+def _experts(here: Path, counts: list[int]) -> dict[str, torch.Tensor]:
+    """What DeepSpeed writes of a model with experts without ZeRO; returns its parameters."""
+    gates = {f"layers.{layer}.moe.deepspeed_moe.gate.wg.weight": torch.randn(3) for layer in range(len(counts))}
+    moments = {"state": {0: {"exp_avg": torch.randn(3)}}}
+    content = {"module": gates, "optimizer": moments, "num_experts": counts, "mp_world_size": 1}
+    torch.save(content, here / "mp_rank_00_model_states.pt")
+    torch.save({"optimizer": moments}, here / "expp_rank_0_mp_rank_00_optim_states.pt")
+    state = dict(gates)
+    for layer, count in enumerate(counts):
+        for expert in range(count):
+            name = f"layers.{layer}.moe.deepspeed_moe.experts.deepspeed_experts.{expert}.w"
+            state[name] = torch.randn(4)
+            torch.save({name: state[name]}, here / f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt")
+    return state
+
+
+def test_experts_of_deepspeed_are_read_from_their_files(tmp_path: Path) -> None:
+    state = _experts(tmp_path, [2, 11])
+
+    result = traindiff.weights(tmp_path, state)
+
+    assert (result.verdict, len(result.relations)) == ("identical", 15)
+    assert any("only the model is compared" in note for note in result.notes)
+
+
+def test_experts_of_deepspeed_that_are_not_complete_are_refused(tmp_path: Path) -> None:
+    _experts(tmp_path, [2, 3])
+    file = tmp_path / "layer_1_expert_2_mp_rank_00_model_states.pt"
+
+    torch.save({"layers.1.moe.experts.w1.2": torch.ones(3)}, file)
+    with pytest.raises(CheckpointError, match=r'its tensor "layers.1.moe.experts.w1.2" is none of expert 2 alone'):
+        open_checkpoint(tmp_path)
+    file.rename(tmp_path / "layer_1_expert_3_mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match="it has no file layer_1_expert_2_mp_rank_00"):
+        open_checkpoint(tmp_path)
+    torch.save({}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    with pytest.raises(CheckpointError, match="an expert's file of a kind that traindiff does not read"):
+        open_checkpoint(tmp_path)
+
+
 def _saved(path: Path, pickled: bytes) -> Path:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as file:
         file.writestr("archive/data.pkl", pickled)
@@ -91,6 +156,8 @@ def _saved(path: Path, pickled: bytes) -> Path:
 
 
 _TUPLE_OF = b"cbuiltins\ntuple\n"
+
+_COPIES = b"h\x01h\x00R" * 20_000 + b"l."
 
 PICKLES = {
     "tuples as a key": (b"}" + b")" + b"\x85" * 1_500_000 + b"K\x01s.", "its pickle is nested too deep"),
@@ -102,6 +169,39 @@ PICKLES = {
     "a dict that holds itself": (b"}q\x00X\x05\x00\x00\x00modelh\x00s.", "containers nested 64 deep"),
     "a bytearray of a number": (
         b"c__builtin__\nbytearray\n(J\x00\x00\x00\x60tR.", "it has a bytearray of what is no bytes"
+    ),
+    "tuples of twice the same tuple as a key": (b"})" + b"2\x86" * 60 + b"K\x01s.", "it repeats tuples too often"),
+    "a large tuple as a key, again and again": (
+        b"(" + b"N" * 100_000 + b"tq\x00}" + b"h\x00Ns" * 20_000 + b".", "it repeats tuples too often"
+    ),
+    "very many copies of a list": (
+        b"(" + b"N" * 100_000 + b"l\x85q\x000(" + b"cbuiltins\nlist\nq\x01" + _COPIES,
+        "it copies more values than it has",
+    ),
+    "very many copies of bytes": (
+        b"B\x00\x00\x10\x00" + bytes(1 << 20) + b"\x85q\x000(cbuiltins\nbytearray\nq\x01" + _COPIES,
+        "it copies more values than it has",
+    ),
+    "very many copies of arguments": (
+        b"(" + b"N" * 100_000 + b"tq\x000(cenum\nA\nq\x01" + _COPIES,
+        "it repeats tuples too often",
+    ),
+    "very many copies of attributes": (
+        b"}(" + b"".join(b"J" + number.to_bytes(4, "little") + b"N" for number in range(100_000))
+        + b"uq\x000(" + b"ccollections\nOrderedDict\nq\x01" + b"h\x01)Rh\x00b" * 20_000 + b"l.",
+        "holds no tensors",
+    ),
+    "a storage whose name is a list of twice the same list": (
+        b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\n]"
+        + b"q\x00(h\x00h\x00l" * 60 + b"X\x03\x00\x00\x00cpuK\x01tQ.",
+        "it names a storage in a way that torch.save does not",
+    ),
+    "a long name of very many values": (
+        b"}X\x00\x00\x10\x00" + b"n" * (1 << 20) + b"(" + b"N" * 100_000 + b"ls.",
+        "the name of a value in it is too long"
+    ),
+    "an integer of very many digits": (
+        b"}\x8b\x00\x10\x00\x00" + b"\x01" * 4096 + b"Ns.", "an integer that is too long"
     ),
     "very many classes": (
         b"(" + b"".join(b"cenum\nA%d\n" % number for number in range(5000)) + b"l.", "it names more than 4096 classes"

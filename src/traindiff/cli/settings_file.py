@@ -28,9 +28,11 @@ MOST_BYTES = 1 << 18
 
 NEVER = frozenset({
     "output", "html", "png", "pictures", "propose", "junit", "webhook", "alert", "overwrite", "compact", "open",
-    "candidate", "matrix", "run", "fresh", "tour", "device", "seconds", "memory", "list", "show-settings", "help",
+    "candidate", "matrix", "run", "fresh", "replica", "tour", "device", "seconds", "memory", "list", "show-settings",
+    "help",
 })  # fmt: skip
-"""Options that are given on the command line only: what is written, replaced, sent or run, and the limits of `rerun`.
+"""Options that are given on the command line only: what is written, replaced, sent or run, also with what
+perturbation (`replica`), and the limits of `rerun`.
 
 So is `-m`, like every option whose name is one letter.
 """

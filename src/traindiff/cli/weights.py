@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,10 @@ from rich.text import Text
 
 from traindiff.cli.app import app, messages, print_result, results, says_what_is_wrong
 from traindiff.cli.options import JUDGED, SHOWN, AcceptOption, JsonOption, MapOption, TopOption
+from traindiff.cli.output_file import FIX, check_writable
+from traindiff.errors import ConfigError, Problem
+
+_NOT_READ = "nothing was read"
 
 
 @app.command(short_help="Compare saved weights: is it the same model?")
@@ -43,6 +48,8 @@ def weights(
     recordings. Exits with 0 if the numbers are the same (identical or equivalent), 1 if they diverged, 2 if the input
     cannot be used, and 3 if tensors are in one of the two only.
     """
+    if propose is not None:
+        _check_proposal(propose, [one for one in (baseline, candidate, base) if one is not None])
     from traindiff.state.comparing import weights as compare_weights
     from traindiff.state.comparison import text_lines
     from traindiff.state.maps import write_map
@@ -67,3 +74,15 @@ def weights(
         count = write_map(result, propose)
         messages.print(f"traindiff: wrote {count} entries to {propose}", markup=False, soft_wrap=True)
     raise typer.Exit(result.exit_code)
+
+
+def _check_proposal(file: Path, sources: Sequence[str]) -> None:
+    """Refuse a file for the map that cannot be written, or that is one of the sources, before these are read.
+
+    Raises:
+        ConfigError: It is so.
+    """
+    if any(Path(one).exists() and file.exists() and file.samefile(one) for one in sources):
+        problem = Problem(where=f"--propose {file}", what="is what is compared.", fix=FIX)
+        raise ConfigError("weights", [problem], consequence=_NOT_READ)
+    check_writable(file, option="--propose", asked_by="weights", consequence=_NOT_READ)

@@ -84,7 +84,7 @@ def merged_adapters(
     baseline: Mapping[str, StoredTensor],
     candidate: Mapping[str, StoredTensor],
     base: Mapping[str, StoredTensor],
-    scale_of: Scale | None = None,
+    scales: tuple[Scale | None, Scale | None] = (None, None),
 ) -> tuple[Tensors, Tensors, list[Relation]]:
     """Both sides without what adapters explain, and a relation for each adapted weight.
 
@@ -94,7 +94,8 @@ def merged_adapters(
         baseline: Parameters of one side.
         candidate: Parameters of the other side.
         base: Parameters without adapters, for a side that holds adapters alone.
-        scale_of: The factor that the adapter's configuration says, by the name of a weight and the adapter's rank.
+        scales: For each side: the factor that its configuration of adapters says, by the name of a weight and the
+            adapter's rank; None without one.
 
     Raises:
         CheckpointError: A file has ended.
@@ -103,7 +104,7 @@ def merged_adapters(
     second, of_second = without_adapters(candidate)
     if bool(of_first) == bool(of_second):
         return dict(baseline), dict(candidate), []
-    adapters = of_first or of_second
+    adapters, scale_of = (of_first, scales[0]) if of_first else (of_second, scales[1])
     own = first if of_first else second
     other = _renamed(second if of_first else first, canonical_path)
     if not any(weight in own for weight in adapters):

@@ -81,9 +81,9 @@ def weights(
             notes += _one_sided(role, first, second)
             continue
         if role == "parameter" and not any(one.held for one in (*first.values(), *second.values())):
-            scales = [side.adapter_scale for side in sides if side.adapter_scale is not None]
             of_base = {} if third is None else _of_role(third, role)
-            first, second, found = merged_adapters(first, second, of_base, scales[0] if scales else None)
+            scales = sides[0].adapter_scale, sides[1].adapter_scale
+            first, second, found = merged_adapters(first, second, of_base, scales)
             relations += found
             if not first or not second:
                 continue

@@ -1,7 +1,8 @@
 """DeepSpeed's directories: one model from the files of all model-parallel ranks, which share it by tensor and pipeline.
 
 `mp_rank_XX_model_states.pt` has the module of a rank, and with ZeRO, partitions of it lie beside it
-(`zero_checkpoints.py`). A pipeline has a file for each layer, `layer_XX-model_YY-model_states.pt`.
+(`zero_checkpoints.py`). Experts have files of their own (`expert_files.py`). A pipeline has a file for each layer,
+`layer_XX-model_YY-model_states.pt`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from traindiff.core.untrusted.demands import quoted
 from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import CheckpointError
+from traindiff.state.sources.expert_files import EXPERT, NOT_NAMED, OPTIMIZER, with_experts
 from traindiff.state.sources.tensor_ranks import Cut, Rule, by_name, declared_rule, over_ranks
 from traindiff.state.sources.torch_files import archive_of, named_tensors
 from traindiff.state.sources.zero_checkpoints import MOST_RANKS, of_partitions
@@ -22,6 +24,7 @@ from traindiff.state.stored import StoredTensor, unreadable
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,9})_mp_rank_(\d{2,5})_optim_states\.pt", re.ASCII)
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,9})_)?mp_rank_(\d{2,5})_model_states\.pt", re.ASCII)
 _LAYER = re.compile(r"layer_(\d{2,6})-model_(\d{2,5})-model_states\.pt", re.ASCII)
+_KNOWN = _OPTIMIZER, _MODEL, _LAYER
 
 _ANY_STATES = "_states.pt"
 """How names end of all files with tensors that DeepSpeed writes."""
@@ -69,13 +72,17 @@ def of_directory(folder: Folder) -> tuple[Tensors, list[str]]:
         CheckpointError: A rank's file is missing or damaged, what the ranks hold does not fit together, or there are
             files of states that are not read.
     """
-    _check_all_known(folder)
     optimizers, models = _by_rank(folder, _OPTIMIZER), _by_rank(folder, _MODEL)
+    has_experts = any(EXPERT.fullmatch(name) for name in folder.names())
+    reads_experts = has_experts and not optimizers and [*models] == [0]
+    _check_all_known(folder, (*_KNOWN, EXPERT, OPTIMIZER) if reads_experts else _KNOWN)
     if not models:
         raise unreadable(folder.root, "it has no file *_model_states.pt")
     first = archive_of(folder, min(models[min(models)].values()))
     content = first.value if isinstance(first.value, Mapping) else {}
     _check_complete(folder, content, optimizers, models)
+    if reads_experts:
+        return with_experts(folder, content, _of_rank(folder, {}, models[0])), [NOT_NAMED]
     layers = _layers(folder) if content.get("module") is None and not optimizers else []
     ranks = layers or [
         (folder.path(min(files.values())), _of_rank(folder, optimizers.get(number, {}), files))
@@ -86,13 +93,12 @@ def of_directory(folder: Folder) -> tuple[Tensors, list[str]]:
     return (_merged(folder, ranks, rule, notes) if len(ranks) > 1 else ranks[0][1]), notes
 
 
-def _check_all_known(folder: Folder) -> None:
+def _check_all_known(folder: Folder, patterns: Sequence[re.Pattern[str]]) -> None:
     """Refuse a directory with states that no other function here reads: a part of the model would not be compared.
 
     Raises:
         CheckpointError: There is such a file, e.g. of an expert.
     """
-    patterns = (_OPTIMIZER, _MODEL, _LAYER)
     for name in folder.names():
         if name.endswith(_ANY_STATES) and not any(pattern.fullmatch(name) for pattern in patterns):
             what = "an expert's file" if "expert" in name or name.startswith("expp_") else "a file of states"

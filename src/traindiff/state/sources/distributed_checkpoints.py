@@ -13,7 +13,7 @@ from traindiff.core.site import printable
 from traindiff.core.untrusted.demands import quoted
 from traindiff.core.untrusted.folder import Folder
 from traindiff.state.dtypes import ITEM_BYTES
-from traindiff.state.sources.pickles import MOST_PICKLE_BYTES, Record, loaded, name_of
+from traindiff.state.sources.pickles import MOST_PICKLE_BYTES, Record, is_shape, loaded, name_of
 from traindiff.state.sources.stacked_layers import apart, is_of_megatron, without_buckets
 from traindiff.state.sources.torch_files import Archive, named_tensors
 from traindiff.state.stored import Bytes, Part, Place, Role, StoredTensor, check_parts, unreadable
@@ -38,7 +38,7 @@ def of_directory(folder: Folder) -> tuple[dict[str, StoredTensor], list[str]]:
     places: dict[tuple[str, tuple[int, ...]], Record] = {}
     for index, place in stored.items():
         name, offset = _field(index, "fqn"), _field(index, "offset")
-        if isinstance(name, str) and isinstance(offset, tuple):
+        if isinstance(name, str) and is_shape(offset):
             places[name, offset] = place
     reader = _Reader(folder, places)
     tensors = {name: one for name, one in described.items() if isinstance(name, str) and _is_tensor(one)}
@@ -110,7 +110,7 @@ class _Reader:
         where = self._folder.path(METADATA)
         shape, dtype = _field(value.content, "size"), _dtype(_field(value.content, "properties"))
         chunks = _field(value.content, "chunks")
-        if dtype not in ITEM_BYTES or not _is_shape(shape) or not isinstance(chunks, list):
+        if dtype not in ITEM_BYTES or not is_shape(shape) or not isinstance(chunks, list):
             raise unreadable(where, f"the tensor {quoted(value.name)} is not described as torch does it")
         parts = tuple(self._part(value.name, one, dtype) for one in chunks)
         found = StoredTensor(name=name, dtype=dtype, shape=shape, parts=parts, role=role)
@@ -118,10 +118,11 @@ class _Reader:
 
     def _part(self, name: str, chunk: Any, dtype: str) -> Part:
         offset, shape = _field(chunk, "offsets"), _field(chunk, "sizes")
-        place = self._places.get((name, offset)) if _is_shape(offset) else None
+        place = self._places.get((name, offset)) if is_shape(offset) else None
         where = self._folder.path(METADATA)
-        if not _is_shape(shape) or place is None:
-            raise unreadable(where, f"it does not say where the part of {quoted(name)} at {offset} is")
+        if not is_shape(shape) or place is None:
+            at = list(offset) if is_shape(offset) else "an unknown offset"
+            raise unreadable(where, f"it does not say where the part of {quoted(name)} at {at} is")
         file, first, count = (_field(place, key) for key in ("relative_path", "offset", "length"))
         if not isinstance(file, str) or type(first) is not int or type(count) is not int or min(first, count) < 0:
             raise unreadable(where, f"it does not say where the part of {quoted(name)} at {list(offset)} is")
@@ -155,7 +156,3 @@ def _dtype(properties: Any) -> str:
     state = properties.state if isinstance(properties, Record) else None
     given = state[0] if isinstance(state, tuple) and state else _field(properties, "dtype")
     return name_of(given).removeprefix("torch.")
-
-
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, tuple) and all(type(one) is int and one >= 0 for one in value)

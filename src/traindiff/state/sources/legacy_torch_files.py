@@ -16,7 +16,7 @@ from traindiff.core.untrusted.demands import quoted
 from traindiff.state.dtypes import ITEM_BYTES
 from traindiff.state.sources.pickles import MOST_PICKLE_BYTES, loaded
 from traindiff.state.sources.readable import readable
-from traindiff.state.sources.torch_tensors import Repeated, Storage, described_tensor, storage_dtype
+from traindiff.state.sources.torch_tensors import Repeated, Storage, described_tensor, is_storage_key, storage_dtype
 from traindiff.state.stored import Bytes, Place, Role, StoredTensor, unreadable
 
 START = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
@@ -61,9 +61,10 @@ class LegacyFile:
             raise unreadable(where, f"its protocol is not {_VERSION}, or its machine had another byte order")
         self.value, rest = self._pickle(rest, self._stored)
         keys, rest = self._pickle(rest, self._no_storage)
-        if not isinstance(keys, list) or {*map(str, keys)} != {*self._storages} or len(keys) != len(self._storages):
+        are_names = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
+        if not are_names or {*keys} != {*self._storages} or len(keys) != len(self._storages):
             raise unreadable(where, "its list of storages is not that of its tensors")
-        for key in map(str, keys):
+        for key in keys:
             rest = self._locate(key, rest)
 
     def _pickle(self, rest: Bytes, stored: Callable[[Any], Any]) -> tuple[Any, Bytes]:
@@ -83,9 +84,9 @@ class LegacyFile:
 
     def _stored(self, key: Any) -> Storage:
         """What stands for a storage, or for a part of it."""
-        if not isinstance(key, tuple) or len(key) not in (5, 6) or key[0] != "storage" or type(key[4]) is not int:
+        if not is_storage_key(key):
             raise self._no_storage(key)
-        dtype, name, count = storage_dtype(key[1]), str(key[2]), key[4]
+        dtype, name, count = storage_dtype(key[1]), key[2], key[4]
         known = self._storages.setdefault(name, _Found(dtype or "", count))
         if dtype is None or count < 0 or (known.dtype, known.count) != (dtype, count):
             raise unreadable(self.where, f"its storage {quoted(name)} has an unknown dtype, or two of them")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import re
 import stat
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -34,6 +35,12 @@ _FILES = (
     "pytorch_model.bin.index.json", "adapter_model.bin", "consolidated.safetensors", "consolidated.00.pth",
 )  # fmt: skip
 """Files of a directory, in the order in which Hugging Face's libraries look for them."""
+
+_OF_META, _SECOND_OF_META = "consolidated.00.pth", "consolidated.01.pth"
+"""What the model-parallel ranks of Meta's Llama have saved."""
+
+_SHARD = re.compile(r"(.*-)(\d{5})-of-(\d{5})(\.\w+)", re.ASCII)
+"""How Hugging Face's libraries name the files of a model that is saved in several."""
 
 _POINTER = b"version https://git-lfs"
 """How a file begins that stands for a large one in a clone without Git LFS."""
@@ -155,6 +162,11 @@ def _of_directory(path: str, folder: Folder) -> Checkpoint:
     if of_ranks is not None:
         return of_ranks
     there = [name for name in _FILES if name in names]
+    if there[:1] == [_OF_META] and _SECOND_OF_META in names:
+        raise CheckpointError(
+            f"{path} has several files as {quoted(_OF_META)}, each with a part of most tensors, and how each tensor is "
+            "cut is not known. Convert them to one model, e.g. with transformers, or give two of the files."
+        )
     if there:
         found = _of_file(path, folder, there[0])
         tensors = {**found.tensors, **_optimizer_beside(folder, names)}
@@ -217,8 +229,9 @@ def _of_files(path: str, folder: Folder, files: list[str]) -> Checkpoint:
     """Files without an index, each with tensors of its own.
 
     Raises:
-        CheckpointError: Two files have a tensor of one name.
+        CheckpointError: A file is missing, or two have a tensor of one name.
     """
+    _check_all_shards(folder, files)
     found: dict[str, StoredTensor] = {}
     holder: dict[str, str] = {}
     for name in files:
@@ -230,3 +243,17 @@ def _of_files(path: str, folder: Folder, files: list[str]) -> Checkpoint:
                 )
             found[key], holder[key] = tensor, name
     return Checkpoint(path=path, kind=f"{len(files)} files" if len(files) > 1 else files[0], tensors=found)
+
+
+def _check_all_shards(folder: Folder, files: Sequence[str]) -> None:
+    """Refuse files whose names say that there are more of them.
+
+    Raises:
+        CheckpointError: They do.
+    """
+    there = {*files}
+    for match in filter(None, map(_SHARD.fullmatch, files)):
+        others = (f"{match[1]}{number:05}-of-{match[3]}{match[4]}" for number in range(1, int(match[3]) + 1))
+        missing = next((name for name in others if name not in there), None)
+        if missing is not None:
+            raise unreadable(folder.root, f"{quoted(missing)} is missing, which belongs to {quoted(match[0])}")

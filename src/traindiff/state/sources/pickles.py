@@ -12,7 +12,7 @@ import pickle
 import pickletools
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,19 @@ MOST_NESTED = 500
 """Limit for values inside each other: tuples are hashed, and records searched, by functions that call themselves."""
 
 
+MOST_DIMS = 64
+"""Limit for the dims of a shape, as in torch."""
+
+_MOST_BITS = 1 << 10
+"""Limit for an integer; a text of one with more than 4300 digits is an error of Python."""
+
+_SPARE = 1 << 16
+"""What small pickles may copy, and have in tuples, beyond what their own length allows."""
+
+_PER_BYTE = 16
+"""Limit for the values in tuples per byte of a pickle, each counted wherever it is."""
+
+
 def _bytearray(content: Any = b"", encoding: str = "latin-1") -> bytearray:
     """A copy of bytes: given a number, `bytearray` would allocate as many."""
     if isinstance(content, Record) and content.name == "_codecs.encode" and content.arguments:
@@ -41,12 +54,32 @@ def _bytearray(content: Any = b"", encoding: str = "latin-1") -> bytearray:
     raise pickle.UnpicklingError("it has a bytearray of what is no bytes")
 
 
-_REAL: Mapping[str, Any] = {
-    "collections.OrderedDict": OrderedDict, "builtins.dict": dict, "builtins.list": list, "builtins.set": set,
-    "builtins.tuple": tuple, "builtins.frozenset": frozenset, "builtins.complex": complex,
-    "builtins.bytearray": _bytearray, "torch.Size": tuple,
+def _shape(lengths: Any = ()) -> tuple[int, ...]:
+    """A shape: a tuple without others inside, whose hash would be computed by a function that calls itself."""
+    found = tuple(lengths) if isinstance(lengths, list | tuple) else None
+    if found is None or not is_shape(found):
+        raise pickle.UnpicklingError("it has a shape of what is no lengths")
+    return found
+
+
+def is_shape(value: Any) -> bool:
+    """True for a tuple of lengths that a tensor may have."""
+    fits = isinstance(value, tuple) and len(value) <= MOST_DIMS
+    return fits and all(type(one) is int and 0 <= one < 1 << 63 for one in value)
+
+
+class _OrderedDict(OrderedDict[Any, Any]):
+    """An OrderedDict without attributes, which unpickling would copy."""
+
+    def __setstate__(self, state: Any) -> None:
+        del state
+
+
+_REAL: Mapping[str, Callable[..., Any]] = {
+    "collections.OrderedDict": _OrderedDict, "builtins.dict": dict, "builtins.list": list, "builtins.set": set,
+    "builtins.complex": complex, "builtins.bytearray": _bytearray, "torch.Size": _shape,
 }  # fmt: skip
-"""Containers, which are made as they are."""
+"""Containers and numbers, which are made as they are."""
 
 _DATA = re.compile(
     r"""torch\.(\w+Storage|per_\w+_affine|\w*float\w*|\w*int\w*|bool|half|double|bfloat16|complex\w+|strided|device|Tensor|preserve_format
@@ -58,7 +91,7 @@ _DATA = re.compile(
     |(deepspeed|megatron|transformers|accelerate|lightning|pytorch_lightning|omegaconf|transformer_engine)\.[\w.]+
     |argparse\.Namespace|types\.SimpleNamespace|pathlib\.\w+|datetime\.\w+|enum\.\w+|collections\.(defaultdict|Counter|deque)
     |numpy(\.\w+)*\.(dtype|ndarray|scalar|_reconstruct|_frombuffer|generic|\w*int\d*|float\d+|bool_?)|_codecs\.encode
-    |signal\.Signals|uuid\.UUID|builtins\.(int|float|bool|str|bytes|object|slice|range)|typing\.\w+""",
+    |signal\.Signals|uuid\.UUID|builtins\.(int|float|bool|str|bytes|object|slice|range|tuple|frozenset)|typing\.\w+""",
     re.VERBOSE,
 )
 """Classes and functions by full name that describe data; each becomes a `Record`."""
@@ -111,49 +144,72 @@ class _Unpickler(pickle.Unpickler):
         self._where = where
         self._stored = stored
         self._classes: dict[str, Any] = {}
+        self._room = len(data) + _SPARE
 
     def find_class(self, module: str, name: str) -> Any:
-        """A container, or what stands for a class.
+        """A class that makes a container, or what stands for an object.
 
         Raises:
             CheckpointError: It is not known to be data.
             UnpicklingError: There are too many.
         """
         full = f"{module.replace('__builtin__', 'builtins')}.{name}"
-        if full in _REAL:
-            return _REAL[full]
         if full in self._classes:
             return self._classes[full]
-        if _DATA.fullmatch(full):
+        if full in _REAL or _DATA.fullmatch(full):
             if len(self._classes) >= MOST_CLASSES:
                 raise pickle.UnpicklingError(f"it names more than {MOST_CLASSES} classes")
-            return self._classes.setdefault(full, _class_of(full))
+            return self._classes.setdefault(full, self._class_of(full))
         raise CheckpointError(
             f"{self._where} would call {quoted(full)} when it is loaded, which is code and not data; traindiff never "
             "runs it. If you trust the file, load it and save its tensors with safetensors."
         )
+
+    def _class_of(self, name: str) -> Any:
+        """A class that stands for another: pickles make objects by calling it, or by its `__new__`."""
+        copy = self._copy
+
+        class Named(Record):
+            __slots__ = ()
+            full_name = name
+
+            def __new__(cls, *arguments: Any, **named: Any) -> Any:
+                copy(len(arguments) + len(named))
+                if name not in _REAL:
+                    return Record(name, arguments)
+                copy(sum(len(one) for one in arguments if isinstance(one, Sized)))
+                return _REAL[name](*arguments)
+
+        return Named
+
+    def _copy(self, count: int) -> None:
+        """Count values that are copied: each is written once, and what lies in the memo can be copied many times.
+
+        Raises:
+            UnpicklingError: There are more than the pickle has bytes.
+        """
+        self._room -= count
+        if self._room < 0:
+            raise pickle.UnpicklingError("it copies more values than it has")
 
     def persistent_load(self, key: Any) -> Any:
         """What the file keeps beside the pickle: elements of tensors."""
         return self._stored(key)
 
 
-def _class_of(name: str) -> Any:
-    """A class that stands for another: pickles make objects by calling it, or by its `__new__`."""
-
-    class Named(Record):
-        __slots__ = ()
-        full_name = name
-
-        def __new__(cls, *arguments: Any, **_: Any) -> Any:
-            return Record(name, arguments)
-
-    return Named
-
-
 def name_of(value: Any) -> str:
     """The full name of a class or function that a pickle holds; empty for anything else."""
     return str(getattr(value, "full_name", "")) if isinstance(value, type) else ""
+
+
+def check_length(count: int, where: str) -> None:
+    """Refuse a pickle with more bytes than it may have.
+
+    Raises:
+        CheckpointError: It has.
+    """
+    if count > MOST_PICKLE_BYTES:
+        raise unreadable(where, f"its pickle has {count} bytes, and may have {MOST_PICKLE_BYTES}")
 
 
 def loaded(data: bytes, *, where: str, stored: Callable[[Any], Any]) -> Any:
@@ -167,8 +223,7 @@ def loaded(data: bytes, *, where: str, stored: Callable[[Any], Any]) -> Any:
     Raises:
         CheckpointError: It is damaged, too large, or names something that is not known to be data.
     """
-    if len(data) > MOST_PICKLE_BYTES:
-        raise unreadable(where, f"its pickle has {len(data)} bytes, and may have {MOST_PICKLE_BYTES}")
+    check_length(len(data), where)
     try:
         _check(data)
         return _Unpickler(data, where, stored).load()
@@ -213,72 +268,86 @@ _REFUSED = ("EXT1", "EXT2", "EXT4", "NEXT_BUFFER")
 _CHANGES = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
 """Opcodes that put something into a value, which may be in the memo."""
 
+_IMMUTABLE = ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "FROZENSET")
+"""Opcodes of values that are hashed with all that is in them."""
 
-_Depth = int | list[int]
-"""How deep a value on the stack is; in a list for one that lies at several places, where it may be changed."""
+
+class _Value:
+    """A value on the stack or in the memo, or in both.
+
+    Attributes:
+        depth: How deep values are inside each other in it.
+        size: Number of values of a tuple or a frozenset, each counted wherever it is; 1 for anything else.
+    """
+
+    __slots__ = ("depth", "size")
+
+    def __init__(self, depth: int = 0, size: int = 1) -> None:
+        self.depth = depth
+        self.size = size
 
 
 def _check(data: bytes) -> None:
-    """Refuse what an unpickler would do without limits: places of the memo that are far apart, and deep nesting.
+    """Refuse what an unpickler would do without limits.
+
+    That are places of the memo that are far apart, deep nesting, long integers, and tuples of tuples of the memo:
+    hashing them takes a time that doubles with each.
 
     Raises:
         UnpicklingError: It has such opcodes, or is cut off.
         RecursionError: It is nested too deep.
     """
-    stack: list[_Depth] = []
+    stack: list[_Value] = []
     marks: list[int] = []
-    memo: dict[int, list[int]] = {}
+    memo: dict[int, _Value] = {}
+    room = _PER_BYTE * len(data) + _SPARE
     for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
         name = opcode.name
         if name in _PUTS or name == "MEMOIZE":
             place = len(memo) if name == "MEMOIZE" else int(argument or 0)
             if place > count:
                 raise pickle.UnpicklingError("its memo has holes")
-            memo[place] = stack[-1] = _shared(stack[-1])
-        elif name in _GETS:
-            stack.append(memo[int(argument or 0)])
+            memo[place] = stack[-1]
+        elif name in _GETS or name == "DUP":
+            stack.append(stack[-1] if name == "DUP" else memo[int(argument or 0)])
         elif name == "MARK":
             marks.append(len(stack))
         elif name == "POP" and marks and marks[-1] == len(stack):
             marks.pop()
-        elif name == "DUP":
-            stack[-1] = _shared(stack[-1])
-            stack.append(stack[-1])
-        elif name in _REFUSED:
-            raise pickle.UnpicklingError(f"it has the opcode {name}")
+        elif name in _REFUSED or (isinstance(argument, int) and argument.bit_length() > _MOST_BITS):
+            raise pickle.UnpicklingError(f"it has the opcode {name}, or an integer that is too long")
         elif name in _VALUES:
-            stack.append(0)
+            stack.append(_Value())
         else:
-            _apply(_EFFECTS[name], stack, marks, changes=name in _CHANGES)
+            room -= _apply(name, stack, marks)
+            if room < 0:
+                raise pickle.UnpicklingError("it repeats tuples too often")
 
 
-def _apply(effect: _Effect, stack: list[_Depth], marks: list[int], *, changes: bool) -> None:
-    """Do to the stack what an opcode does.
+def _apply(name: str, stack: list[_Value], marks: list[int]) -> int:
+    """Do to the stack what an opcode does, and return the size of what it takes.
 
     Raises:
         RecursionError: A value is too deep.
     """
+    effect = _EFFECTS[name]
     if not effect.takes and not effect.to_mark:
-        return  # PROTO and FRAME
+        return 0  # PROTO and FRAME
     first = (marks.pop() if effect.to_mark else len(stack)) - effect.takes
     if first < 0:
         raise pickle.UnpicklingError("it takes more than it has")
     taken = stack[first:]
     del stack[first:]
+    size = sum(one.size for one in taken)
     if not effect.gives:
-        return
-    inside = taken[1:] if changes else taken
-    depth = 1 + max((one if isinstance(one, int) else one[0] for one in inside), default=0)
+        return size
+    changes = name in _CHANGES
+    depth = 1 + max((one.depth for one in (taken[1:] if changes else taken)), default=0)
     if depth > MOST_NESTED:
         raise RecursionError
-    if not changes:
-        stack.append(depth)
-    elif isinstance(taken[0], int):
-        stack.append(max(taken[0], depth))
-    else:
-        taken[0][0] = max(taken[0][0], depth)
+    if changes:
+        taken[0].depth = max(taken[0].depth, depth)
         stack.append(taken[0])
-
-
-def _shared(depth: _Depth) -> list[int]:
-    return [depth] if isinstance(depth, int) else depth
+    else:
+        stack.append(_Value(depth, 1 + size if name in _IMMUTABLE else 1))
+    return size

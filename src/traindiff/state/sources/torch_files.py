@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 import struct
 import zipfile
 import zlib
@@ -17,9 +18,9 @@ from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import CheckpointError
 from traindiff.state.dtypes import ITEM_BYTES
 from traindiff.state.sources.legacy_torch_files import START, LegacyFile
-from traindiff.state.sources.pickles import loaded
+from traindiff.state.sources.pickles import check_length, loaded
 from traindiff.state.sources.readable import readable
-from traindiff.state.sources.torch_tensors import Repeated, Storage, described_tensor, storage_dtype
+from traindiff.state.sources.torch_tensors import Repeated, Storage, described_tensor, is_storage_key, storage_dtype
 from traindiff.state.stored import Bytes, Place, Role, Seal, StoredTensor, unreadable
 
 MOST_ENTRIES = 1 << 20
@@ -30,6 +31,17 @@ MOST_VALUES = 1 << 22
 
 MOST_DEPTH = 64
 """Limit for nested containers."""
+
+MOST_NAME = 1 << 12
+"""Limit for the characters of a name: the keys of all containers of a tensor."""
+
+MOST_NAMES = 1 << 28
+"""Limit for the characters of all names of a file."""
+
+_SHORT = reprlib.Repr()
+_SHORT.maxtuple = _SHORT.maxfrozenset = MOST_DEPTH
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = MOST_NAME
+"""Writes keys that are no texts; tuples may have long texts in them many times."""
 
 _LOCAL_HEADER_BYTES = 30
 
@@ -72,7 +84,9 @@ class Archive:
         order = self._entry(f"{self._root}byteorder")
         if order is not None and order.count < 16 and order.read(0, order.count).tobytes() == b"big":
             raise unreadable(where, "it was written on a machine with another byte order")
-        data = self._bytes_of(pickled).read(0, self._bytes_of(pickled).count).tobytes()
+        described = self._bytes_of(pickled)
+        check_length(described.count, where)
+        data = described.read(0, described.count).tobytes()
         checksum = self._entries[pickled].CRC
         if checksum and zlib.crc32(data) != checksum:
             raise unreadable(where, f"{quoted(pickled)} does not have the checksum that the file has for it")
@@ -108,10 +122,9 @@ class Archive:
 
     def _stored(self, key: Any) -> Storage:
         """What stands for a storage."""
-        if not isinstance(key, tuple) or len(key) != 5 or key[0] != "storage" or not isinstance(key[4], int):
+        if not is_storage_key(key) or len(key) != 5:
             raise unreadable(self.where, "it names a storage in a way that torch.save does not")
-        dtype = storage_dtype(key[1])
-        name, count = str(key[2]), key[4]
+        dtype, name, count = storage_dtype(key[1]), key[2], key[4]
         entry = self._entries.get(f"{self._root}data/{name}")
         if dtype is None or entry is None:
             raise unreadable(self.where, f"its storage {quoted(name)} is missing, or of an unknown dtype")
@@ -235,29 +248,41 @@ def _model_key(value: Any) -> str | None:
 
 def _leaves(value: Any, where: str) -> Iterator[tuple[str, tuple[str, ...], Any]]:
     """What is no container, with the path and the keys that lead there."""
-    count = 0
-    stack: list[tuple[str, tuple[str, ...], Any]] = [("", (), value)]
+    values = characters = 0
+    stack: list[Iterator[tuple[str, tuple[str, ...], Any]]] = [iter([("", (), value)])]
     while stack:
-        path, keys, one = stack.pop()
-        count += 1
-        if count > MOST_VALUES or len(keys) > MOST_DEPTH:
+        found = next(stack[-1], None)
+        if found is None:
+            stack.pop()
+            continue
+        path, keys, one = found
+        values, characters = values + 1, characters + len(path)
+        if values > MOST_VALUES or len(keys) > MOST_DEPTH:
             raise unreadable(where, f"it has more than {MOST_VALUES} values, or containers nested {MOST_DEPTH} deep")
-        inner: list[tuple[str, tuple[str, ...], Any]] = []
-        if isinstance(one, Mapping):
-            inner = [(_joined(path, key), (*keys, _shown(key)), below) for key, below in one.items()]
-        elif isinstance(one, list | tuple):
-            inner = [(f"{path}[{number}]", (*keys, f"[{number}]"), below) for number, below in enumerate(one)]
+        if len(path) > MOST_NAME or characters > MOST_NAMES:
+            most = f"{MOST_NAME} characters, and all together {MOST_NAMES}"
+            raise unreadable(where, f"the name of a value in it is too long ({quoted(path)}); it may have {most}")
+        if isinstance(one, Mapping | list | tuple):
+            stack.append(_inside(path, keys, one))
         else:
             yield path, keys, one
-        stack += reversed(inner)
 
 
-def _shown(key: Any) -> str:
-    return f"[{key}]" if isinstance(key, int) else str(key)
+def _inside(path: str, keys: tuple[str, ...], container: Any) -> Iterator[tuple[str, tuple[str, ...], Any]]:
+    """The values of a container, with their paths and keys."""
+    for key, value in container.items() if isinstance(container, Mapping) else enumerate(container):
+        yield _joined(path, key), (*keys, shown_key(key)), value
+
+
+def shown_key(key: Any) -> str:
+    """A key of a container as a part of a name."""
+    if isinstance(key, int):
+        return f"[{key}]"
+    return key if isinstance(key, str) else _SHORT.repr(key)
 
 
 def _joined(path: str, key: Any) -> str:
-    return f"{path}.{key}" if path and not isinstance(key, int) else f"{path}{_shown(key)}"
+    return f"{path}.{shown_key(key)}" if path and not isinstance(key, int) else f"{path}{shown_key(key)}"
 
 
 def of_file(folder: Folder, name: str) -> dict[str, StoredTensor]:

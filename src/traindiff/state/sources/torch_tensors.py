@@ -11,7 +11,7 @@ from typing import Any
 from traindiff.core.untrusted.demands import quoted
 from traindiff.errors import CheckpointError
 from traindiff.state.dtypes import ITEM_BYTES
-from traindiff.state.sources.pickles import Record, name_of
+from traindiff.state.sources.pickles import Record, is_shape, name_of
 from traindiff.state.stored import Part, Place, Role, StoredTensor, unreadable
 
 _STORAGES: Mapping[str, str] = {
@@ -69,6 +69,12 @@ def storage_dtype(kind: Any) -> str | None:
     return _STORAGES.get(name_of(kind).rpartition(".")[2])
 
 
+def is_storage_key(key: Any) -> bool:
+    """True for what pickles of torch keep of a storage: its class, its name, its device and its number of elements."""
+    fits = isinstance(key, tuple) and len(key) in (5, 6) and key[0] == "storage"
+    return fits and isinstance(key[2], str) and type(key[4]) is int
+
+
 def described_tensor(value: Any, name: str, role: Role, where: str) -> StoredTensor | None:
     """The tensor that a value of a pickle describes; None if it describes none.
 
@@ -100,8 +106,7 @@ def described_tensor(value: Any, name: str, role: Role, where: str) -> StoredTen
 def _placed(
     name: str, role: Role, where: str, storage: Any, offset: Any, shape: Any, strides: Any, given: str
 ) -> StoredTensor:
-    whole = (offset, *shape, *strides) if isinstance(shape, tuple) and isinstance(strides, tuple) else ("",)
-    fits = all(type(one) is int and one >= 0 for one in whole) and isinstance(storage, Storage)
+    fits = all(map(is_shape, ((offset,), shape, strides))) and isinstance(storage, Storage)
     if not fits or len(shape) != len(strides) or (given or storage.dtype) not in ITEM_BYTES:
         raise unreadable(where, f"the tensor {quoted(name)} is not described as torch.save does it")
     dtype = given or storage.dtype

@@ -16,8 +16,8 @@ from traindiff.core.site import printable
 from traindiff.core.untrusted.demands import quoted
 from traindiff.core.untrusted.folder import Folder
 from traindiff.state.dtypes import ITEM_BYTES
-from traindiff.state.sources.pickles import Record
-from traindiff.state.sources.torch_files import TorchFile, archive_of
+from traindiff.state.sources.pickles import Record, is_shape
+from traindiff.state.sources.torch_files import MOST_VALUES, TorchFile, archive_of, shown_key
 from traindiff.state.stored import Part, Place, Role, StoredTensor, check_parts, unreadable
 
 MOST_RANKS = 1 << 16
@@ -44,6 +44,8 @@ def of_partitions(folder: Folder, optimizers: Mapping[int, str], models: Mapping
         groups = [groups]
     if not isinstance(groups, list) or not all(isinstance(one, Mapping) for one in groups):
         raise unreadable(archives[0].where, 'it has no "param_shapes"')
+    if sum(map(len, groups)) > MOST_VALUES:
+        raise unreadable(archives[0].where, f"it has more than {MOST_VALUES} shapes")
     found = _frozen(archives, first, sharded=stage == 3)
     for key in ("", *ranks[0].states):
         for number, shapes in enumerate(groups):
@@ -54,7 +56,7 @@ def of_partitions(folder: Folder, optimizers: Mapping[int, str], models: Mapping
     shared = first.get("shared_params")
     for name, other in shared.items() if isinstance(shared, Mapping) else ():
         if other in found:
-            found[printable(str(name))] = _named(found[other], printable(str(name)))
+            found[printable(shown_key(name))] = _named(found[other], printable(shown_key(name)))
     return found | dict(_whole(archives[0], first, found, sharded=stage == 3))
 
 
@@ -154,9 +156,9 @@ def _trained(
         ends.append(ends[-1] + one.size)
     place = 0
     for path, shape in shapes.items():
-        if not isinstance(shape, tuple) or not all(type(one) is int and one >= 0 for one in shape):
-            raise unreadable(where, f"the shape of {quoted(str(path))} is none")
-        size, own = prod(shape), printable(str(path))
+        if not is_shape(shape):
+            raise unreadable(where, f"the shape of {quoted(shown_key(path))} is none")
+        size, own = prod(shape), printable(shown_key(path))
         name, role = (f"optimizer.state.{own}.{key}", "optimizer") if key else (own, "parameter")
         if sharded:
             each = -(-size // len(flat))
@@ -207,7 +209,7 @@ def _whole(
     names, module = content.get("buffer_names"), content.get("module")
     buffers = names if isinstance(names, list | set) else ()
     for name, value in module.items() if isinstance(module, Mapping) else ():
-        own = printable(str(name))
+        own = printable(shown_key(name))
         if name in buffers or (not sharded and own not in known):
             tensor = archive.tensor(value, own)
             if tensor is not None:
@@ -219,12 +221,12 @@ def _frozen(archives: Sequence[TorchFile], first: Mapping[Any, Any], *, sharded:
     shapes = first.get("frozen_param_shapes")
     found: dict[str, StoredTensor] = {}
     for path, shape in shapes.items() if isinstance(shapes, Mapping) else ():
-        name = printable(str(path))
+        name = printable(shown_key(path))
         pieces = []
         for archive in archives:
             held = _mapping(archive.value, archive.where).get("frozen_param_fragments")
             tensor = archive.tensor(held.get(path) if isinstance(held, Mapping) else None, name)
-            if tensor is None or not isinstance(shape, tuple):
+            if tensor is None or not is_shape(shape):
                 raise unreadable(archive.where, f"it has no part of the frozen parameter {quoted(name)}")
             pieces.append(tensor)
         if not sharded:
