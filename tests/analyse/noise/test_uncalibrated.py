@@ -288,20 +288,29 @@ def test_a_momentum_of_what_was_divided_is_judged_like_an_update(
     assert compared(noisy, baseline_edit=with_divisor).verdict == verdict
 
 
-@pytest.mark.parametrize(("error", "verdict"), [(1e-6, "equivalent"), (1e-4, "diverged")])
+@pytest.mark.parametrize(
+    ("errors", "verdict"),
+    [
+        ((1e-6, 0.0), "equivalent"),
+        ((1e-6, 0.9e-6), "equivalent"),
+        ((1e-4, 0.0), "diverged"),
+        ((1e-6, 3e-6), "diverged"),
+        ((0.0, 0.9e-6), "diverged"),
+    ],
+)
 def test_a_running_average_that_shrinks_has_the_error_of_what_it_was(
-    error: float, verdict: str, compared: Compared
+    errors: tuple[float, float], verdict: str, compared: Compared
 ) -> None:
-    """Gradients that change sign cancel in it; their rounding does not."""
+    """Gradients that change sign cancel in it; their rounding does not, and most of it stays in the next step."""
 
-    def averaged(apart: float) -> Edit:
+    def averaged(apart: tuple[float, float]) -> Edit:
         def edit(step: int, sites: Step) -> None:
-            average = [1.0, 1e-3, 1e-3][step] + apart * (step == 1)
+            average = [1.0, 1e-3, 1e-3][step] + (0.0, *apart)[step]
             sites["optimizer", "", "fc.bias", "momentum_buffer"].values = np.full(8, average, dtype=np.float32)
 
         return edit
 
-    assert compared(averaged(error), baseline_edit=averaged(0.0)).verdict == verdict
+    assert compared(averaged(errors), baseline_edit=averaged((0.0, 0.0))).verdict == verdict
 
 
 def test_inputs_and_parameters_that_differ_add_up_as_independent_errors() -> None:
