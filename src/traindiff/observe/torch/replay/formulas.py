@@ -175,7 +175,7 @@ def _functions(kind: type, name: str) -> list[Any]:
     method = getattr(kind, name, None)
     if method is None:
         return []
-    function = inspect.unwrap(method, stop=wrappers.append)  # type: ignore[arg-type]  # None: go on
+    function = inspect.unwrap(method, stop=wrappers.append)  # None: go on
     return [*(one for one in wrappers if _package(one) != "torch"), function]
 
 
