@@ -28,6 +28,7 @@ from tests.faults.injected import (
 )
 from tests.faults.models import Attention, Block, Gpt, LstmClassifier
 from tests.faults.recipe import Change, Moment, Recipe
+from tests.faulty_step import at_end_of_step
 
 
 def attention(
@@ -144,7 +145,7 @@ def _rounded_updates(path: str) -> Callable[[Recipe], Recipe]:
             with torch.no_grad():
                 parameter.copy_(parameter.bfloat16())
 
-        optimizer.register_step_post_hook(swallow)
+        at_end_of_step(optimizer, swallow)
         return optimizer
 
     return lambda recipe: recipe.but(optimizer=build)

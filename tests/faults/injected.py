@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.faults.models import VOCABULARY, Attention, Block, Gpt
 from tests.faults.recipe import Change, Moment, Recipe, mean_cross_entropy, recipe
 from tests.faults.variations import replace_forward
+from tests.faulty_step import at_end_of_step
 
 AT = 3
 """Step of the faults that happen in the middle of a run."""
@@ -169,7 +170,7 @@ def _skip_update(path: str) -> Callable[[Recipe], Recipe]:
             with torch.no_grad():
                 parameter.copy_(before)
 
-        optimizer.register_step_post_hook(put_back)
+        at_end_of_step(optimizer, put_back)
         return optimizer
 
     return lambda recipe: recipe.but(optimizer=build)

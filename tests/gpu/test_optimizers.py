@@ -11,6 +11,7 @@ from torch import optim
 from torch.nn import functional
 
 import traindiff
+from tests.faulty_step import at_end_of_step
 from tests.gpu.training import Training
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")]
@@ -91,7 +92,7 @@ def test_the_decay_of_the_second_moment_is_still_checked(device: torch.device, t
         for state in optimizer.state.values():
             state["exp_avg_sq"].mul_(1.0 - 1e-3)
 
-    training.optimizer.register_step_post_hook(forget)
+    at_end_of_step(training.optimizer, forget)
     with traindiff.record(tmp_path / "run", training.model, training.optimizer):
         training.run()
 

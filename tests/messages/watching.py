@@ -28,7 +28,7 @@ situation = chapter.situation
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {
         "frames": 0, "trace": "first", "abort_after": -1, "on_detect": "rise", "output": 3, "masks": [1],
-        "warn": "zero", "keep_inputs": "yes", "file": 7,
+        "nonfinite": [2], "warn": "zero", "keep_inputs": "yes", "file": 7,
     }  # fmt: skip
     traindiff.watch(Small(), **settings)
 

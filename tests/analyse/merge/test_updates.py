@@ -167,6 +167,14 @@ def test_an_update_over_steps_that_were_not_recorded_is_not_derived() -> None:
     assert updates.derive(table_of(2, parameter(random(9, seed=2))), step=2)[0] == []  # type: ignore[arg-type]
 
 
+def test_an_update_over_a_step_of_another_optimizer_that_was_not_recorded_is_not_derived() -> None:
+    updates = Updates()
+    updates.derive(table_of(0, parameter(random(9, seed=0), "before")), step=0)  # type: ignore[arg-type]
+    found, _ = updates.derive(table_of(1, parameter(random(9, seed=1))), step=1)  # type: ignore[arg-type]
+
+    assert found == []
+
+
 def test_an_edit_on_a_rank_whose_copy_does_not_count_is_no_part_of_the_update() -> None:
     """The ranks hold different copies from then on, and the update is that of the first one."""
     before, moved = random(9, seed=0), random(9, seed=0) + np.float32(0.25)

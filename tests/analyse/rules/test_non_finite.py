@@ -209,6 +209,45 @@ def test_masks_of_minus_infinity_are_right(tmp_path: Path) -> None:
     assert (verdict.findings, verdict.warnings) == ((), ())
 
 
+class Missing(nn.Linear):
+    """Puts 0 in place of missing values; in one step, it makes NaN."""
+
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = super().forward(x.nan_to_num(0.0))
+        return result * torch.nan if self.fails else result
+
+
+@pytest.mark.parametrize("fails_at", [None, 0, 2])
+def test_what_is_not_finite_elsewhere_is_found_although_a_site_is_ignored(fails_at: int | None, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Missing(3, 4), nn.Linear(4, 2))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        for step in range(4):
+            model[0].fails = step == fails_at  # type: ignore[assignment]
+            x = torch.randn(8, 3)
+            x[0, 1] = torch.nan
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+    ignored = ["(root) input[0]", "0 input[0]"]
+    verdict = traindiff.check(tmp_path / "run", rules="non-finite", ignore=ignored)
+    found_there = (
+        'Ignored, so not judged ("(root) input[0]"): 1 site; found there: non-finite at batch of (root) input[0].'
+    )
+    assert found_there in verdict.notes
+    if fails_at is None:
+        assert verdict.verdict == "healthy"
+    else:
+        (finding,) = verdict.findings
+        assert (finding.step, finding.path, finding.slot) == (fails_at, "0", "output[0]")
+        before = {0: "all that was observed before it is finite or ignored", 2: "nothing finite was observed before it"}
+        assert before[finding.step] in finding.message
+
+
 def test_a_scaler_may_find_infinite_gradients(tmp_path: Path) -> None:
     model = classifier()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)

@@ -15,6 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import traindiff
 from tests.faults.recipe import recipe
+from tests.faulty_step import at_end_of_step
 from tests.made_up import Seen, Step, plain_step
 from tests.made_up import record as write
 from tests.observe.hooks.models import mlp
@@ -51,7 +52,7 @@ def train(
             before.update({path: parameter.detach().clone() for path, parameter in model.named_parameters()})
 
         made.register_step_pre_hook(keep)
-        made.register_step_post_hook(torch.no_grad()(lambda *_: after_step(model, before)))
+        at_end_of_step(made, torch.no_grad()(lambda *_: after_step(model, before)))
     with traindiff.record(path, model, made, strict=True):
         for batch in batches(3):
             model(batch.to(dtype)).square().mean().backward()
@@ -181,7 +182,7 @@ def test_gradients_that_are_mathematically_zero_are_no_lost_updates(tmp_path: Pa
 
 
 class Mine(AdamW):
-    """A subclass with a step of its own."""
+    """A subclass with a step of its own, which may be meant."""
 
     wrong = "uncorrected"
     gain = 1.0
@@ -222,6 +223,9 @@ def test_a_subclass_of_its_own_that_makes_a_known_mistake_is_found(
 
     start = f"Mine (a subclass of AdamW with a step of its own) moves 0.weight {OF_A_SUBCLASS[wrong]}."
     assert found[0].message.startswith(start)
+    assert "Is this meant? Then declare its formula" in found[0].message
+    verdict = traindiff.check(tmp_path / "mine", rules="update-rule")
+    assert (verdict.verdict, verdict.warnings[0].message) == ("healthy", found[0].message)
 
 
 OTHER_METHODS = {
@@ -240,6 +244,63 @@ def test_a_subclass_that_is_another_method_is_a_note(
 
     start = f"Mine (a subclass of AdamW with a step of its own) {OTHER_METHODS[wrong]}. This may be what it is for"
     assert any(note.startswith(start) for note in traindiff.check(tmp_path / "mine", rules="update-rule").notes)
+
+
+def test_a_class_of_torch_whose_step_was_replaced_may_mean_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("step", "wrong", "gain"):
+        monkeypatch.setattr(AdamW, name, getattr(Mine, name), raising=False)
+
+    found = train(tmp_path / "run", lambda model: AdamW(model.parameters(), betas=(0.7, 0.85)))
+
+    assert found[0].message.startswith("AdamW (with a step of its own) moves 0.weight without bias correction.")
+    assert traindiff.check(tmp_path / "run", rules="update-rule").verdict == "healthy"
+
+
+def test_a_subclass_that_leaves_a_parameter_alone_may_mean_it(tmp_path: Path) -> None:
+    class Resting(SGD):
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            pass
+
+    found = train(tmp_path / "run", lambda model: Resting(model.parameters(), lr=0.1))
+
+    assert {one.kind for one in found} == {"never-updated"}
+    assert traindiff.check(tmp_path / "run", rules="update-rule").verdict == "healthy"
+
+
+def test_a_mistake_that_only_one_run_makes_tells_them_apart_although_it_may_be_meant(tmp_path: Path) -> None:
+    makes = {"right": AdamW, "wrong": Mine}
+    for name, kind in makes.items():
+        train(tmp_path / name, lambda model, kind=kind: kind(model.parameters()))  # type: ignore[misc]
+    comparison = traindiff.compare(tmp_path / "right", tmp_path / "wrong")
+
+    assert comparison.verdict == "diverged"
+    assert comparison.first_divergence is not None
+    said = "In the candidate, Mine (a subclass of AdamW with a step of its own) moves 0.weight without bias correction."
+    assert said in comparison.first_divergence.message
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_hooks_change_after_a_step_is_not_the_optimizers_doing(when: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = AdamW(model.parameters(), lr=0.01)
+
+    @torch.no_grad()
+    def clip(*_: Any) -> None:
+        for one in model.parameters():
+            one.clamp_(-0.05, 0.05)
+
+    if when == "before":
+        optimizer.register_step_post_hook(clip)
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        if when == "after":
+            optimizer.register_step_post_hook(clip)
+        for batch in batches(3):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert traindiff.check(tmp_path / "run").verdict == "healthy"
 
 
 def test_a_subclass_that_changes_its_gradients_is_found_where_a_known_mistake_fits_alone(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 import traindiff
 from tests.analyse.rules.test_replay import findings
+from tests.faulty_step import at_end_of_step
 from tests.observe.hooks.trainings import batches
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.rules.replayed_mistakes import MEANINGS, meaning
@@ -72,7 +73,7 @@ class MistakenStep:
         self._before: dict[int, Start] = {}
         self.name = ""
         optimizer.register_step_pre_hook(self._keep)
-        optimizer.register_step_post_hook(self._replace)
+        at_end_of_step(optimizer, self._replace)
 
     def _keep(self, optimizer: Optimizer, *_: Any) -> None:
         known = formula_of(optimizer)

@@ -13,6 +13,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 import traindiff
+from tests.faulty_step import at_end_of_step
 from tests.observe.hooks.models import mlp
 from tests.observe.hooks.trainings import batches
 from traindiff.analyse.check import Verdict
@@ -66,7 +67,7 @@ def trained(path: Path, kind: Any, options: dict[str, Any], name: str = "", chan
                 change(optimizer.state[one][name], held)
 
     optimizer.register_step_pre_hook(keep)
-    optimizer.register_step_post_hook(disturb)
+    at_end_of_step(optimizer, disturb)
     with traindiff.record(path, model, optimizer, observe=("replay", "param", "grad"), strict=True):
         for batch in batches(4):
             optimizer.zero_grad()

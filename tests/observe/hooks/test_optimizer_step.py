@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -267,8 +268,18 @@ def bound_and_scheduled(optimizer: Optimizer) -> None:
     scheduled(optimizer)
 
 
-@pytest.mark.parametrize("replace", [scheduled, bound, bound_and_scheduled])
-def test_parameters_may_be_written_between_the_steps_of_an_optimizer_with_a_scheduler(
+def wrapped(optimizer: Optimizer) -> None:
+    step = optimizer.step
+    optimizer.step = lambda: step()  # type: ignore[method-assign]
+
+
+def wrapped_twice(optimizer: Optimizer) -> None:
+    wrapped(optimizer)
+    optimizer.step = partial(optimizer.step)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("replace", [scheduled, bound, bound_and_scheduled, wrapped, wrapped_twice])
+def test_parameters_may_be_written_between_the_steps_of_an_optimizer_whose_step_is_replaced(
     replace: Callable[[Optimizer], None], tmp_path: Path
 ) -> None:
     model = mlp()
@@ -297,11 +308,20 @@ def test_two_optimizers_with_schedulers_may_hold_one_parameter(tmp_path: Path) -
     assert [*recording.steps.values()] == [3, 3]
 
 
+class Caller:
+    """Calls a step that nothing tells from outside."""
+
+    def __init__(self, step: Callable[[], object]) -> None:
+        self.inner = step
+
+    def step(self) -> None:
+        self.inner()
+
+
 def test_a_wrapped_step_that_has_called_the_hooks_is_seen(tmp_path: Path) -> None:
     model = mlp()
     optimizer = SGD(model.parameters(), lr=0.1)
-    step = optimizer.step
-    optimizer.step = lambda: step()  # type: ignore[method-assign]
+    optimizer.step = Caller(optimizer.step).step  # type: ignore[method-assign]
     with traindiff.record(tmp_path / "run", model, optimizer, strict=True) as recording:
         train(model, optimizer)
         for batch in batches(2):

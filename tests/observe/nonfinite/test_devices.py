@@ -20,8 +20,8 @@ from traindiff.observe.torch.nonfinite.watcher import Watcher
 from traindiff.observe.torch.session.targets import find_targets
 
 SETTINGS: dict[str, Any] = {
-    "frames": 21, "trace": (), "abort_after": None, "on_detect": "raise", "output": None, "masks": (), "warn": (),
-    "keep_inputs": False,
+    "frames": 21, "trace": (), "abort_after": None, "on_detect": "raise", "output": None, "masks": (), "nonfinite": (),
+    "warn": (), "keep_inputs": False,
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import traindiff
+from tests.faulty_step import at_end_of_step
 from tests.observe.hooks.reading import rows
 from traindiff.observe.torch.replay import batches as batches_module
 from traindiff.observe.torch.replay.batches import Batch
@@ -37,7 +38,7 @@ def recorded(path: Path, kind: str, options: dict[str, Any], *, fault: str = "")
     make: Any = getattr(torch.optim, kind)
     optimizer: Optimizer = make(groups, **options)
     if fault:
-        optimizer.register_step_post_hook(lambda *_: optimizer.state[model[1].weight][fault].mul_(1.5))
+        at_end_of_step(optimizer, lambda *_: optimizer.state[model[1].weight][fault].mul_(1.5))
     with traindiff.record(path, model, optimizer, observe="replay", strict=True):
         for step in range(3):
             hidden = model[2](model[1](model[0](torch.randn(7, 6))).bfloat16()).float()

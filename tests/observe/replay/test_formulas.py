@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -190,3 +191,43 @@ def test_a_subclass_with_a_step_of_its_own_is_held_against_its_base() -> None:
     known = [formula_of(kind(parameters)) for kind in (SGD, Adam, AdamW, Same, Mine)]
     assert [one and one.label for one in known] == ["SGD", "Adam", "AdamW", "AdamW", "Mine(AdamW)"]
     assert formula_of(Unknown(parameters, {})) is None
+
+
+class Copying(AdamW):
+    """Its step has all attributes of torch's, and is another one."""
+
+    @wraps(AdamW.step)
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
+class Preparing(AdamW):
+    """Torch's step calls a method of it that changes gradients."""
+
+    def _init_group(self, *arguments: Any) -> Any:
+        return super()._init_group(*arguments)
+
+
+@pytest.mark.parametrize("kind", [Copying, Preparing])
+def test_a_class_has_a_step_of_its_own_if_it_replaces_any_part_of_it(kind: type[AdamW]) -> None:
+    known = formula_of(kind([nn.Parameter(torch.ones(1))]))
+    assert known is not None
+    assert known.label == f"{kind.__name__}(AdamW)"
+
+
+def test_a_wrapped_class_of_torch_has_a_step_of_its_own_and_a_scheduled_one_has_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @wraps(AdamW.step)
+    def wrapped(*arguments: Any, **more: Any) -> Any:
+        return step(*arguments, **more)
+
+    optimizer, step = AdamW([nn.Parameter(torch.ones(1))]), AdamW.step
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    known = formula_of(optimizer)
+    assert known is not None
+    assert known.label == "AdamW"
+    monkeypatch.setattr(AdamW, "step", wrapped)
+    known = formula_of(optimizer)
+    assert known is not None
+    assert known.label == "AdamW(AdamW)"

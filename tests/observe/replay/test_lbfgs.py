@@ -13,6 +13,7 @@ from torch.optim import LBFGS
 
 import traindiff
 from tests.analyse.rules.test_replay import findings
+from tests.faulty_step import at_end_of_step
 from tests.observe.hooks.models import mlp
 from tests.observe.hooks.reading import rows, unobserved
 from tests.observe.hooks.trainings import batches
@@ -34,7 +35,7 @@ def train(path: Path, change: Change | None = None, *, dtype: torch.dtype = torc
                 change(held, before, optimizer)
         before.clear()
 
-    optimizer.register_step_post_hook(after)
+    at_end_of_step(optimizer, after)
     (batch,) = batches(1)
 
     def closure() -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import traindiff
+from tests.faulty_step import at_end_of_step
 from traindiff.observe.torch.hooks import optimizer_step
 from traindiff.observe.torch.replay import formulas
 
@@ -29,7 +30,7 @@ def one_step(path: Path, factor: float) -> Path:
         for state in changed.state.values():
             state["exp_avg_sq"] *= factor
 
-    optimizer.register_step_post_hook(change)
+    at_end_of_step(optimizer, change)
     with traindiff.record(path, model, optimizer):
         model(torch.randn(8, 30)).square().mean().backward()
         optimizer.step()

@@ -14,6 +14,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 import traindiff
+from tests.faulty_step import at_end_of_step
 from tests.run.verify.recipes import Change, doubled_gradient, mlp, one_thread, other_epsilon, other_gelu
 from traindiff.core.observation import Observation
 from traindiff.core.shards import Shard
@@ -107,7 +108,7 @@ def test_a_wrong_update_is_found(forced: Forced) -> None:
         assert isinstance(training, traindiff.Training)
         assert isinstance(training.optimizer, torch.optim.Optimizer)
         weight = training.model.get_parameter("2.weight")
-        training.optimizer.register_step_post_hook(lambda *_: weight.data.mul_(1.001))
+        at_end_of_step(training.optimizer, lambda *_: weight.data.mul_(1.001))
         return training
 
     found = forced(recipe)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard
 from torch.optim import _muon
 
 import traindiff
+from tests.faulty_step import at_end_of_step
 from tests.observe.sharding.prepared import in_tensor_parallel
 from tests.observe.sharding.test_data_parallel import fully_sharded
 from tests.observe.sharding.test_fsdp1 import sharded
@@ -44,7 +45,7 @@ def growing(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         for parameter in optimizer.param_groups[0]["params"]:
             parameter.data.mul_(1.001)
 
-    optimizer.register_step_post_hook(grow)
+    at_end_of_step(optimizer, grow)
     return optimizer
 
 
@@ -79,7 +80,7 @@ def longer(factor: float) -> Callable[[Iterable[nn.Parameter]], torch.optim.Opti
                 parameter.data.copy_(old + factor * (parameter.data - old))
             before.clear()
 
-        optimizer.register_step_post_hook(change)
+        at_end_of_step(optimizer, change)
         return optimizer
 
     return make

@@ -16,6 +16,7 @@ from torch.nn import functional
 from typer.testing import CliRunner
 
 import traindiff
+from tests.faulty_step import at_end_of_step
 from tests.run.verify.recipes import mlp, other_epsilon
 from traindiff.analyse.compare.investigation import Investigation, Stage
 from traindiff.cli.commands import app
@@ -381,7 +382,7 @@ def test_what_no_module_computes_is_not_zoomed_into_and_named(tmp_path: Path) ->
                 for one in model.parameters():
                     one.mul_(0.9)
 
-        training.optimizer.register_step_post_hook(after)  # type: ignore[union-attr]
+        at_end_of_step(training.optimizer, after)  # type: ignore[union-attr]
         return training
 
     found = traindiff.verify(mlp(), halved, tmp_path, steps=1, replicas=("ulp:1",), zoom=True)

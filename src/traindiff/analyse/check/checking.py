@@ -189,7 +189,7 @@ def check(
     ignored = IgnoredSites(ignore)
     follower = follow or not_following()
     run = open_followed(os.fspath(recording), follower)
-    judge = RunJudge(chosen.rules, run_facts(run), limits=chosen.limits)
+    judge = RunJudge(chosen.rules, replace(run_facts(run), ignored=tuple(ignored.entries)), limits=chosen.limits)
     found = _Found()
     updates = Updates()
     checked: list[int] = []

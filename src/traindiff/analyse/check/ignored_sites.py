@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from traindiff.analyse.check.chosen_rules import CONSEQUENCE
 from traindiff.analyse.findings import Finding, more_text
 from traindiff.analyse.merge.site import StepTable
-from traindiff.core.maps.accepted import Accepted, ignored_of
-from traindiff.core.site import ROOT, label
+from traindiff.core.maps.accepted import Accepted, ignored_of, names_of
+from traindiff.core.site import label
 
 
 class IgnoredSites:
@@ -18,6 +18,7 @@ class IgnoredSites:
         ignore: Globs over sites: a path, or a path and a slot.
 
     Attributes:
+        entries: The globs.
         found: Findings that are left out.
 
     Raises:
@@ -25,9 +26,9 @@ class IgnoredSites:
     """
 
     def __init__(self, ignore: str | Iterable[str] | None) -> None:
-        self._entries = ignored_of(ignore, asked_by="check(...)", consequence=CONSEQUENCE)
-        self._sites: dict[Accepted, set[str]] = {entry: set() for entry in self._entries}
-        self._found: dict[Accepted, dict[str, Finding]] = {entry: {} for entry in self._entries}
+        self.entries = ignored_of(ignore, asked_by="check(...)", consequence=CONSEQUENCE)
+        self._sites: dict[Accepted, set[str]] = {entry: set() for entry in self.entries}
+        self._found: dict[Accepted, dict[str, Finding]] = {entry: {} for entry in self.entries}
 
     @property
     def found(self) -> list[Finding]:
@@ -41,8 +42,8 @@ class IgnoredSites:
 
     def see(self, table: StepTable) -> None:
         """Note which sites of a step the globs name."""
-        for entry in self._entries:
-            named = (key for key in table if not key.stage and entry.names(_names(key.path, key.slot)))
+        for entry in self.entries:
+            named = (key for key in table if not key.stage and entry.names(names_of(key.path, key.slot)))
             self._sites[entry].update(label(key.path, key.slot) for key in named)
 
     def left(self, findings: Iterable[Finding]) -> Sequence[Finding]:
@@ -60,7 +61,7 @@ class IgnoredSites:
 
     def notes(self) -> Iterator[str]:
         """A sentence for each glob."""
-        for entry in self._entries:
+        for entry in self.entries:
             found, matched = list(self._found[entry]), len(self._sites[entry])
             if not matched and not found:
                 yield f'Warning: no site is named "{entry.name}", as --ignore says.'
@@ -70,8 +71,4 @@ class IgnoredSites:
             yield f'Ignored, so not judged ("{entry.name}"): {sites}; found there: {what}.'
 
     def _of(self, path: str, slot: str) -> Accepted | None:
-        return next((entry for entry in self._entries if entry.names(_names(path, slot))), None)
-
-
-def _names(path: str, slot: str) -> tuple[str, str]:
-    return path or ROOT, label(path, slot)
+        return next((entry for entry in self.entries if entry.names(names_of(path, slot))), None)

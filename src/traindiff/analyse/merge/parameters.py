@@ -21,7 +21,7 @@ class Updates:
 
     Attributes:
         parameters: By path: the parameters as they were seen last.
-        ended: By path: the last step after which a parameter was seen.
+        ended: By path: the last step after which a parameter was seen, also as the step after it found it.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Updates:
                 if key.stage == "before" and self.ended.get(key.path, -1) >= step:
                     continue  # of another optimizer, which has taken this step before: what it found is past
                 self.parameters[key.path] = entry.without_parts(np.array(entry.summary)[()])
-                self.ended.pop(key.path, None)
+                self.ended[key.path] = step - 1  # later steps may not be recorded, and change it too
         # An update is unknown if ranks are missing before or after it.
         before = self.known
         moved: list[tuple[MergedSite, MergedSite]] = []

@@ -28,8 +28,8 @@ _PASS = frozenset({"batch", "forward", "loss", "backward"})
 class FiniteThroughout(Rule):
     """The first NaN or infinity in execution order: everything observed before it in the step is finite.
 
-    The rule reports it once. It reports another one only if everything was finite in between. The rule has no limit,
-    because a healthy run has no such number. These are not findings:
+    The rule reports it once. It reports another one only if everything was finite in between, except at sites that the
+    user ignores (`--ignore`). The rule has no limit, because a healthy run has no such number. These are not findings:
 
     * -inf in a batch, in a tensor whose finite elements are all 0 or whose name says mask, and in outputs of modules
       (masked scores), if only finite numbers are computed from it, or if earlier steps had it too;
@@ -47,6 +47,7 @@ class FiniteThroughout(Rule):
     def begin(self) -> None:
         """Nothing was seen so far."""
         self._broken: set[SiteKey] = set()  # sites that are not finite since the last finding
+        self._ignored: set[SiteKey] = set()  # sites that the user ignores, of which something was found
         self._masks: set[SiteKey] | None = None
         self._begins = True
 
@@ -54,21 +55,26 @@ class FiniteThroughout(Rule):
         """Findings of a step."""
         scaled = has_loss_scale(table)
         found: list[_Suspect] = []
+        ignored: list[_Suspect] = []
         masks: list[_Suspect] = []
         for key, entry in table.items():
             if not (entry.unobserved or is_finite(entry.summary)):
                 if not _is_right(key, entry, scaled=scaled):
-                    found.append(_suspect(entry))
+                    (ignored if self.facts.ignores(key.path, key.slot) else found).append(_suspect(entry))
                 elif key.phase == "forward":
                     masks.append(_suspect(entry))
         begins, self._begins = self._begins, False
+        for one in ignored:
+            if one.entry.key not in self._ignored:
+                self._ignored.add(one.entry.key)
+                yield _finding(table, one.entry, one.part, step=step, begins=begins)
         was_finite = not self._broken
         self._broken = self._still_broken(table) | {one.entry.key for one in found}
         if found and was_finite:
             # -inf where there was none in any step before is no mask.
             fresh = [] if self._masks is None else [one for one in masks if one.entry.key not in self._masks]
             first = min([*found, *fresh], key=lambda one: one.moment)
-            yield _finding(table, first.entry, first.part, step=step, begins=begins)
+            yield _finding(table, first.entry, first.part, step=step, begins=begins, ignores=bool(ignored))
         elif not found:
             self._masks = (self._masks or set()) | {one.entry.key for one in masks}
 
@@ -115,7 +121,13 @@ def _is_right(key: SiteKey, entry: MergedSite, *, scaled: bool) -> bool:
 
 
 def _finding(
-    table: StepTable, origin: MergedSite, part: RankPart | None, *, step: int, begins: bool = False
+    table: StepTable,
+    origin: MergedSite,
+    part: RankPart | None,
+    *,
+    step: int,
+    begins: bool = False,
+    ignores: bool = False,
 ) -> Finding:
     summary = part.summary if part else origin.summary
     nan, count = int(summary["nan"]), int(summary["count"])
@@ -125,11 +137,12 @@ def _finding(
     message = f"{label(origin.key.path, origin.key.slot)} has {what} of {count} elements"
     size = 0.0
     if before is None:
-        message += ", and nothing was observed before it."
+        message += f", and nothing {'finite ' if ignores else ''}was observed before it."
     else:
         size = float(largest(before.summary))
         name = f"{before.key.phase} {label(before.key.path, before.key.slot)}"
-        message += f", and all that was observed before it is finite, up to {name} (largest magnitude {size:.3g})."
+        message += f", and all that was observed before it is finite{' or ignored' if ignores else ''}, "
+        message += f"up to {name} (largest magnitude {size:.3g})."
     evidence = {"nan": nan, "infinite": infinite, "elements": count, "largest_before": size}
     ranks = {one.rank for one in origin.parts}
     message = f"{message} {_advice(origin, overflows=_overflows(origin, summary, size), begins=begins)}"

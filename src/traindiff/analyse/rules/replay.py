@@ -82,13 +82,15 @@ class Replayed:
         name, _, rule = self.key.slot.removesuffix(")").partition("(")
         if rule == COMPILED:
             return f"{name} (compiled)"
-        return f"{name} (a subclass of {rule} with a step of its own)" if rule else name
+        if rule and rule != name:
+            return f"{name} (a subclass of {rule} with a step of its own)"
+        return f"{name} (with a step of its own)" if rule else name
 
     @property
     def may_mean_it(self) -> bool:
         """True if an update that no known mistake explains may be right.
 
-        That is so for a subclass with a step of its own, and for a compiled step, whose parameters other code may have
+        That is so for a class with a step of its own, and for a compiled step, whose parameters other code may have
         changed before they were read.
         """
         return "(" in self.key.slot
@@ -100,7 +102,7 @@ class Replayed:
 
     @property
     def has_own_step(self) -> bool:
-        """True for a subclass of a known optimizer, with a step of its own."""
+        """True for a known optimizer or a subclass of one, with a step of its own."""
         return self.may_mean_it and not self.is_read_late
 
     @property
@@ -116,7 +118,7 @@ class Replayed:
         return int(self.taken.summary["zero"]) == int(self.taken.summary["count"])
 
     def fitting(self, limit: float) -> list[str]:
-        """Known mistakes that leave nothing to explain; of a subclass, those that nobody makes on purpose."""
+        """Known mistakes that leave nothing to explain; of a step of its own, those that may not be meant."""
         known = self._explaining(limit)
         return [name for name in known if not is_a_method(name)] if self.has_own_step else known
 
@@ -130,7 +132,7 @@ class Replayed:
 
 @dataclass(slots=True, kw_only=True)
 class _OwnMethod:
-    """A subclass with a step of its own that does not do what the optimizer does that it is made from.
+    """An optimizer with a step of its own that does not do what the optimizer does that it is made from.
 
     Attributes:
         first: The first step in which that was seen.
@@ -158,7 +160,11 @@ class _OwnMethod:
 
 
 class UpdatesFollowSettings(Rule):
-    """An optimizer did not move parameters as its formula and its settings say."""
+    """An optimizer did not move parameters as its formula and its settings say.
+
+    If an optimizer has a `step` of its own, as subclasses of torch's optimizers may have, its findings are warnings: it
+    may be a variant on purpose.
+    """
 
     name = "update-rule"
     finds = "The optimizer does something else than its settings say."
@@ -204,8 +210,12 @@ class UpdatesFollowSettings(Rule):
         found += divided_updates(table, self.facts.held_in, step=step)
         return sorted((one for one in found if one is not None), key=lambda finding: finding.order)
 
+    def is_warning(self, finding: Finding) -> bool:
+        """True for an optimizer with a step of its own, which may be meant to do that."""
+        return bool(finding.evidence.get("may_be_meant"))
+
     def notes(self) -> Iterator[str]:
-        """What subclasses with steps of their own do instead of what the optimizers do that they are made from."""
+        """What optimizers with steps of their own do instead of what the optimizers do that they are made from."""
         for optimizer, one in self._own.items():
             if optimizer in self._told:
                 continue
@@ -342,6 +352,9 @@ def _wrong(
     else:
         other = f"something else than its settings ask for, {apart:.2g} of its size off"
         message = f"{one.optimizer} moves {path} by {other}. {off}."
+    if one.has_own_step:
+        message += " Is this meant? Then declare its formula (`traindiff.testing.formula`), and it is judged by that."
+        evidence["may_be_meant"] = True
     return Finding(
         step=step, phase="update", stage=REPLAYED, path=path, slot="update", order=one.order, kind=kind,
         difference=apart, floor=apart * limit / one.worst if math.isfinite(apart) else 0.0,

@@ -145,13 +145,13 @@ SLIPS = frozenset(
         "step-one-ahead", "other-sign", "no-amsgrad", "other-nesterov",
     }
 )  # fmt: skip
-"""Mistakes that a subclass with a step of its own may have made; others may be what it is for, as in AdaBelief."""
+"""Mistakes that a step of its own may make, and may mean; others are likely what it is for, as in AdaBelief."""
 
 _SETTING = re.compile(r"(?P<name>[^=]+)=(?P<value>\S+)(?: \(of (?P<where>.+)\))?")
 
 
 def is_a_method(variant: str) -> bool:
-    """True if a mistake may be another method, which a subclass computes on purpose."""
+    """True if a mistake is likely another method, which an optimizer has a step of its own for."""
     return variant not in SLIPS and _SETTING.fullmatch(variant) is None
 
 

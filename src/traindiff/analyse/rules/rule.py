@@ -13,6 +13,7 @@ from traindiff.analyse.merge.parameters import Groups, parameter_groups
 from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.site import MergedSite, StepTable, finding_at
 from traindiff.analyse.products import ProductCheck
+from traindiff.core.maps.accepted import Accepted, names_of
 from traindiff.storage import Joined, Run, ended, joined
 
 
@@ -38,6 +39,7 @@ class RunFacts:
         engine: What divides the batch over ranks and reduces gradients, as in `run.json`; empty without ranks.
         has_hook: Whether a communication hook replaces the engine's reduction.
         not_reduced: Paths of the parameters that the engine was told to ignore: each rank has its own.
+        ignored: Sites at which the user ignores what is found.
         reduced_in: The shorter dtype in which the engine reduces a gradient, by the path of its parameter.
         joined: Steps for which ranks had no inputs, by rank.
     """
@@ -60,6 +62,11 @@ class RunFacts:
     not_reduced: frozenset[str] = frozenset()
     reduced_in: Mapping[str, str] = field(default_factory=dict)
     joined: Mapping[int, Sequence[Joined]] = field(default_factory=dict)
+    ignored: tuple[Accepted, ...] = ()
+
+    def ignores(self, path: str, slot: str) -> bool:
+        """True if the user ignores what is found at a site."""
+        return any(entry.names(names_of(path, slot)) for entry in self.ignored)
 
 
 def run_facts(recording: Run, rename: Rename = str) -> RunFacts:

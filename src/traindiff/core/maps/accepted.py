@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from traindiff.core.maps.toml_files import toml_of, unusable
-from traindiff.core.site import printable
+from traindiff.core.site import ROOT, label, printable
 from traindiff.errors import ConfigError, Problem
 
 
@@ -34,6 +34,11 @@ class Accepted:
         """True if it names something that has these names, e.g. `h.[0-3].*`, or a slot such as `output[0]`."""
         globs = (self.name, self.name.replace("[", "[[]"))
         return any(fnmatchcase(text, glob) for text in texts for glob in globs)
+
+
+def names_of(path: str, slot: str) -> tuple[str, str]:
+    """The names of a site: its path, and path and slot."""
+    return path or ROOT, label(path, slot)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from operator import attrgetter
-from types import CodeType, FrameType, MethodType
+from types import CellType, CodeType, FrameType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -216,20 +216,37 @@ def _running_steps(optimizer: torch.optim.Optimizer) -> int:
 
 
 def calls_hooks(step: Any, optimizer: torch.optim.Optimizer) -> bool:
-    """True if something in the place of `optimizer.step` is known to call the method that calls the hooks.
+    """True if something in the place of `optimizer.step` leads to the method that calls the hooks.
 
-    Every scheduler of learning rates puts a function there that does, and others put the bound method itself. There is
-    no public mark of it: what wraps a function may have all of its attributes, and call another one.
+    Every scheduler of learning rates puts a function there that does, others put the bound method itself, and users put
+    functions that have it in their closure, or partial ones. There is no public mark of it: what wraps a function may
+    have all of its attributes, and call another one. What torch compiles is not looked into: it may call no hooks.
     """
-    while True:
-        if isinstance(step, MethodType) and step.__self__ is optimizer:
-            step = step.__func__
-        elif getattr(step, "__code__", None) is _step_code():
+    waiting, seen = [step], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, FunctionType) and one.__code__ is _step_code():
             return True
-        elif getattr(step, "__globals__", None) is vars(torch.optim.lr_scheduler):
-            step = getattr(step, "__wrapped__", None)
-        else:
-            return False
+        waiting += _called_by(one, optimizer)
+    return False
+
+
+def _called_by(step: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The functions that something in the place of `optimizer.step` may call."""
+    if isinstance(step, MethodType) and step.__self__ is optimizer:
+        return [step.__func__]
+    if isinstance(step, partial):
+        return [step.func, *step.args]
+    if not isinstance(step, FunctionType):
+        return []
+    if step.__globals__ is vars(torch.optim.lr_scheduler):
+        return [getattr(step, "__wrapped__", None)]
+    if str(step.__globals__.get("__name__")).startswith("torch."):
+        return []
+    return [cell.cell_contents for cell in step.__closure__ or () if cell != CellType()]  # which is empty
 
 
 def scale_of(scaler: Any) -> torch.Tensor | None:

@@ -132,7 +132,7 @@ class OptimizerReplayTap:
 
         Args:
             around: Attaches another tap of the optimizer, around this one: changes that the other makes to gradients
-                before the step are replayed, changes after the step are not.
+                before the step are replayed, changes after the step are not. Nor are those by hooks of the training.
         """
         guarded = partial(self._sink.guarded, "optimizer_replay")
         with ExitStack() as undo:

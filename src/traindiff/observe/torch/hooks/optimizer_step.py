@@ -224,7 +224,7 @@ class OptimizerTap:
         self._end_step()
 
     def _leads_to_hooks(self) -> bool:
-        """True if `step` is the method that calls hooks, is known to call it, or has called it the last time."""
+        """True if `step` is the method that calls hooks, leads to it, or has called it the last time."""
         step = vars(self.optimizer).get("step")
         return step is None or step is self._led_to_hooks or calls_hooks(step, self.optimizer)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
-from traindiff.core.torch_compat.training import STEP_PRE_HOOKS, is_nested_step
+from traindiff.core.torch_compat.training import STEP_POST_HOOKS, STEP_PRE_HOOKS, is_nested_step
 from traindiff.observe.torch.hooks.followed_modules import HeldHooks
 from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy
 
@@ -28,9 +28,12 @@ def hook_before_step(optimizer: Optimizer, hook: StepHook) -> HeldHooks:
 
 
 def hook_after_step(optimizer: Optimizer, hook: StepHook) -> HeldHooks:
-    """Have `hook` called after each step, until the result is removed."""
+    """Have `hook` called after each step, before hooks that may change what the step wrote, until it is removed."""
     hooks = HeldHooks()
     hooks.after_step(optimizer, Once(hook))
+    registered = getattr(optimizer, STEP_POST_HOOKS)
+    for key in [*registered][:-1]:
+        registered[key] = registered.pop(key)
     return hooks
 
 

@@ -22,7 +22,7 @@ from traindiff.observe.torch.nonfinite.context import WatchContext
 from traindiff.observe.torch.nonfinite.frames import Frame, Line
 from traindiff.observe.torch.nonfinite.module_gradients import TAP, ModuleGradients
 from traindiff.observe.torch.nonfinite.origin import Found
-from traindiff.observe.torch.nonfinite.reading import Reading, is_mask, may_mask
+from traindiff.observe.torch.nonfinite.reading import Reading, may_mask
 from traindiff.observe.torch.session.targets import Targets
 
 
@@ -42,7 +42,8 @@ class ModuleCalls:
         self._progress = context.progress
         self._reader = context.reader
         self._judging = context.judging
-        self._masks = context.masks
+        self._is_meant = context.is_meant
+        self._meant = context.meant
         self._early_warnings = context.early_warnings
         self._weights = context.weights
         self._order = context.order
@@ -84,6 +85,7 @@ class ModuleCalls:
     def end_step(self) -> None:
         """A step has ended."""
         self.num_calls = 0
+        self._meant.clear()
         self.let_go()
 
     def let_go(self) -> None:
@@ -139,7 +141,7 @@ class ModuleCalls:
         given = {} if call.arguments is None else dict(slots(*call.arguments))
         for slot, reading, tensor in self._not_excused(call, "input", given):
             if not may_mask(reading, tensor):
-                return origin.of_input(call, slot, reading, tensor)
+                return origin.of_input(call, slot, reading, tensor, meant=self._meant)
             call.held_back.append(slot)  # scores, masked: what the module makes of them will tell
         return None
 
@@ -175,16 +177,16 @@ class ModuleCalls:
                 return origin.of_output(call, slot, reading)
             if not may_mask(reading, tensor):  # else masked as before: a module that changes no number
                 given = call.held_back[0]
-                return origin.of_input(call, given, dict(call.frame.read("input"))[given], None)
+                return origin.of_input(call, given, dict(call.frame.read("input"))[given], None, meant=self._meant)
         return None
 
     def _not_excused(
         self, call: Call, prefix: str, values: Mapping[str, Any]
     ) -> Iterator[tuple[str, Reading, Tensor | None]]:
-        """Inputs or outputs of a call that are not finite, and no masks: slot, reading, and tensor if it is there."""
+        """What a call takes or gives that should be finite and is not: slot, reading, and tensor if it is there."""
         for slot, reading in call.frame.read(prefix):
             site, tensor = f"{call.path or ROOT} {slot}", values.get(slot)
-            if reading.is_non_finite and not is_mask(site, reading, tensor, declared=self._masks):
+            if reading.is_non_finite and not self._is_meant(site, reading, tensor):
                 yield slot, reading, tensor
 
     def _add_lines(self, frame: Frame, values: Iterable[tuple[str, Any]]) -> list[tuple[str, Tensor, Reading]]:
@@ -216,9 +218,9 @@ class ModuleCalls:
         self._count(path)
         reading = self._reader.read_again(tensor)
         frame = Frame(part="forward", path=path, kind=kind, lines=[Line(name=slot, reading=reading)], note="compiled")
-        masked = reading.is_non_finite and is_mask(f"{path or ROOT} {slot}", reading, tensor, declared=self._masks)
-        judge: Callable[[], Found | None] = partial(origin.of_seen_output, path, slot, reading)
-        self._judging.consider([reading], (lambda: None) if masked else judge, frame=frame, put_off=True)
+        meant = reading.is_non_finite and self._is_meant(f"{path or ROOT} {slot}", reading, tensor)
+        judge: Callable[[], Found | None] = partial(origin.of_seen_output, path, slot, reading, meant=self._meant)
+        self._judging.consider([reading], (lambda: None) if meant else judge, frame=frame, put_off=True)
 
     def _compiled_gradient(self, path: str, kind: str, tensor: Tensor, slot: str) -> None:
         if not self._progress.observing:

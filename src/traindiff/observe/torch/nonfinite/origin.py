@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from traindiff.errors import UnsupportedTensorError
 from traindiff.observe.torch.nonfinite.calls import Arguments, Call
 from traindiff.observe.torch.nonfinite.frames import Frame
 from traindiff.observe.torch.nonfinite.reading import Reading, only_masks
+
+_MOST_NAMED = 3
+"""The most sites that a message names as those where NaN and infinity are meant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,19 +73,30 @@ class Found:
     frame: Frame | None = None
 
 
-def of_input(call: Call, slot: str, reading: Reading, tensor: Tensor | None) -> Found:
-    """An input is not finite, and nothing before it was: the batch, or code between modules."""
+def of_input(call: Call, slot: str, reading: Reading, tensor: Tensor | None, *, meant: Collection[str] = ()) -> Found:
+    """An input is not finite, and nothing before it was: the batch, or code between modules.
+
+    Args:
+        call: The call that was given it.
+        slot: Of the input.
+        reading: Of the input.
+        tensor: The input, if it is there.
+        meant: Sites before it with NaN or infinity that is meant.
+    """
     kept = {} if tensor is None else {slot: tensor}
     if call.parent is None:
         message = f"The batch: {_site(call.path, slot)} {_is(reading)} when the forward pass begins."
+        if slot not in call.held_back:
+            message += f' If that is meant, say so: nonfinite="{call.path or ROOT} {slot}".'
         return Found(phase="batch", path=call.path, slot=slot, message=message, tensors=kept, frame=call.frame)
     parent = call.parent
     since = f"between {_named(call.behind)} and {_named(call.path)}" if call.behind else f"before {_named(call.path)}"
     names = _bad_weights(parent)
     but = f", but {_and(names)} of {_named(parent.path)} is not" if names else ""
     message = (
-        f"{_site(call.path, slot)} {_is(reading)}, made by the code of {_named(parent.path)} ({parent.kind}) itself, "
-        f"{since}: what that was given, and every output before it, is finite{but}."
+        f"{_site(call.path, slot)} {_is(reading)}, {'passed on or ' if meant else ''}made by the code of "
+        f"{_named(parent.path)} ({parent.kind}) itself, {since}: what that was given, and every output before it, "
+        f"is finite{_except(meant)}{but}."
     )
     return Found(
         phase="forward", path=call.path, slot=slot, message=message, call=parent, arguments=parent.arguments,
@@ -101,12 +116,17 @@ def of_output(call: Call, slot: str, reading: Reading) -> Found:
         largest = ", ".join(
             f"{name} up to {one.extent.largest:.3g}"
             for name, one in call.frame.read("")
-            if not name.startswith("output") and one.extent is not None and one.dtype.is_floating_point
+            if not name.startswith("output")
+            and one.extent is not None
+            and one.extent.is_finite
+            and one.dtype.is_floating_point
         )
         sizes = f" ({largest})" if largest else ""
+        given = [_site(call.path, name) for name, one in call.frame.read("input") if one.is_non_finite]
         hint = f' If its -inf masks something on purpose, say so: masks="{call.path or ROOT} {slot}".'
         message = (
-            f"{whole}; what {call.kind} was given is finite{sizes}{_limit(reading)}.{hint if reading.masks else ''}"
+            f"{whole}; what {call.kind} was given is finite{_except(given)}{sizes}{_limit(reading)}."
+            f"{hint if reading.masks else ''}"
         )
     return Found(phase="forward", path=call.path, slot=slot, message=message, call=call, arguments=call.arguments)
 
@@ -140,10 +160,10 @@ def _is_finite(tensor: Tensor) -> bool:
         return True
 
 
-def of_seen_output(path: str, slot: str, reading: Reading) -> Found:
+def of_seen_output(path: str, slot: str, reading: Reading, *, meant: Collection[str]) -> Found:
     """An output in compiled code is not finite; every one before it is."""
     message = (
-        f"{_site(path, slot)} {_is(reading)}; every output that was seen before it is finite. "
+        f"{_site(path, slot)} {_is(reading)}; every output that was seen before it is finite{_except(meant)}. "
         "It was computed in compiled code, where inputs are not seen."
     )
     return Found(phase="forward", path=path, slot=slot, message=message)
@@ -157,9 +177,10 @@ def of_seen_gradient(path: str, slot: str, reading: Reading) -> Found:
     return Found(phase="backward", path=path, slot=f"grad {slot}", message=message)
 
 
-def of_loss(reading: Reading, outputs: bool) -> Found:  # noqa: FBT001
+def of_loss(reading: Reading, *, outputs: bool, meant: Collection[str]) -> Found:
     """The loss is not finite; every output of a module is."""
-    seen = ": every output of a module is finite, so the loss function made it" if outputs else ""
+    made = "so the loss function made it" if not meant else "so the loss function made it, or it comes from there"
+    seen = f": every output of a module is finite{_except(meant)}, {made}" if outputs else ""
     return Found(phase="loss", path="loss", slot="backward", message=f"The loss {_is(reading)}{seen}.")
 
 
@@ -219,10 +240,12 @@ def of_step(path: str, slot: str, reading: Reading, gradient: Reading | None, te
     )
 
 
-def of_buffer(path: str, reading: Reading, *, first: bool) -> Found:
+def of_buffer(path: str, reading: Reading, *, first: bool, meant: Collection[str]) -> Found:
     """A buffer has become NaN or infinite, and nothing else; or was so before the first step."""
     when = (
-        "before it is first used" if first else "after the step, and did not before; what was computed in it is finite"
+        "before it is first used"
+        if first
+        else f"after the step, and did not before; what was computed in it is finite{_except(meant)}"
     )
     message = f"The buffer {path} {_is(reading)} {when}."
     return Found(phase="param", path=path, slot="buffer", message=message)
@@ -257,6 +280,13 @@ def _site(path: str, slot: str) -> str:
 
 def _named(path: str | None) -> str:
     return printable(path or ROOT)
+
+
+def _except(sites: Collection[str]) -> str:
+    """Where NaN and infinity are meant."""
+    named = [printable(site) for site in islice(sites, _MOST_NAMED)]
+    more = [f"{len(sites) - _MOST_NAMED} more"] if len(sites) > _MOST_NAMED else []
+    return f" except where it need not be ({_and([*named, *more])})" if sites else ""
 
 
 def _and(names: Sequence[str]) -> str:

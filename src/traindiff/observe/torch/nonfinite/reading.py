@@ -29,15 +29,17 @@ class Reading:
         reason: Why nothing can be read; empty where something can.
         has_gradient: Whether the tensor is a part of a graph.
         masks: Whether what is not finite of it is -inf alone; None where nobody has looked.
+        is_meant: Whether the tensor was seen at a site where the user says that NaN and infinities are meant.
     """
 
-    __slots__ = ("dtype", "extent", "has_gradient", "masks", "reason")
+    __slots__ = ("dtype", "extent", "has_gradient", "is_meant", "masks", "reason")
 
     def __init__(self, tensor: Tensor) -> None:
         self.extent: Extent | None = None
         self.dtype = tensor.dtype
         self.reason = ""
         self.masks: bool | None = None
+        self.is_meant = False
         self.has_gradient = tensor.requires_grad
 
     @property
@@ -216,6 +218,11 @@ def is_mask(site: str, reading: Reading, tensor: Tensor | None, *, declared: Ite
     """
     if not may_mask(reading, tensor):
         return False
-    if any(fnmatchcase(site, pattern.replace("[", "[[]")) for pattern in declared):
+    if is_declared(site, declared):
         return True
     return not reading.has_gradient and (tensor is None or is_additive_mask(tensor))
+
+
+def is_declared(site: str, patterns: Iterable[str]) -> bool:
+    """True if one of the globs over sites names a site. Brackets are those of slots."""
+    return any(fnmatchcase(site, pattern.replace("[", "[[]")) for pattern in patterns)

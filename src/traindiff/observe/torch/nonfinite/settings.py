@@ -31,6 +31,7 @@ class WatchSettings:
     on_detect: str | Callable[[Origin], Any]
     output: str | None
     masks: tuple[str, ...]
+    nonfinite: tuple[str, ...]
     warn: frozenset[str]
     keep_inputs: bool
     file: TextIO
@@ -88,12 +89,12 @@ def _output(value: Any, problems: list[Problem]) -> str | None:
     return path  # type: ignore[no-any-return]
 
 
-def _masks(value: object, problems: list[Problem]) -> tuple[str, ...]:
+def _sites(name: str, example: str, value: object, problems: list[Problem]) -> tuple[str, ...]:
     patterns = listed(value)
     if not all(isinstance(pattern, str) for pattern in patterns):
         what = "must be a pattern over sites, or a list of them."
-        fix = 'Write masks=["* input.attention_mask"]: the path of a module, a space, and the slot.'
-        problems.append(Problem(where=f"watch(masks={value!r})", what=what, fix=fix))
+        fix = f'Write {name}=["{example}"]: the path of a module, a space, and the slot.'
+        problems.append(Problem(where=f"watch({name}={value!r})", what=what, fix=fix))
     return tuple(map(str, patterns))
 
 
@@ -118,7 +119,9 @@ def _file(value: Any, problems: list[Problem]) -> TextIO:
 
 SETTINGS: Mapping[str, Callable[[Any, list[Problem]], Any]] = {
     "frames": _frames, "trace": _trace, "abort_after": _abort_after, "on_detect": _on_detect, "output": _output,
-    "masks": _masks, "warn": _warn, "keep_inputs": partial(checked_flag, "keep_inputs", where="watch({}={!r})"),
+    "masks": partial(_sites, "masks", "* input.attention_mask"),
+    "nonfinite": partial(_sites, "nonfinite", "(root) input[0]"), "warn": _warn,
+    "keep_inputs": partial(checked_flag, "keep_inputs", where="watch({}={!r})"),
     "file": _file,
 }  # fmt: skip
 """All settings of `watch` by name. Each check returns the setting in one form, or appends what is wrong with it."""

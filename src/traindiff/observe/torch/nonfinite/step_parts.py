@@ -18,7 +18,7 @@ from traindiff.observe.torch.nonfinite import origin
 from traindiff.observe.torch.nonfinite.context import WatchContext
 from traindiff.observe.torch.nonfinite.frames import Frame, Line, Part
 from traindiff.observe.torch.nonfinite.origin import Found
-from traindiff.observe.torch.nonfinite.reading import Reading
+from traindiff.observe.torch.nonfinite.reading import Reading, is_declared
 from traindiff.observe.torch.sharding.layout import kept_here
 
 _LARGEST_STATISTICS = 1 << 16
@@ -50,6 +50,7 @@ class StepParts:
         self._judging = context.judging
         self._weights = context.weights
         self._order = context.order
+        self._context = context
         self._first: list[Seen] = []
         self._gradients: list[Seen] = []
         self._written: list[Seen] = []
@@ -78,7 +79,7 @@ class StepParts:
             self._loss_scale = self._reader.read_again(tensor)
         elif phase == "loss":
             reading = self._reader.read_again(tensor)
-            self._judging.consider([reading], lambda: origin.of_loss(reading, outputs=bool(self._order)))
+            self._judging.consider([reading], partial(self._of_loss, reading))
 
     def unobserved(self, *_: Any, **__: Any) -> None:
         """Parts without numbers cannot be judged."""
@@ -198,7 +199,20 @@ class StepParts:
             return
         reading = self._reader.read_again(tensor)
         self._buffers[path] = version_of(tensor), reading
-        self._judging.consider([reading], partial(_of_buffer, path, reading, before))
+        self._judging.consider([reading], partial(self._of_buffer, path, reading, before))
+
+    def _of_loss(self, reading: Reading) -> Found:
+        return origin.of_loss(reading, outputs=bool(self._order), meant=self._context.meant)
+
+    def _of_buffer(self, path: str, reading: Reading, before: Reading | None) -> Found | None:
+        first, measured = before is None, path.rpartition(".")[2] in ("running_mean", "running_var")
+        if is_declared(f"{path} buffer", self._context.nonfinite):
+            return None
+        if (first and not measured) or (before is not None and before.is_non_finite):
+            return None
+        if not (measured or reading.is_nan):
+            return None
+        return origin.of_buffer(path, reading, first=first, meant=self._context.meant)
 
     def _begin_scaler(self, _: Optimizer) -> None:
         self._in_scaler = self.progress.loss_scaled
@@ -214,15 +228,6 @@ def _frames(part: Part, seen: Iterable[Seen]) -> dict[str, Frame]:
         frame = frames.setdefault(path, Frame(part=part, path=path, kind="Parameter"))
         frame.lines.append(Line(name=slot, reading=reading))
     return frames
-
-
-def _of_buffer(path: str, reading: Reading, before: Reading | None) -> Found | None:
-    measured = path.rpartition(".")[2] in ("running_mean", "running_var")
-    if before is None:
-        return origin.of_buffer(path, reading, first=True) if measured else None
-    if before.is_non_finite or not (measured or reading.is_nan):
-        return None
-    return origin.of_buffer(path, reading, first=False)
 
 
 def _seen(path: str, slot: str, reading: Reading, tensor: Tensor) -> Seen:

@@ -29,6 +29,7 @@ def watch(
     on_detect: str | Callable[[Origin], Any] = "raise",
     output: str | os.PathLike[str] | None = "traindiff-watch",
     masks: str | Iterable[str] = (),
+    nonfinite: str | Iterable[str] = (),
     warn: str | Collection[str] = DEFAULT_WARNINGS,
     keep_inputs: bool = False,
     file: TextIO | None = None,
@@ -58,6 +59,8 @@ def watch(
         output: Directory for what is saved, one below it for each origin; None saves nothing.
         masks: Globs over sites of inputs and outputs that may hold -inf, e.g. `"* input.attention_mask"`. What holds
             nothing but 0 and -inf, and -inf that a module turns into finite numbers, needs no declaration.
+        nonfinite: Globs over sites of inputs, outputs and buffers that may hold NaN and infinities of both signs, e.g.
+            `"(root) input[0]"` for missing values. What is computed from them must be finite, unless it is named too.
         warn: Early warnings to give; see `traindiff explain watch`.
         keep_inputs: Keep what each module is given until its backward pass is over, so that this can be captured in any
             case. Left out, it is captured where autograd keeps the same tensors, and costs no memory.
@@ -73,7 +76,7 @@ def watch(
     check_names(misspelt, known=("optimizer", *SETTINGS), where="watch({}=...)")
     settings = watch_settings(
         frames=frames, trace=trace, abort_after=abort_after, on_detect=on_detect, output=output, masks=masks,
-        warn=warn, keep_inputs=keep_inputs, file=file,
+        nonfinite=nonfinite, warn=warn, keep_inputs=keep_inputs, file=file,
     )  # fmt: skip
     with out_of_sight():
         targets = find_targets(model, optimizer, select=("*",), caller="watch")

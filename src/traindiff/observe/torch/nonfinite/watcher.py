@@ -102,8 +102,8 @@ class Watcher:
         self._context = context = WatchContext(
             progress=progress, containment=containment, reader=reader or Reader(),
             judging=Judging(journal=self._journal, progress=progress, on_found=self._detect),
-            masks=settings.masks, early_warnings=EarlyWarnings(settings.warn, warn=self._warn),
-            keeps_inputs=settings.keep_inputs,
+            masks=settings.masks, nonfinite=settings.nonfinite, keeps_inputs=settings.keep_inputs,
+            early_warnings=EarlyWarnings(settings.warn, warn=self._warn),
         )  # fmt: skip
         self._parts = StepParts(context)
         self._calls = ModuleCalls(targets, context)

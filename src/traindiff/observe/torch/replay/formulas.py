@@ -122,8 +122,8 @@ class Known:
 
     Attributes:
         formula: The formula.
-        label: Its name; `NAME(AdamW)` for a subclass NAME of AdamW with a `step` of its own, which may compute
-            something else on purpose.
+        label: Its name; `NAME(AdamW)` for a class NAME that is AdamW or a subclass of it, and has a `step` of its own,
+            which may compute something else on purpose.
     """
 
     formula: Formula
@@ -141,10 +141,47 @@ def formula_of(optimizer: Optimizer) -> Known | None:
             found = OF_DEEPSPEED[kind.__name__]
         else:
             continue
-        defined: Any = kind
-        own = inspect.unwrap(type(optimizer).step) is not inspect.unwrap(defined.step)
+        own = has_own_step(type(optimizer), kind, of_user=found.is_users)
         return Known(formula=found, label=f"{type(optimizer).__name__}({found.name})" if own else found.name)
     return None
+
+
+_MAKERS = frozenset({"torch", "deepspeed"})
+"""Packages whose optimizers have formulas here."""
+
+_METHODS = ("step", "_init_group")
+"""Methods of optimizers that a subclass or a patch may replace to compute something else."""
+
+
+def has_own_step(kind: type, known: type, *, of_user: bool = False) -> bool:
+    """True if the steps of a class are not those of the class whose formula is known.
+
+    That is so if it overrides a method, or if a method of either class is replaced or wrapped by other code.
+
+    Args:
+        kind: The class.
+        known: It, or the base class of it that has the formula.
+        of_user: The formula is a user's: code that is not torch's is what it describes.
+    """
+    methods = [(_functions(kind, name), _functions(known, name)) for name in _METHODS]
+    return any(
+        here != there or not (of_user or all(_package(one) in _MAKERS for one in there)) for here, there in methods
+    )
+
+
+def _functions(kind: type, name: str) -> list[Any]:
+    """The function of a method, after those that wrap it, except torch's, which calls hooks."""
+    wrappers: list[Any] = []
+    method = getattr(kind, name, None)
+    if method is None:
+        return []
+    function = inspect.unwrap(method, stop=wrappers.append)  # None: go on
+    return [*(one for one in wrappers if _package(one) != "torch"), function]
+
+
+def _package(function: Any) -> str:
+    """The package whose code a function is. Its `__module__` may be copied from what it wraps."""
+    return str(getattr(function, "__globals__", {}).get("__name__", "")).partition(".")[0]
 
 
 def copied_settings(known: Known, optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from traindiff.observe.torch.replay.copied_range import Update
+from traindiff.observe.torch.replay.formulas import has_own_step
 
 DEVIATIONS = 6.0
 """How many standard deviations of its measured noise an element of a direction may be off."""
@@ -53,7 +54,7 @@ class LbfgsStart:
 
 def is_lbfgs(optimizer: Optimizer) -> bool:
     """True for torch's LBFGS with torch's own `step`."""
-    return isinstance(optimizer, LBFGS) and type(optimizer).step is LBFGS.step
+    return isinstance(optimizer, LBFGS) and not has_own_step(type(optimizer), LBFGS)
 
 
 def why_not(optimizer: Optimizer) -> str:
