@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from tests.cli.conftest import GOLDEN
 from traindiff.cli.commands import app
+from traindiff.run.agents.tools import Tools
 
 
 @pytest.fixture
@@ -71,5 +72,19 @@ def test_of_too_many_recordings_the_latest_are_listed_and_the_others_are_not_for
     found, text = json.loads(called("--json")[1]), called()[1]
 
     assert ([one["path"] for one in found["recordings"]], found["has_more"]) == (["runs/candidate"], True)
-    assert text.endswith("There are more than the 1 of this list. List a directory below this one to see others.\n")
+    assert text.endswith("There are more than the 1 of this list. --skip 1 lists further ones.\n")
+    found = json.loads(called("--json", "--skip", "1")[1])
+    assert ([one["path"] for one in found["recordings"]], found["has_more"]) == (["runs/baseline"], False)
+    assert called("--skip", "2")[1].startswith("There is no other recording under ")
+    found = Tools(runs).recordings()
+    assert ([one["name"] for one in found["recordings"]], found["has_more"]) == (["candidate"], True)
+    found = Tools(runs).recordings(skip=1)
+    assert ([one["name"] for one in found["recordings"]], found["has_more"]) == (["baseline"], False)
     assert CliRunner().invoke(app, []).stdout.startswith("more than 1 recording here\n")
+
+
+def test_a_directory_may_be_a_url_of_this_machine(runs: Path) -> None:
+    found = json.loads(called(f"file://{runs}", "--json")[1])
+    assert sorted(one["path"] for one in found["recordings"]) == [
+        f"file://{runs}/{one}" for one in ("baseline", "candidate")
+    ]

@@ -25,6 +25,7 @@ from traindiff.errors import ConfigError, NotARecordingError
 from traindiff.present.viewer.listing import Listing
 from traindiff.present.viewer.pages import catalog_of, written
 from traindiff.storage import RecordingWriter, open_recording
+from traindiff.storage.following import Follower, open_followed
 from traindiff.storage.stores import StoreError
 from traindiff.storage.uploads import Uploads
 
@@ -190,6 +191,41 @@ def test_a_store_without_room_is_named_in_the_recording(server: S3Server, monkey
     assert "rank 0: step 0 could not be written: " in open_recording(URL).status(0).message
 
 
+EMPTY = b"<ListBucketResult><KeyCount>0</KeyCount><IsTruncated>false</IsTruncated></ListBucketResult>"
+
+
+def test_what_a_store_does_not_list_yet_is_not_called_lost(server: S3Server) -> None:
+    writer = write(URL, steps=3, close=False)
+    server.always = lambda request: ("200 OK", EMPTY) if "list-type" in request["QUERY_STRING"] else None
+    writer.close()
+    assert any(method == "HEAD" and path.endswith(".segment") for method, path, _ in server.requests)
+    server.always = None
+    assert (steps(), open_recording(URL).status(0).ending) == ([0, 1, 2], "closed")
+
+
+BEGINNING = """
+import sys
+from tests.storage.samples import write
+
+write(sys.argv[1], steps=2, overwrite=True)
+"""
+
+
+@pytest.mark.usefixtures("server")
+def test_a_run_that_another_process_begins_is_followed() -> None:
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 1:
+            fsspec.filesystem("s3", skip_instance_cache=True).pipe(f"{URL}/rank-00000/rank.json", b"{}")
+        elif len(waits) == 2:
+            subprocess.run([sys.executable, "-c", BEGINNING, URL], check=True)
+
+    recording = open_followed(URL, Follower(20, sleep=sleep, clock=lambda: float(len(waits))))
+    assert [one.step for one in recording.steps(0)] == [0, 1]
+
+
 def test_a_missing_bucket_is_named_and_not_made(server: S3Server) -> None:
     with pytest.raises(NotARecordingError, match="there is no bucket 'recording'"):
         open_recording("s3://recording/runs/base")
@@ -257,6 +293,19 @@ def test_every_command_takes_urls(tmp_path: Path) -> None:
         words = [command, "s3://recording/base", *(["s3://recording/base"] if command == "weights" else [])]
         code, printed = run_command(*words)
         assert (code, "there is no bucket 'recording'" in printed) == (2, True)
+
+
+@pytest.mark.usefixtures("server")
+def test_a_list_of_a_store_goes_on_behind_the_recordings_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("traindiff.present.viewer.stored_catalog.MOST", 2)
+    for name in ("a", "b", "c/d"):
+        write(f"s3://recordings/runs/{name}", steps=1)
+    for url, before in (("s3://recordings/runs", ""), ("s3://", "s3://recordings/runs/")):
+        first = json.loads(run_command("ls", url, "--json")[1])
+        rest = json.loads(run_command("ls", url, "--json", "--skip", "2")[1])
+        assert sorted(one["path"].removeprefix(before or f"{url}/") for one in first["recordings"]) == ["a", "b"]
+        assert [one["path"].removeprefix(before or f"{url}/") for one in rest["recordings"]] == ["c/d"]
+        assert (first["has_more"], rest["has_more"]) == (True, False)
 
 
 @pytest.mark.usefixtures("server")

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from traindiff.cli.app import app, messages, print_result, results, says_what_is_wrong
-from traindiff.cli.options import JsonOption
+from traindiff.cli.options import SHOWN, JsonOption
 from traindiff.cli.report import check_directory
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ class RecordingList:
 
     Attributes:
         directory: The directory.
-        recordings: Its recordings, or as many of them as are listed at most.
-        has_more: Whether recordings were left out because there are too many.
+        recordings: Its recordings, or as many of them as are listed at a time.
+        has_more: Whether there are more behind them.
     """
 
     directory: str
@@ -106,14 +106,15 @@ def listed_run(directory: str, one: Listed, path: str | None) -> ListedRun:
     return ListedRun(**{**asdict(about), **seen})
 
 
-def print_list(console: Console, found: RecordingList) -> None:
-    """Print a line for each recording."""
+def print_list(console: Console, found: RecordingList, *, skip: int) -> None:
+    """Print a line for each recording behind those that were skipped."""
     from traindiff.present.text.layout import columns
     from traindiff.present.text.overview import ENDINGS
     from traindiff.present.viewer.catalog import DEPTH
 
     if not found.recordings:
-        nothing = f"There is no recording under {found.directory}, down to {DEPTH} levels of directories."
+        other = "other " if skip else ""
+        nothing = f"There is no {other}recording under {found.directory}, down to {DEPTH} levels of directories."
         console.print(Text(nothing), soft_wrap=True)
         return
     table = columns(left=("recording", "began"), right=("ranks", "size", "last step", "last loss"))
@@ -130,7 +131,8 @@ def print_list(console: Console, found: RecordingList) -> None:
     console.print(table)
     if found.has_more:
         more = f"There are more than the {len(found.recordings)} of this list."
-        console.print(Text(f"{more} List a directory below this one to see others."), soft_wrap=True)
+        rest = f"--skip {skip + len(found.recordings)} lists further ones."
+        console.print(Text(f"{more} {rest}"), soft_wrap=True)
 
 
 @app.command("ls", short_help="List the recordings under a directory.")
@@ -139,11 +141,16 @@ def list_recordings(
     directory: Annotated[
         str, typer.Argument(metavar="DIRECTORY", help="Recordings are looked for under it. May be a URL.")
     ] = ".",
+    skip: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", rich_help_panel=SHOWN, help="Leave out N recordings; list those behind."),
+    ] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """List the recordings under a directory, the latest first: when they began, their ranks, size, last step and loss.
 
-    Exits with 0, and with 2 if there is no such directory.
+    At most 500 are listed at a time: the latest ones, or of a store the first ones by name. --skip 500 lists those
+    behind them. Exits with 0, and with 2 if there is no such directory.
     """
     from rich.progress import track
 
@@ -152,11 +159,11 @@ def list_recordings(
     check_directory(directory, asked_by="ls")
     catalog = catalog_of(directory)
     names = track(
-        catalog.recordings(), description="looking into recordings", console=messages, transient=True,
+        catalog.recordings(skip), description="looking into recordings", console=messages, transient=True,
         disable=not messages.is_terminal,
     )  # fmt: skip
     runs = [
         listed_run(directory, one, None if (path := catalog.find(one.name)) is None else str(path)) for one in names
     ]
     found = RecordingList(directory=directory, recordings=tuple(runs), has_more=catalog.has_more)
-    print_result(found, "json" if as_json else "text", text=lambda: print_list(results, found))
+    print_result(found, "json" if as_json else "text", text=lambda: print_list(results, found, skip=skip))

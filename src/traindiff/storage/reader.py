@@ -353,24 +353,24 @@ class Recording(Shown):
         return tensor_files.most_bytes(shard, num_bounds=len(self.run["settings"].get("bounds", ())))
 
     def _read_run(self) -> dict[str, Any]:
-        if not self._fs.exists(self._root):
-            if (missing := lacks_container(self._fs, self._root)) is not None:
-                raise NotARecordingError(str(missing))
-            raise NotARecordingError(
-                f"{self.path} does not exist. Give the directory that traindiff.record(...) wrote."
-            )
-        if not self._fs.isdir(self._root):
-            raise NotARecordingError(
-                f"{self.path} is a file. A recording is a directory: give the one that holds run.json."
-            )
         if not self._folder.exists("run.json"):
-            raise NotARecordingError(
-                f"{self.path} holds no run.json, so it is not a recording. "
-                "Give the directory that traindiff.record(...) wrote."
-            )
+            raise NotARecordingError(self._why_none())
         data = self._folder.read("run.json", limit=MOST_JSON_BYTES)
         run: dict[str, Any] = manifest.readable(manifest.load_run(data, where=self._folder.path("run.json")))
         return run
+
+    def _why_none(self) -> str:
+        """What is there in place of a recording."""
+        if not self._fs.exists(self._root):
+            if (missing := lacks_container(self._fs, self._root)) is not None:
+                return str(missing)
+            return f"{self.path} does not exist. Give the directory that traindiff.record(...) wrote."
+        if not self._fs.isdir(self._root):
+            return f"{self.path} is a file. A recording is a directory: give the one that holds run.json."
+        return (
+            f"{self.path} holds no run.json, so it is not a recording. "
+            "Give the directory that traindiff.record(...) wrote."
+        )
 
     def _stream(self, rank: int) -> RankStream:
         if rank not in self._streams:

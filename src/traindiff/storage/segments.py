@@ -23,8 +23,9 @@ from traindiff.storage.location import DATA, SEALS, SEGMENT, segment_name
 MOST_SEALS_BYTES = 1 << 26
 """Limit for the seals of all segments of a rank."""
 
-_TRIES = 5
+_TRIES = 6
 _PAUSE_SECONDS = 0.2
+"""Before the second try, and twice as long before each further one: some stores list a new object only later."""
 
 
 class _MissingFileError(CorruptRecordingError):
@@ -150,7 +151,7 @@ class SegmentedFolder(Folder):
                     f"{printable(self.root)} lacks bytes {end} to {behind} of the stream: a segment is missing. "
                     "Restore it from where the recording was copied, or record again."
                 )
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(_PAUSE_SECONDS * 2**tries)
         self._firsts = [one.first for one in self._segments]
         for one in self._segments:
             if one.size <= one.length:

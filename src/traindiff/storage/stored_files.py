@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import posixpath
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from traindiff.storage.location import segment_name
@@ -115,18 +116,30 @@ class StoredFiles:
         """The first file that is missing or has become shorter, when everything is uploaded."""
         there: dict[str, int] = {}
         for folder in dict.fromkeys(posixpath.dirname(path) for path in self._sizes):
-            try:
+            with suppress(FileNotFoundError):
                 listed = self._store.ls(folder, detail=True)
-            except FileNotFoundError:
-                return Lost(path=folder, message=f"{folder} is no longer there: it was moved or deleted")
-            there |= {one["name"].lstrip("/"): int(one["size"] or 0) for one in listed}
+                there |= {one["name"].lstrip("/"): int(one["size"] or 0) for one in listed}
         for path, size in self._sizes.items():
-            if (found := there.get(path.lstrip("/"))) is None:
+            found = there.get(path.lstrip("/"), -1)
+            if found < size:
+                found = self._size_of(path)
+            if found < 0:
                 return Lost(path=path, message=f"{path} is no longer there: it was moved or deleted")
             if found < size:
                 message = f"{path} holds {found:,} of the {size:,} bytes that were written: it was cut short"
                 return Lost(path=path, message=message)
         return None
+
+    def _size_of(self, path: str) -> int:
+        """The size of a file that a list lacks, or has with another size; -1 if there is none.
+
+        Some stores list what was just written only later.
+        """
+        self._store.forget()
+        try:
+            return int(self._store.size(path))
+        except FileNotFoundError:
+            return -1
 
     def discard(self) -> None:
         """Remove what was uploaded, as far as possible."""

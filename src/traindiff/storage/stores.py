@@ -98,8 +98,12 @@ class Store:
 
     def ls(self, path: str, *, detail: bool = True) -> Any:
         """The entries of a directory as they are now."""
-        self.wrapped.invalidate_cache()
+        self.forget()
         return self._list(path, detail=detail)
+
+    def forget(self) -> None:
+        """Forget all listings, from which the file system would also answer what is there and how large it is."""
+        self.wrapped.invalidate_cache()
 
     def put_files(self, files: Mapping[str, bytes]) -> None:
         """Write whole files, several at once where the store can: a reader sees an old or a new one, never a part."""
@@ -262,7 +266,10 @@ def missing_package(path: str) -> str:
 
 
 def opened(path: str) -> tuple[Any, str]:
-    """The fsspec file system of a URL, and the path in it. fsspec is loaded for URLs only: it takes 60 ms.
+    """The fsspec file system of a URL as it is now, and the path in it.
+
+    fsspec is loaded for URLs only: it takes 60 ms. Its file systems are kept for the whole process, with what they have
+    listed; that is forgotten here, because there may be more by now.
 
     Raises:
         Exception: The package of the protocol is missing, or it raised an error of its own.
@@ -270,6 +277,7 @@ def opened(path: str) -> tuple[Any, str]:
     import fsspec
 
     file_system, root = fsspec.core.url_to_fs(path)
+    file_system.invalidate_cache()
     return file_system, root
 
 

@@ -114,10 +114,12 @@ class Folder:
 
         Nothing if the directory cannot be listed: whoever reads a file in it is told why.
         """
+        found: dict[str, int] = {}
         if not self._local:
-            entries = self.file_system.ls(self.root, detail=True)
-            return {posixpath.basename(one["name"].rstrip("/")): int(one.get("size") or 0) for one in entries}
-        found = {}
+            with suppress(FileNotFoundError):
+                entries = self.file_system.ls(self.root, detail=True)
+                found = {posixpath.basename(one["name"].rstrip("/")): int(one.get("size") or 0) for one in entries}
+            return found
         with suppress(OSError), os.scandir(self.root) as listed:
             for one in listed:
                 with suppress(OSError):  # removed meanwhile, or a link that leads nowhere

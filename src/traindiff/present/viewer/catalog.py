@@ -18,7 +18,8 @@ DEPTH = 6
 """Levels of directories in which recordings are looked for."""
 
 MOST = 500
-"""Recordings that are listed. Under a directory, these are the latest ones; under a URL, the first ones by name."""
+"""Recordings that are listed at a time. Under a directory, the latest ones come first; under a URL, they come by name,
+because a store has no times of directories."""
 
 SECONDS = 10.0
 """Time for looking into recordings. The remaining ones are listed by name only."""
@@ -66,16 +67,16 @@ class KeptDescriptions:
             state: A text that changes when a recording does.
             described: Looks into a recording.
         """
-        until, kept = time.monotonic() + SECONDS, {}
+        until, found = time.monotonic() + SECONDS, []
         for name in names:
             if time.monotonic() >= until:
-                kept[name] = without_details(name, ending="unread", message=UNREAD)
+                found.append(without_details(name, ending="unread", message=UNREAD))
                 continue
             now = state(name)
-            one = self._kept.get(name)
-            kept[name] = one if one is not None and one.state == now else replace(described(name), state=now)
-        self._kept = kept
-        return sorted(kept.values(), key=lambda one: (one.created, one.name), reverse=True)
+            if name not in self._kept or self._kept[name].state != now:
+                self._kept[name] = replace(described(name), state=now)
+            found.append(self._kept[name])
+        return sorted(found, key=lambda one: (one.created, one.name), reverse=True)
 
 
 class Catalog:
@@ -86,7 +87,7 @@ class Catalog:
         depth: Levels of directories in which recordings are looked for.
 
     Attributes:
-        has_more: Whether the latest list left recordings out.
+        has_more: Whether there are recordings behind those of the latest list.
     """
 
     def __init__(self, root: Path, *, depth: int = DEPTH) -> None:
@@ -95,10 +96,14 @@ class Catalog:
         self._depth = depth
         self._kept = KeptDescriptions()
 
-    def recordings(self) -> list[Listed]:
-        """The recordings, the latest first."""
+    def recordings(self, skip: int = 0) -> list[Listed]:
+        """At most `MOST` recordings, the latest first.
+
+        Args:
+            skip: Number of recordings to leave out: the latest ones.
+        """
         found = sorted(self._found(), key=lambda one: _time_written(one[1] / "run.json"), reverse=True)
-        self.has_more, paths = len(found) > MOST, dict(found[:MOST])
+        self.has_more, paths = len(found) > skip + MOST, dict(found[skip : skip + MOST])
         return self._kept.of(paths, self.state, lambda name: _listed(paths[name], name))
 
     def find(self, name: str) -> Path | None:
@@ -201,10 +206,10 @@ class Recordings(Protocol):
 
     @property
     def has_more(self) -> bool:
-        """Whether the latest list left recordings out."""
+        """Whether there are, or may be, recordings behind those of the latest list."""
 
-    def recordings(self) -> list[Listed]:
-        """The recordings, the latest first."""
+    def recordings(self, skip: int = 0) -> list[Listed]:
+        """At most `MOST` recordings behind so many others, the latest first."""
 
     def find(self, name: str) -> Path | str | None:
         """Where a recording is, by the name in an address; None if it is not under the root."""

@@ -23,11 +23,13 @@ from urllib.parse import quote
 
 from traindiff.analyse.check import check
 from traindiff.analyse.compare import compare
+from traindiff.core.untrusted.local_files import LocalFiles
 from traindiff.errors import TraindiffError
 from traindiff.present.page import page_of, write
 from traindiff.present.viewer.catalog import Catalog, Recordings
 from traindiff.present.viewer.stored_catalog import StoredCatalog
 from traindiff.storage import open_recording
+from traindiff.storage.location import file_system
 
 NO_PAGE = 3
 """Exit code of a process that wrote no page: its standard output has the HTTP status and a message, as JSON."""
@@ -37,7 +39,10 @@ NO_SUCH_RECORDING = "There is no such recording under the directory."
 
 def catalog_of(root: str | Path) -> Recordings:
     """The recordings under a directory, or under a URL."""
-    return StoredCatalog(root) if isinstance(root, str) and "://" in root else Catalog(Path(root))
+    if isinstance(root, str) and "://" in root:
+        files, path = file_system(root)
+        return Catalog(Path(path)) if isinstance(files, LocalFiles) else StoredCatalog(root)
+    return Catalog(Path(root))
 
 
 def states_of(catalog: Recordings, names: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import posixpath
 from collections.abc import Iterator
+from itertools import islice
 
 from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import RecordingError, TraindiffError
@@ -24,19 +25,24 @@ class StoredCatalog:
 
     Attributes:
         root: The same without a slash at its end.
-        has_more: Whether the latest list may have left recordings out.
+        has_more: Whether there may be recordings behind those of the latest list.
     """
 
     def __init__(self, url: str) -> None:
-        self.root = url.rstrip("/")
+        protocol, _, path = url.partition("://")
+        self.root = f"{protocol}://{path.rstrip('/')}"
         self.has_more = False
         self._kept = KeptDescriptions()
         store, path = file_system(self.root)
         self._folder = Folder(store, path)
 
-    def recordings(self) -> list[Listed]:
-        """The recordings, the latest first."""
-        return self._kept.of(self._found(), self.state, self._listed)
+    def recordings(self, skip: int = 0) -> list[Listed]:
+        """At most `MOST` recordings, the latest first.
+
+        Args:
+            skip: Number of recordings to leave out: the first ones by name, of the upper levels first.
+        """
+        return self._kept.of(islice(self._found(skip + MOST), skip, None), self.state, self._listed)
 
     def find(self, name: str) -> str | None:
         """The URL of a recording, by the name in an address; None if it is not under the root.
@@ -69,10 +75,10 @@ class StoredCatalog:
         except (RecordingError, OSError) as error:
             return without_details(name, ending="unreadable", message=str(error))
 
-    def _found(self) -> Iterator[str]:
-        """Names of the recordings, from the top down."""
+    def _found(self, most: int) -> Iterator[str]:
+        """Names of the recordings, from the top down, and by name on each level."""
         waiting, count, self.has_more = ["."], 0, False
-        while waiting and count < MOST:
+        while waiting and count < most:
             name = waiting.pop(0)
             try:
                 entries = self._within(name).kinds()

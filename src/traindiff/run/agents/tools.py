@@ -44,13 +44,18 @@ class Tools:
         """The tools. Their names, arguments and docstrings are what an agent reads."""
         return [self.recordings, self.compare, self.check, self.show, self.explain, self.investigate]
 
-    def recordings(self) -> dict[str, Any]:
-        """List the recordings that the other tools accept, the latest first."""
+    def recordings(self, skip: int = 0) -> dict[str, Any]:
+        """List the recordings that the other tools accept, the latest first. `has_more` says whether there are more.
+
+        Args:
+            skip: Number of recordings to leave out, to list those behind them.
+        """
+        found = self._catalog.recordings(max(0, skip))
         return {
             "recordings": [
-                {"name": one.name, "created": one.created, "ranks": one.ranks, "ending": one.ending}
-                for one in self._catalog.recordings()
-            ]
+                {"name": one.name, "created": one.created, "ranks": one.ranks, "ending": one.ending} for one in found
+            ],
+            "has_more": self._catalog.has_more,
         }
 
     def compare(
