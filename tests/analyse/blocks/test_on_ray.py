@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -79,3 +81,16 @@ def test_without_ray_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'traindiff\[ray\]'"):
         check(record_ranks(tmp_path / "run"), workers="ray")
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_a_cluster_that_does_not_answer_is_told_at_once(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]  # which nothing listens on when it is closed
+    monkeypatch.setenv("RAY_ADDRESS", f"{scheme}127.0.0.1:{port}")
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
+
+    with pytest.raises(ConfigError, match=r"reaches no cluster .*refused"):
+        check(record_ranks(tmp_path / "run", steps=1), workers="ray")

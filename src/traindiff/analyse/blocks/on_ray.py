@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 from traindiff.errors import ConfigError, Problem, WorkerError
 
 MOST_RETRIES = 3
+
+_TIMEOUT = 10.0
+"""Seconds that a cluster has to accept a connection. Ray itself would try for minutes, and say nothing."""
 
 
 class RayTasks:
@@ -40,8 +46,9 @@ class RayTasks:
         self._began = not self._ray.is_initialized()
         if self._began:
             try:
+                _find_cluster(os.environ.get("RAY_ADDRESS", ""))
                 self._ray.init(log_to_driver=False, logging_level=logging.WARNING)
-            except (ConnectionError, RuntimeError, ValueError) as error:
+            except (OSError, RuntimeError, ValueError) as error:
                 fix = "See that RAY_ADDRESS names a cluster that runs, or unset it to use this machine."
                 what = f"reaches no cluster ({' '.join(str(error).split())[:300]})."
                 problem = Problem(where='workers="ray"', what=what, fix=fix)
@@ -77,3 +84,19 @@ class RayTasks:
         except errors.RayError as error:
             message = " ".join(str(error).split())[:300]
             raise WorkerError(f"A task of Ray failed {MOST_RETRIES + 1} times: {message}") from None
+
+
+def _find_cluster(address: str) -> None:
+    """Connect to a cluster for a moment, if its address names a host and a port.
+
+    Args:
+        address: As Ray takes it: `HOST:PORT`, `ray://HOST:PORT`, `auto`, `local`, or another kind of cluster.
+
+    Raises:
+        OSError: Nothing answers there.
+        ValueError: The port is no number.
+    """
+    scheme, _, rest = address.rpartition("://")
+    place = urlsplit(f"//{rest}")
+    if scheme in ("", "ray") and place.hostname and place.port:
+        socket.create_connection((place.hostname, place.port), timeout=_TIMEOUT).close()
