@@ -190,7 +190,7 @@ RANK: Demand = shaped(
         "optimizers": listed(
             shaped(
                 {"name": TEXT, "type": TEXT, "groups": listed(listed(TEXT))},
-                {"counts_in_float32": FLAG, "settings_in_float32": FLAG},
+                {"counts_in_float32": FLAG, "settings_in_float32": FLAG, "own_step": FLAG},
             )
         ),
         "world_size": whole(1, MOST_RANKS),

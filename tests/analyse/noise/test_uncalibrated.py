@@ -313,6 +313,23 @@ def test_a_running_average_that_shrinks_has_the_error_of_what_it_was(
     assert compared(averaged(errors), baseline_edit=averaged((0.0, 0.0))).verdict == verdict
 
 
+def test_inverses_that_an_optimizer_keeps_are_judged_by_its_update(compared: Compared) -> None:
+    """How far the inverse of a matrix is apart depends on its condition, which nothing tells."""
+    state, update = ("optimizer", "", "fc.bias", "inverse"), ("param", "", "fc.bias", "value")
+
+    def with_inverse(apart: float, moved: float = 0.0) -> Edit:
+        def edit(step: int, sites: Step) -> None:
+            sites[state] = Seen(values=random(8, 8, seed=step) + np.float32(apart))
+            sites[update].values = sites[update].values * np.float32(1.0 + moved * (step == 2))
+
+        return edit
+
+    assert compared(with_inverse(0.1), baseline_edit=with_inverse(0.0)).verdict == "equivalent"
+    found = compared(with_inverse(0.1, 0.1), baseline_edit=with_inverse(0.0)).first_divergence
+    assert found is not None
+    assert (found.phase, found.path) == ("update", "fc.bias")
+
+
 def test_inputs_and_parameters_that_differ_add_up_as_independent_errors() -> None:
     floors = Floors(parameters=3e-3)
     floors.saw(4e-3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import traindiff
+from tests.faulty_step import at_end_of_step
 from traindiff.analyse.check import Verdict
 from traindiff.analyse.findings import Finding
 
@@ -132,22 +134,12 @@ def test_what_is_never_updated_for_other_reasons_is_not_said_to_be_the_same(tmp_
     assert "The same holds" not in message
 
 
-class Hasty(torch.optim.SGD):
-    """Takes its third step twice."""
-
-    num_steps = 0
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        super().step(closure)
-        self.num_steps += 1
-        if self.num_steps == 3:
-            super().step(closure)
-
-
 def test_what_never_changed_stands_at_its_step_among_the_findings(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Net()
-    optimizer = Hasty(without("second.weight")(model), lr=0.1)
+    optimizer = torch.optim.SGD(without("second.weight")(model), lr=0.1)
+    steps = iter(range(3))
+    at_end_of_step(optimizer, lambda _: next(steps) == 2 and model.first.weight.data.mul_(1.1))
     verdict = checked(tmp_path / "run", model, optimizer)
 
     first, *rest = verdict.findings
@@ -296,3 +288,48 @@ def test_a_part_of_a_moving_average_that_rests_is_not_found_and_a_forgotten_laye
 
     found = traindiff.check(tmp_path / "run").findings
     assert sorted(one.path for one in found) == ["forgotten.bias", "forgotten.weight"]
+
+
+class Gathers(torch.optim.SGD):
+    """Moves nothing in its first steps, or nothing but biases."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, biases: bool) -> None:
+        super().__init__(parameters, lr=0.1)
+        self._biases = biases
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Take a step."""
+        for parameter in self.param_groups[0]["params"] if self._biases else ():
+            if parameter.ndim == 1:
+                parameter.sub_(parameter.grad, alpha=0.1)
+
+
+def test_an_optimizer_that_moves_nothing_by_code_of_its_own_is_warned_of(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    verdict = checked(tmp_path / "run", model, Gathers(model.parameters(), biases=False), observe=WITHOUT_REPLAY)
+
+    assert verdict.verdict == "healthy"
+    assert {one.path for one in verdict.warnings if one.kind == "never-updated"} == {*dict(model.named_parameters())}
+    assert "Gathers moves none of its parameters. Is that meant" in verdict.warnings[0].message
+
+
+def test_some_parameters_that_it_does_not_move_are_a_finding(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    verdict = checked(tmp_path / "run", model, Gathers(model.parameters(), biases=True), observe=WITHOUT_REPLAY)
+
+    assert {one.path for one in verdict.findings} == {"0.weight", "2.weight"}
+
+
+def test_an_optimizer_of_torch_that_moves_nothing_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["torch.optim.sgd"], "sgd", lambda *_, **__: None)  # a kernel is not launched
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    verdict = checked(tmp_path / "run", model, torch.optim.SGD(model.parameters(), lr=0.1), observe=WITHOUT_REPLAY)
+
+    assert {one.path for one in verdict.findings} == {*dict(model.named_parameters())}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -135,3 +136,48 @@ def test_a_model_with_lazy_parameters_can_be_recorded(tmp_path: Path) -> None:
 
     parameters = open_recording(str(tmp_path / "run")).rank_content(0)["parameters"]
     assert parameters["0.weight"]["shape"] == [4, 3]  # as it was in the end
+
+
+class Around(torch.optim.Optimizer):
+    """Calls another optimizer and, as those of Opacus, has none of the attributes of its base class."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattribute__(self, name: str) -> Any:
+        return getattr(self._inner, name) if name in ("param_groups", "state") else super().__getattribute__(name)
+
+    def step(self, closure: Any = None) -> Any:
+        """Clip gradients, and take a step."""
+        for group in self.param_groups:
+            nn.utils.clip_grad_value_(group["params"], 0.01)
+        return self._inner.step(closure)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("given", [True, False])
+def test_the_optimizer_inside_one_without_hooks_is_recorded(depth: int, *, given: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer: torch.optim.Optimizer = SGD(model.parameters(), lr=0.1)
+    for _ in range(depth):
+        optimizer = Around(optimizer)
+
+    with traindiff.record(tmp_path / "run", model, optimizer if given else None, strict=True):
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+
+    verdict = traindiff.check(tmp_path / "run")
+    assert (verdict.verdict, verdict.to_json()["steps"]) == ("healthy", [0, 1, 2])
+    content = open_recording(tmp_path / "run").rank_content(0)
+    assert [one["type"] for one in content["optimizers"]] == ["SGD"]
+
+
+def test_an_optimizer_without_hooks_that_calls_no_other_one_is_named(tmp_path: Path) -> None:
+    assert message(tmp_path, mlp(), Around(None)).endswith(
+        "  record(optimizer=...), optimizer\n"
+        "    is an Around, whose class has not called torch.optim.Optimizer.__init__.\n"
+        "    Give the optimizer whose step() it calls, or call super().__init__() in its class."
+    )

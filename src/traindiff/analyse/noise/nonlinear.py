@@ -26,7 +26,7 @@ class NonlinearUpdates:
     a matrix equally long, also those that hold only noise, and a sign does the same with each element.
 
     Args:
-        run: Carried from step to step; its `nonlinear` is written.
+        run: Carried from step to step; its `nonlinear`, `preconditioned` and `preconditioners` are written.
         parameters: By path: the parameters as the step found them.
         pairs: All pairs of the step.
     """
@@ -39,6 +39,15 @@ class NonlinearUpdates:
             key = pair.baseline.key
             if key[:2] == ("grad", "") or key.phase == "optimizer":
                 self._terms.setdefault(key.path, []).append(pair)
+                if len(pair.baseline.shape) > 1 and not key.group:
+                    self._note_preconditioner(pair)
+
+    def _note_preconditioner(self, pair: Pair) -> None:
+        key, (*_, rows, columns) = pair.baseline.key, pair.baseline.shape
+        own = self._parameters.get(key.path)
+        if key.phase == "optimizer" and rows == columns > 1 and own and own.baseline.shape != pair.baseline.shape:
+            self._run.preconditioned.add(key.path)
+            self._run.preconditioners.add(key.slot)
 
     def has(self, pair: Pair, storage: float) -> bool:
         """True for an update that is not linear.

@@ -61,6 +61,9 @@ class RunFloors:
     Attributes:
         gradients: Largest relative difference of each parameter's gradients so far in the run.
         adaptive: Parameters whose optimizer keeps a moment that it divides by.
+        preconditioned: Parameters whose optimizer keeps a matrix beside them that is no matrix of their elements, as
+            Shampoo does: it may compute inverses, roots or eigenvectors of it.
+        preconditioners: Slots of these matrices.
         nonlinear: By parameter without one, whether its update is not linear; see `NonlinearUpdates`.
         settings_differ: Whether the optimizers are set differently.
         coefficients: Relative error that the optimizers' own coefficients may have.
@@ -93,6 +96,8 @@ class RunFloors:
     disturbed: set[str] = field(default_factory=set)
     quiet: dict[SiteKey, float] = field(default_factory=dict)
     adaptive: set[str] = field(default_factory=set)
+    preconditioned: set[str] = field(default_factory=set)
+    preconditioners: set[str] = field(default_factory=set)
     nonlinear: dict[str, bool] = field(default_factory=dict)
     settings_differ: bool = False
     coefficients: float = 0.0

@@ -438,23 +438,32 @@ class SiteFloors:
             terms = self._terms if key.stage else self._used_terms
             floor = gradient_floor(pair, terms, floors, accumulated=self._micro_steps) + each
             return floor * self._cancellation(pair)
+        if key.phase in ("optimizer", "update"):
+            return self._of_optimizer(pair, floors)
+        buffer = max(floors.activation(key.path.rpartition(".")[0], dtypes), self._summation(pair))
+        return buffer * self._canceled_means.get(key, 1.0)
+
+    def _of_optimizer(self, pair: Pair, floors: Floors) -> float:
+        """Floor of a state of an optimizer, or of an update, if it differs independently."""
+        key, dtypes = pair.baseline.key, (pair.baseline.dtype, pair.candidate.dtype)
         if key.phase == "optimizer":
             if key.slot not in LINEAR_STATE:
                 self._run.adaptive.add(key.path)
+            if key.slot in self._run.preconditioners:
+                return math.inf  # how far its inverse is apart depends on its condition; the update is judged
             if key.slot.endswith("]") and int(pair.baseline.summary["count"]) == 1:
                 return math.inf  # LBFGS keeps lists of inner products, which may cancel; their vectors are judged
             if not is_quotient(key, self._run.adaptive):
                 own = floors.state(key.path, dtypes)
                 return max((own + self._carried(pair, own)) * self._shrunk(pair), self._together.floor(pair))
-        if key.phase in ("optimizer", "update"):
-            adaptive = key.path in self._run.adaptive or self._nonlinear.has(pair, self.storage(pair))
-            is_seen = self._forced or key.phase != "update" or key.path in self._seen
-            unseen = 0.0 if is_seen else gradient_floor(pair, self._terms, floors, accumulated=self._micro_steps)
-            floor = floors.update(key.path, dtypes[0], adaptive=adaptive, storage=self.storage(pair), unseen=unseen)
-            turned = self._turned(pair, floors) if adaptive and not self._forced else 0.0
-            return max(floor, turned, self._together.floor(pair)) + self._run.correction(pair.baseline.key)
-        buffer = max(floors.activation(key.path.rpartition(".")[0], dtypes), self._summation(pair))
-        return buffer * self._canceled_means.get(key, 1.0)
+        adaptive = key.path in self._run.adaptive or self._nonlinear.has(pair, self.storage(pair))
+        is_seen = self._forced or key.phase != "update" or key.path in self._seen
+        unseen = 0.0 if is_seen else gradient_floor(pair, self._terms, floors, accumulated=self._micro_steps)
+        if key.path in self._run.preconditioned:  # what the optimizer rounds itself counts like a gradient's error
+            unseen = max(unseen, UNIT_ROUNDOFF.get(pair.baseline.dtype, 0.0))
+        floor = floors.update(key.path, dtypes[0], adaptive=adaptive, storage=self.storage(pair), unseen=unseen)
+        turned = self._turned(pair, floors) if adaptive and not self._forced else 0.0
+        return max(floor, turned, self._together.floor(pair)) + self._run.correction(pair.baseline.key)
 
     def _cancellation(self, pair: Pair) -> float:
         """How much cancels in an output, the gradient of one or of a parameter; at least 1."""

@@ -163,7 +163,7 @@ class UpdatesFollowSettings(Rule):
     """An optimizer did not move parameters as its formula and its settings say.
 
     If an optimizer has a `step` of its own, as subclasses of torch's optimizers may have, its findings are warnings: it
-    may be a variant on purpose.
+    may be a variant on purpose. But if it moves some parameters and leaves out others, that is a finding.
     """
 
     name = "update-rule"
@@ -191,9 +191,13 @@ class UpdatesFollowSettings(Rule):
         limit = self.limit("residual")
         least = limit / self.strictness
         wrong = [one for one in replayed(table) if one.worst > least]
+        moving = {one.optimizer for one in replayed(table) if not one.never_moved} if wrong else set[str]()
         votes = Counter(name for one in wrong for name in one.fitting(limit))
         now = learning_rates(table)
-        found = [_wrong(one, votes, self._earlier(one, now), step=step, limit=limit) for one in wrong]
+        found = [
+            _wrong(one, votes, self._earlier(one, now), others_move=one.optimizer in moving, step=step, limit=limit)
+            for one in wrong
+        ]
         for one, finding in zip(wrong, found, strict=True):
             if finding is not None:
                 self._told.add(one.optimizer)
@@ -309,7 +313,7 @@ def _beside(table: StepTable, key: SiteKey, stage: str) -> MergedSite | None:
 
 
 def _wrong(
-    one: Replayed, votes: Counter[str], earlier: Mapping[float, int], *, step: int, limit: float
+    one: Replayed, votes: Counter[str], earlier: Mapping[float, int], *, others_move: bool, step: int, limit: float
 ) -> Finding | None:
     """The finding for an update that rounding does not explain.
 
@@ -317,6 +321,7 @@ def _wrong(
         one: The replay.
         votes: The number of parameters that each mistake explains.
         earlier: By factor, the earlier step whose learning rate was so many times that of this step.
+        others_move: Whether its optimizer moves any parameter in this step.
         step: The step.
         limit: The largest residual that is right. What explains an update leaves no more.
     """
@@ -352,7 +357,7 @@ def _wrong(
     else:
         other = f"something else than its settings ask for, {apart:.2g} of its size off"
         message = f"{one.optimizer} moves {path} by {other}. {off}."
-    if one.has_own_step:
+    if one.has_own_step and not (one.never_moved and others_move):
         message += " Is this meant? Then declare its formula (`traindiff.testing.formula`), and it is judged by that."
         evidence["may_be_meant"] = True
     return Finding(

@@ -30,6 +30,7 @@ class RunFacts:
         trainable: Paths of the parameters that require a gradient.
         held_in: Paths of the groups of recorded optimizers that hold a parameter (`optimizer.groups[0]`), by its path.
         optimizers: Class name of each recorded optimizer by name.
+        own_steps: Names of the optimizers whose `step` is neither torch's nor that of an engine.
         settings: Settings of each module when recording began, as texts by name, by path.
         autocast: The dtype to which autocast converted before the first forward pass with gradients; empty if it was
             off, or not recorded.
@@ -52,6 +53,7 @@ class RunFacts:
     trainable: frozenset[str] = frozenset()
     held_in: Mapping[str, frozenset[str]] = field(default_factory=dict)
     optimizers: Mapping[str, str] = field(default_factory=dict)
+    own_steps: frozenset[str] = frozenset()
     settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     autocast: str = ""
     sees_changes: bool = False
@@ -97,6 +99,9 @@ def run_facts(recording: Run, rename: Rename = str) -> RunFacts:
         },
         sees_changes=bool(contents) and all(one.get("sees_changes_between_steps") for one in contents),
         optimizers={one["name"]: one["type"] for content in contents for one in content.get("optimizers", ())},
+        own_steps=frozenset(
+            one["name"] for content in contents for one in content.get("optimizers", ()) if one.get("own_step")
+        ),
         errors={
             rank: error
             for rank, content in zip(recording.ranks, contents, strict=True)

@@ -268,11 +268,13 @@ class ParametersMove(Rule):
     elements and the learning rate of the parameter's group. The limit sqrt(n) allows for optimizers that normalize the
     size of the gradient. So these do not count: gradients that are mathematically zero, groups with a learning rate of
     0, and steps that a loss scaler skips (a fused optimizer skips them itself, and does not say so). Short dtypes that
-    round small updates away do not count either; `UpdatesFollowSettings` judges those better. If a parameter requires a
-    gradient and no optimizer holds it, each step that is not skipped should change it. If most parameters of a model
-    are like this, as when only its head is trained, the rule gives a note. If others of the same part of the model
-    change, the training writes to that part itself (a moving average of the weights), and it is not judged. Nor is a
-    part whose outputs get no gradients, such as a teacher that is called under `no_grad`.
+    round small updates away do not count either; `UpdatesFollowSettings` judges those better. If an optimizer that
+    steps by code of its own moves none of its parameters, that is a warning: it may gather gradients, or warm up.
+    If a parameter requires a gradient and no optimizer holds it, each step that is not skipped should change it. If
+    most parameters of a model are like this, as when only its head is trained, the rule gives a note. If others of
+    the same part of the model change, the training writes to that part itself (a moving average of the weights),
+    and it is not judged. Nor is a part whose outputs get no gradients, such as a teacher that is called under
+    `no_grad`.
     """
 
     name = "never-updated"
@@ -333,28 +335,51 @@ class ParametersMove(Rule):
             for path in sorted(self._unheld & self._resting.keys()):
                 self._resting[path].look_back()
         forgotten = self._held_by_none & self._replaced if self._rest_is_meant else self._held_by_none
+        moving = {name for path in self._moved for name in self._optimizers_of(path)}
         for path, resting in self._resting.items():
+            stage, asked = "", ""
             if resting.steps >= self.limit("least_steps") and path in self.facts.held_in:
-                stage = ""
                 message = f"{path} gets gradients that should move it in {resting.steps} steps, and never changes."
+                if not self._optimizers_of(path) & moving:
+                    asked = self._asked_of(path)
             elif path in forgotten:
                 stage = BEFORE  # such parameters are observed before the step only
-                meant = (
-                    "The optimizer goes on with the tensor that had its place in the model before. Was a module "
-                    "replaced after the optimizer was made? Give the optimizer the new parameters."
-                    if path in self._replaced
-                    else "If that is meant, set requires_grad=False."
-                )
-                message = (
-                    f"No recorded optimizer holds {path}, although it requires a gradient: at least {resting.steps} "
-                    f"steps leave it as it was. {meant}"
-                )
+                message = self._forgotten(path)
             else:
                 continue
             yield Finding(
                 step=resting.first, phase="param", stage=stage, path=path, slot="value", order=resting.entry.order,
-                kind=self.name, message=message, evidence={"num_steps": resting.steps},
+                kind=self.name, message=f"{message} {asked}".rstrip(),
+                evidence={"num_steps": resting.steps} | ({"may_be_meant": True} if asked else {}),
             )  # fmt: skip
+
+    def _forgotten(self, path: str) -> str:
+        """What is said of a parameter that no optimizer holds."""
+        meant = (
+            "The optimizer goes on with the tensor that had its place in the model before. Was a module replaced after "
+            "the optimizer was made? Give the optimizer the new parameters."
+            if path in self._replaced
+            else "If that is meant, set requires_grad=False."
+        )
+        return (
+            f"No recorded optimizer holds {path}, although it requires a gradient: at least "
+            f"{self._resting[path].steps} steps leave it as it was. {meant}"
+        )
+
+    def _optimizers_of(self, path: str) -> set[str]:
+        return {group.partition(".groups[")[0] for group in self.facts.held_in.get(path, ())}
+
+    def _asked_of(self, path: str) -> str:
+        """What to ask of an optimizer that moves none of its parameters, by code of its own; empty for others."""
+        names = self._optimizers_of(path)
+        if not names <= self.facts.own_steps:
+            return ""
+        kinds = " and ".join(sorted({self.facts.optimizers[name] for name in names}))
+        return f"{kinds} moves none of its parameters. Is that meant, as while it gathers gradients, or warms up?"
+
+    def is_warning(self, finding: Finding) -> bool:
+        """True for a parameter of an optimizer with a step of its own, which has moved nothing so far."""
+        return bool(finding.evidence.get("may_be_meant"))
 
     def notes(self) -> Iterator[str]:
         """A note if no optimizer holds most of the model, as when one part is trained alone."""

@@ -169,6 +169,11 @@ def has_own_step(kind: type, known: type, *, of_user: bool = False) -> bool:
     )
 
 
+def steps_by_itself(kind: type) -> bool:
+    """True if the `step` of a class is neither torch's nor that of an engine: nothing is known of what it should do."""
+    return not all(_package(one) in _MAKERS for one in _functions(kind, "step"))
+
+
 def _functions(kind: type, name: str) -> list[Any]:
     """The function of a method, after those that wrap it, except torch's, which calls hooks."""
     wrappers: list[Any] = []

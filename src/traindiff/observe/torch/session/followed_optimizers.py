@@ -29,6 +29,7 @@ from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
 from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
 from traindiff.observe.torch.hooks.step_hooks import has_closure, inner_optimizer, put_last
 from traindiff.observe.torch.hooks.step_tensors import main_gradient
+from traindiff.observe.torch.replay.formulas import steps_by_itself
 from traindiff.observe.torch.session.models import live_modules, outermost
 from traindiff.observe.torch.sharding.deepspeed_optimizer import EngineOptimizer
 from traindiff.observe.torch.sharding.deepspeed_step import EngineOptimizerTap
@@ -256,6 +257,7 @@ class FollowedOptimizers:
                 "groups": tap.groups(),
                 **({"counts_in_float32": True} if tap.counts_in_float32() else {}),
                 **({"settings_in_float32": True} if tap.settings_in_float32() else {}),
+                **({"own_step": True} if steps_by_itself(type(tap.optimizer)) else {}),
             }
             for name, tap in self.taps.items()
         ]

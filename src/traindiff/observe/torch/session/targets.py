@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from traindiff.core.kernels.torch_arrays import shape_of
 from traindiff.core.shards import DeclaredShard, Piece
 from traindiff.core.site import canonical_path, canonical_paths, path_in_whole
-from traindiff.core.torch_compat.training import is_fully_sharded, left_to_each_rank
+from traindiff.core.torch_compat.training import STEP_POST_HOOKS, is_fully_sharded, left_to_each_rank
 from traindiff.errors import ConfigError, Problem, TraindiffWarning, level_of_caller, type_of
 from traindiff.observe.common.containers import is_of
 from traindiff.observe.common.user_input import (
@@ -396,28 +396,34 @@ def _checked(optimizer: object, problems: list[Problem], caller: str) -> dict[st
     named = {} if optimizer is None else optimizers_by_name(optimizer)
     named = {name: _unprepared(one) for name, one in named.items()}
     problems += [
-        Problem(
-            where=f"{caller}(optimizer=...), {name}",
-            what=f"is {type_of(one)}, not a torch.optim.Optimizer.",
-            fix=_OF_MINDSPORE if is_of(one, "mindspore") else _OPTIMIZER,
-        )
+        Problem(where=f"{caller}(optimizer=...), {name}", what=what, fix=fix)
         for name, one in named.items()
-        if not hasattr(one, "register_step_pre_hook") and not is_engine_optimizer(one)
+        if not is_engine_optimizer(one) and not hasattr(one, STEP_POST_HOOKS)
+        for what, fix in [_why_not(one)]
     ]
     return named
 
 
-def _unprepared(optimizer: Any) -> Any:
-    """The optimizer inside a wrapper of Accelerate or Lightning, which calls its `step`; any other optimizer itself.
+def _why_not(optimizer: Any) -> tuple[str, str]:
+    """Why something cannot be followed as an optimizer, and what to do instead."""
+    if isinstance(optimizer, Optimizer):
+        what = f"is {type_of(optimizer)}, whose class has not called torch.optim.Optimizer.__init__."
+        return what, "Give the optimizer whose step() it calls, or call super().__init__() in its class."
+    what = f"is {type_of(optimizer)}, not a torch.optim.Optimizer."
+    return what, _OF_MINDSPORE if is_of(optimizer, "mindspore") else _OPTIMIZER
 
-    The wrappers derive from torch's class and have none of its hooks, or share them. Imports none of the libraries.
+
+def _unprepared(optimizer: Any) -> Any:
+    """The optimizer inside a wrapper, which calls its `step`; any other optimizer itself.
+
+    Wrappers derive from torch's class and have none of its hooks, as those of Opacus and `PostLocalSGDOptimizer`, or
+    share them, as Accelerate's and Lightning's. Imports none of these libraries.
     """
-    if type(optimizer).__name__ == "PostLocalSGDOptimizer":  # of torch; it has none of the hooks of its class
-        return getattr(optimizer, "optim", optimizer)
-    if type(optimizer).__module__.partition(".")[0] not in ("accelerate", "lightning", "pytorch_lightning"):
+    shares = type(optimizer).__module__.partition(".")[0] in ("accelerate", "lightning", "pytorch_lightning")
+    if not isinstance(optimizer, Optimizer) or not (shares or STEP_POST_HOOKS not in vars(optimizer)):
         return optimizer
-    inner = getattr(optimizer, "optimizer", None)
-    return inner if isinstance(inner, Optimizer) else optimizer
+    inner = next((one for one in vars(optimizer).values() if isinstance(one, Optimizer)), None)
+    return optimizer if inner is None or inner is optimizer else _unprepared(inner)
 
 
 def _is_holder(module: nn.Module) -> bool:
