@@ -11,6 +11,9 @@ import pytest
 
 from tests.made_up import Compared, Edit, Seen, Step, at, random, record, summary_of
 from traindiff.analyse.compare import compare
+from traindiff.analyse.merge.distance import Pair
+from traindiff.analyse.merge.site import MergedSite, SiteKey
+from traindiff.analyse.noise.run_floors import RunFloors, at_the_beginning
 from traindiff.analyse.noise.uncalibrated import ADAPTIVE_GAIN, FEW_FLIPS, GAIN, LATER_GAIN, UNEVEN, Floors
 from traindiff.core.summary import UNIT_ROUNDOFF, rounding
 
@@ -336,6 +339,34 @@ def test_inputs_and_parameters_that_differ_add_up_as_independent_errors() -> Non
 
     assert floors.activation("head", ["float32"]) == pytest.approx(rounding("float32") + LATER_GAIN * 5e-3)
     assert floors.activation("head", ["bfloat16"]) == pytest.approx(rounding("bfloat16") + GAIN * 5e-3)
+
+
+def test_a_module_without_parameters_may_be_given_what_the_one_around_it_computes_with_its_own() -> None:
+    """The dropout inside a norm, for example, or behind an embedding of positions that the model owns."""
+    floors = Floors(parameters=1e-6, own={"block.norm": 3e-3, "": 1e-3})
+
+    assert floors.activation("block.norm.drop", ["float32"]) == pytest.approx(
+        floors.activation("block.norm", ["float32"])
+    )
+    assert floors.activation("drop", ["float32"]) == pytest.approx(floors.activation("", ["float32"]))
+    assert floors.activation("block.drop", ["float32"]) < 1e-4
+    assert Floors(own={"norm": 3e-3, "norm.inner": 0.0}).owned("norm.inner") == 0.0
+
+
+def test_a_parametrized_weight_belongs_to_the_module_that_computes_with_it() -> None:
+    path = "fc.parametrizations.weight.original0"
+    pair = Pair(baseline=_parameter(path, 1.0), candidate=_parameter(path, 1.001))
+
+    found, _ = at_the_beginning({path: pair}, RunFloors())
+
+    assert found.own == {"fc": pytest.approx(1e-3, rel=1e-3)}
+
+
+def _parameter(path: str, value: float) -> MergedSite:
+    summary = summary_of(np.full((8, 1), value, dtype=np.float32))
+    return MergedSite(
+        key=SiteKey("param", "", path, "value"), order=0, dtype="float32", shape=(8, 1), summary=summary, exact=True
+    )
 
 
 def test_an_update_without_its_gradient_is_held_against_what_the_gradient_could_be() -> None:

@@ -204,7 +204,7 @@ def at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> tuple[Fl
         size = norm_of(pair.baseline.summary)
         if size and is_of_no_module(path):  # a loss may be proportional to it, however small it is beside the model
             alone = max(alone, apart / size)
-        for owner in (path.rpartition(".")[0], "*"):
+        for owner in (_owner(path), "*"):
             before = squares.get(owner, (0.0, 0.0, 0.0))
             squares[owner] = before[0] + apart * apart, before[1] + calm * calm, before[2] + size * size
     disturbed, undisturbed = (
@@ -221,6 +221,12 @@ def at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> tuple[Fl
             coefficients=run.coefficients,
         ),
     )  # fmt: skip
+
+
+def _owner(path: str) -> str:
+    """The module that computes with a parameter: of a parametrized weight, the one that has the weight."""
+    module, _, of_weight = path.partition(".parametrizations.")
+    return module if of_weight else path.rpartition(".")[0]
 
 
 def _apart_like_others(pair: Pair, squares: Mapping[str, tuple[float, float, float]], *, disturbed: bool) -> float:

@@ -87,10 +87,19 @@ class Floors:
         """Floor of an output of a module, or of the gradient of an output."""
         self.precision = max(self.precision, *(rounding(dtype) for dtype in dtypes))
         # What it computes from and what it computes with differ independently; its own rounding adds to that.
-        parameters = max(self.parameters, self.own.get(path, 0.0))
+        parameters = max(self.parameters, self.owned(path))
         product = self.flow * parameters if self.flow and parameters else 0.0  # which counts if both are large
         inputs = max(math.hypot(self.flow, parameters), product)
         return self.precision + self._gain(LATER_GAIN) * inputs
+
+    def owned(self, path: str) -> float:
+        """Relative difference of the parameters that a module owns.
+
+        One that owns none may be called with what the module around it has computed with its own: the activation or
+        the dropout inside a norm, or behind an embedding of positions.
+        """
+        own = self.own.get(path)
+        return self.own.get(path.rpartition(".")[0], 0.0) if own is None and path else own or 0.0
 
     def _gain(self, later: float) -> float:
         return later if self.parameters and self.precision <= rounding("float32") else GAIN
