@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.made_up import Array, random, summary_of
-from traindiff.analyse.merge.distance import Pair
+from traindiff.analyse.merge.distance import Pair, size_of
 from traindiff.analyse.merge.site import MergedSite, SiteKey
 from traindiff.analyse.noise.measured import SAFETY, Calibration, NoiseRecording, StepNoise
 from traindiff.analyse.noise.moments import HANDED_ON, SCATTER
@@ -72,6 +72,23 @@ def replicas(**constants: float) -> Calibration:
 # What was seen before.
 
 
+def test_the_difference_of_a_bias_is_added_to_an_output_that_may_be_smaller() -> None:
+    """An adaptive step turns signs in a bias whose gradient is only noise; the weights are far larger."""
+    bias, weight, apart = random(6, seed=2), 100 * random(6, 6, seed=3), np.float32(1e-3) * random(6, seed=4)
+    parameters = {
+        "fc.bias": site(bias, bias + apart, phase="param", path="fc.bias"),
+        "fc.weight": site(weight, phase="param", path="fc.weight"),
+    }
+    small = np.float32(1e-2) * X
+    output = site(small, small + apart)
+
+    assert size_of(output) <= step(parameters=parameters).of(output) < 4 * size_of(output)
+    assert step(parameters=parameters).of(site(small, path="other")) < 0.01 * size_of(output)
+    run = RunFloors(disturbed={"fc.bias"})
+    floors = step(run, parameters=parameters)
+    assert floors.undisturbed(output) < 0.01 * floors.of(output)
+
+
 @pytest.mark.parametrize(
     ("phase", "stage", "counts"),
     [
@@ -97,7 +114,7 @@ def test_what_differs_on_the_way_of_the_data_raises_the_floors_behind_it(phase: 
 def test_parameters_that_differ_count_where_they_are_used_and_together_everywhere() -> None:
     parameters = {
         "fc.weight": parameter(X, moved(X, 0.3)),
-        "fc.bias": parameter(Y, moved(Y, 0.4)),
+        "fc.scale": parameter(Y, moved(Y, 0.4)),
         "head.weight": parameter(random(90, seed=2)),
     }
     squares = [float(np.square(one.astype(float)).sum()) for one in (X, Y, random(90, seed=2))]

@@ -14,11 +14,8 @@ from dataclasses import dataclass
 from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.site import MergedSite, SiteKey
 from traindiff.analyse.noise.seen_loss import SeenLoss, SeenNow
-from traindiff.analyse.noise.uncalibrated import FEW_FLIPS, GAIN, Floors
+from traindiff.analyse.noise.uncalibrated import BEYOND, FEW_FLIPS, GAIN, Floors
 from traindiff.core.summary import UNIT_ROUNDOFF, largest, norm_of, number
-
-_BEYOND = 2.0
-"""How far a difference may exceed what a quadratic loss makes of it: sketches estimate its size."""
 
 _SAME = 1e-3
 """Relative difference up to which two curvatures of a loss are the same. Both are computed from float32 numbers."""
@@ -192,7 +189,7 @@ class Cancellation:
             turned = FEW_FLIPS + _NEARLY_FITTED * head.signs * inputs
             return 2.0 * math.sqrt(turned / head.signs)
         if head.quadratic:
-            return floors.precision + _BEYOND * head.turn * inputs
+            return floors.precision + BEYOND * head.turn * inputs
         # A probability close to 1 is rounded as 1 is, and what is missing of it is as large as it was before the fit.
         return floors.precision * head.largest + GAIN * max(1.0, head.turn / head.spread) * inputs
 
@@ -200,7 +197,7 @@ class Cancellation:
 def _of_loss(head: _Head, inputs: float, precision: float) -> float:
     if head.quadratic:  # the first and the second order of (y + d)^2
         moved = head.gain * inputs
-        return _BEYOND * moved * (1.0 + moved / 4.0)
+        return BEYOND * moved * (1.0 + moved / 4.0)
     gain = head.gain / head.spread
     moved = max(1.0, gain) * inputs
     return GAIN * moved * max(1.0, moved) + gain * head.largest * precision

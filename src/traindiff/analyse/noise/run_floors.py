@@ -187,6 +187,7 @@ class RunFloors:
 def at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> tuple[Floors, Floors]:
     """Floors at the beginning of a step, from the parameters and from earlier steps; then the undisturbed ones."""
     squares: dict[str, tuple[float, float, float]] = {}
+    biases: tuple[dict[str, float], dict[str, float]] = {}, {}
     alone = 0.0
     # Where a map joins parameters last: how far these are apart is not known, and taken from the others.
     for path, pair in sorted(parameters.items(), key=lambda item: not item[1].baseline.placed):
@@ -204,6 +205,10 @@ def at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> tuple[Fl
         size = norm_of(pair.baseline.summary)
         if size and is_of_no_module(path):  # a loss may be proportional to it, however small it is beside the model
             alone = max(alone, apart / size)
+        module, _, name = path.rpartition(".")
+        if name == "bias" and apart:
+            count = math.sqrt(int(pair.baseline.summary["count"]))
+            biases[0][module], biases[1][module] = apart / count, calm / count
         for owner in (_owner(path), "*"):
             before = squares.get(owner, (0.0, 0.0, 0.0))
             squares[owner] = before[0] + apart * apart, before[1] + calm * calm, before[2] + size * size
@@ -213,11 +218,11 @@ def at_the_beginning(parameters: Mapping[str, Pair], run: RunFloors) -> tuple[Fl
     )
     return (
         Floors(
-            parameters=max(alone, disturbed.pop("*", 0.0)), own=disturbed, gradients=run.gradients,
+            parameters=max(alone, disturbed.pop("*", 0.0)), own=disturbed, biases=biases[0], gradients=run.gradients,
             settings_differ=run.settings_differ, coefficients=run.coefficients,
         ),
         Floors(
-            parameters=undisturbed.pop("*", 0.0), own=undisturbed, gradients=run.undisturbed,
+            parameters=undisturbed.pop("*", 0.0), own=undisturbed, biases=biases[1], gradients=run.undisturbed,
             coefficients=run.coefficients,
         ),
     )  # fmt: skip

@@ -32,7 +32,7 @@ from traindiff.analyse.noise.run_floors import (
     at_the_beginning,
     is_quotient,
 )
-from traindiff.analyse.noise.uncalibrated import GAIN, SEEN_FLIPS, Floors
+from traindiff.analyse.noise.uncalibrated import BEYOND, GAIN, SEEN_FLIPS, Floors
 from traindiff.analyse.noise.unseen import HiddenPath, UnplacedNoise, UnseenNoise
 from traindiff.core.summary import UNIT_ROUNDOFF, finite_count, norm_of, rounding
 
@@ -428,7 +428,7 @@ class SiteFloors:
             floor = max(floors.activation(key.path, dtypes), self._gated(pair, floors), self._summation(pair))
             if key.phase == "backward":
                 floor = max(floor, self._canceled.of_gradient(pair, floors))
-            return floor * self._cancellation(pair)
+            return floor * self._cancellation(pair) + _added(pair, floors)
         if key.phase == "loss" or key.slot == "norm":
             canceled = self._canceled.of_loss(pair, floors) if key.phase == "loss" else 0.0
             return max(floors.scalar(self._samples), canceled)
@@ -524,3 +524,11 @@ class SiteFloors:
             return chosen
         turned = self._turned_signs.get(key._replace(phase="forward")) if self._leaky else None
         return max(chosen, floors.gated(pair.baseline.summary, pair.candidate.summary, turned))
+
+
+def _added(pair: Pair, floors: Floors) -> float:
+    """What the difference of a module's bias makes of its output, which may be smaller than the bias: it is added."""
+    key = pair.baseline.key
+    apart = floors.biases.get(key.path, 0.0) if key.phase == "forward" else 0.0
+    size = norm_of(pair.baseline.summary) if apart else 0.0
+    return BEYOND * apart * math.sqrt(int(pair.baseline.summary["count"])) / size if size else 0.0

@@ -27,6 +27,9 @@ from traindiff.core.summary import UNIT_ROUNDOFF, largest, rounding
 GAIN = 8.0
 """Factor by which one observed operation may enlarge the relative difference of its inputs."""
 
+BEYOND = 2.0
+"""How far a difference may exceed what is computed from other ones: sketches estimate their sizes."""
+
 LATER_GAIN = 2.0 * GAIN
 _LATER_SUMS = 4.0 * GAIN
 """The same in longer dtypes where parameters differ: of activations, and of parameters' gradients. What a parameter
@@ -66,6 +69,7 @@ class Floors:
     Attributes:
         parameters: Relative difference of all parameters together, as the step found them.
         own: The same per module, of the parameters that it owns.
+        biases: L2 norm of the difference of a module's bias over the square root of its elements, by the module's path.
         gradients: Largest relative difference of each parameter's gradients so far in the run.
         states: Largest relative difference of each parameter's optimizer state, in this step.
         precision: Largest rounding of a dtype observed on the data's path.
@@ -76,6 +80,7 @@ class Floors:
 
     parameters: float = 0.0
     own: dict[str, float] = field(default_factory=dict)
+    biases: dict[str, float] = field(default_factory=dict)
     gradients: dict[str, float] = field(default_factory=dict)
     states: dict[str, float] = field(default_factory=dict)
     precision: float = 0.0
