@@ -18,7 +18,7 @@ from traindiff.analyse.noise.choices import TurnedChoices, choices
 
 TOKENS, WIDTH = 256, 16
 HALF = {"dtype": "bfloat16"}
-SHOWN = ("numbers", "rows", "zeros")
+SHOWN = ("numbers", "rows", "zeros", "sorted")
 
 
 def chosen(turned: int) -> Array:
@@ -39,12 +39,14 @@ def routed(shown: str, turned: int, *, noise: float = 0.5, spoiled: int = 0) -> 
     experts = chosen(turned)
     found: Step = {("param", "before", "moe.router.weight", "value"): Seen(values=random(4, WIDTH, seed=1))}
     found["forward", "", "fc", "output[0]"] = half(random(TOKENS, WIDTH, seed=2), 102)
-    if shown == "numbers":
+    if shown in ("numbers", "sorted"):
         found["forward", "", "moe.router", "output[1]"] = Seen(values=experts)
-    for number, rows in enumerate(of_experts):
+    for number, rows in enumerate(of_experts if shown != "sorted" else ()):
         kept = rows[experts == number] if shown == "rows" else rows
         found["forward", "", f"moe.experts.{number}", "output[0]"] = half(kept, 110 + number)
     mixed = np.select([experts[:, None] == number for number in range(4)], of_experts).astype(np.float32)
+    if shown == "sorted":  # weights of all experts in one tensor
+        found["forward", "", "moe.experts.act", "output[0]"] = half(mixed[np.argsort(experts, kind="stable")], 119)
     if spoiled:
         mixed[TOKENS - spoiled :] = random(spoiled, WIDTH, seed=3)
     found["forward", "", "moe", "output[0]"] = half(mixed, 120)
@@ -73,8 +75,8 @@ def test_tokens_that_rounding_sends_to_another_expert_are_no_finding(shown: str,
 
     assert found.findings == (), str(found)
     (note,) = (one for one in found.notes if "choices of rows" in one)
-    place = "moe.router" if shown == "numbers" else "moe.experts.0"
-    least = 1 if shown == "numbers" else turned  # numbers that differ do not show how many
+    place = "moe.router" if shown in ("numbers", "sorted") else "moe.experts.0"
+    least = 1 if shown in ("numbers", "sorted") else turned  # numbers that differ do not show how many
     assert f"first at step 0, {place}: at least {least} of 256." in note
     row = next(one for one in found.differences if (one.phase, one.path) == ("forward", "moe"))
     assert row.difference > 8 * 2.0**-8 or turned == 1  # more than the gain of what came in
@@ -111,6 +113,30 @@ def test_wrong_rows_without_a_turned_choice_are_held_against_their_inputs(shown:
 
     assert found.first_divergence is not None
     assert found.first_divergence.path == "moe"
+
+
+def test_rows_outside_of_the_block_of_a_router_are_compared_one_by_one(tmp_path: Path) -> None:
+    def build(turned: int, noise: float) -> Step:
+        found = routed("sorted", turned, noise=noise)
+        found["forward", "", "other.act", "output[0]"] = found.pop(("forward", "", "moe.experts.act", "output[0]"))
+        return found
+
+    found = compared(tmp_path, build(0, 0.0), build(1, 0.5))
+
+    assert found.first_divergence is not None
+    assert found.first_divergence.path == "other.act"
+
+
+@pytest.mark.parametrize(("shape", "counts"), [((TOKENS, 2), True), ((TOKENS, 100), False)])
+def test_choices_that_cannot_be_compared_one_by_one_may_have_turned(shape: tuple[int, int], counts: bool) -> None:
+    """The runs divide the batch among other micro-steps."""
+    numbers = site(np.zeros(shape, dtype=np.int64), path="moe.router", slot="output[2]").baseline
+    found = TurnedChoices([], [numbers], most=lambda *_: 8.0)
+    output = site(random(TOKENS, WIDTH, seed=0), path="moe")
+
+    assert (found.floor(output, inputs=0.01, precision=0.0) > 0.2) == counts
+    assert found.floor(output, inputs=1e-6, precision=0.0) == 0.0
+    assert found.explained == []
 
 
 def experts(zeros: dict[int, tuple[int, int]], *shape: int) -> list[Pair]:

@@ -32,7 +32,8 @@ class Choice:
         order: Place in execution order from which on the choice has an effect.
         where: Where the recordings show it.
         rows: Number of choices.
-        turned: About how many of those were made otherwise, at least: two that change places do not show in counts.
+        turned: About how many of those were made otherwise, at least: two that change places do not show in counts. 0
+            if the choices of two runs cannot be compared one by one.
         chosen: By path of a module that computes with the rows that chose it: their number.
         gathered: Whether these modules get only such rows, so that the rows of two runs do not correspond.
         computed: Whether the module that chooses also computes with what was chosen, as the codebook of a VQ-VAE does.
@@ -70,19 +71,22 @@ class TurnedChoices:
 
     Args:
         pairs: All pairs of the step.
+        unplaced: The baseline's entries of sites whose rows could not be brought together.
         most: Gives the most rows that rounding may turn of a number of rows, after the pairs seen so far; and for a
             choice that is `computed`, if the second argument is true.
     """
 
-    def __init__(self, pairs: Sequence[Pair], *, most: Callable[[int, bool], float]) -> None:
-        self._choices = choices(pairs)
+    def __init__(
+        self, pairs: Sequence[Pair], unplaced: Iterable[MergedSite] = (), *, most: Callable[[int, bool], float]
+    ) -> None:
+        self._choices = [*choices(pairs), *_unknown(unplaced)]
         self._most = most
         self._explained: dict[Choice, bool] = {}  # whether rounding may have turned so many, for those come to
 
     @property
     def explained(self) -> list[Choice]:
         """The choices so far that rounding turned."""
-        return [one for one, explained in self._explained.items() if explained]
+        return [one for one, explained in self._explained.items() if explained and one.turned]
 
     def at(self, pair: Pair) -> Choice | None:
         """The choice of rows that a module computes, if rounding turned a part of it: then rows do not correspond."""
@@ -138,16 +142,44 @@ def _by_numbers(pairs: Sequence[Pair]) -> Iterator[Choice]:
         if (key := pair.baseline.key).phase == "forward":
             first.setdefault((key.path, key.call), pair.baseline.order)
     for pair in pairs:
-        entry, shape = pair.baseline, pair.baseline.shape
-        if entry.key.phase != "forward" or entry.dtype in UNIT_ROUNDOFF or pair.candidate.shape != shape:
-            continue
-        if equal_bits(pair) or not shape or (len(shape) > 1 and shape[-1] > MOST_CHOICES):
+        entry = pair.baseline
+        if not _may_be_choices(entry) or pair.candidate.shape != entry.shape or equal_bits(pair):
             continue
         # At least one. Whole numbers have no sketch, so nothing tells how many.
         order = first[entry.key.path, entry.key.call]  # it may return the rows that were chosen before their numbers
+        rows = int(entry.summary["count"])
+        sorted_by_choice = dict.fromkeys(_inside_with(rows, entry, pairs), rows)
         yield Choice(
-            order=order, where=entry.key.path, rows=int(entry.summary["count"]), turned=1, computed=order < entry.order
-        )
+            order=order, where=entry.key.path, rows=rows, turned=1, computed=order < entry.order,
+            chosen=sorted_by_choice, gathered=bool(sorted_by_choice),
+        )  # fmt: skip
+
+
+def _may_be_choices(entry: MergedSite) -> bool:
+    """True for whole numbers that a module returns, a few for each row."""
+    shape = entry.shape
+    whole = entry.key.phase == "forward" and entry.dtype not in UNIT_ROUNDOFF
+    return whole and bool(shape) and (len(shape) == 1 or shape[-1] <= MOST_CHOICES)
+
+
+def _inside_with(rows: int, router: MergedSite, pairs: Iterable[Pair]) -> Iterator[str]:
+    """Modules beside a router, or inside its neighbours, that get a row for each choice.
+
+    Experts whose weights are one tensor get all rows, sorted by expert: one choice that turned moves all rows between.
+    """
+    around = router.key.path.rpartition(".")[0]
+    for entry in (pair.baseline for pair in pairs):
+        is_later = entry.key.phase == "forward" and entry.order > router.order
+        is_inside = entry.key.path.startswith(f"{around}." if around else "")
+        if is_later and is_inside and len(entry.shape) == 2 and entry.shape[0] == rows:
+            yield entry.key.path
+
+
+def _unknown(unplaced: Iterable[MergedSite]) -> Iterator[Choice]:
+    """Choices of rows that the runs have in another order, or divide among other micro-steps."""
+    for entry in unplaced:
+        if _may_be_choices(entry):
+            yield Choice(order=entry.order, where=entry.key.path, rows=int(entry.summary["count"]), turned=0)
 
 
 def _by_rows(pairs: Iterable[Pair]) -> Iterator[Choice]:

@@ -114,7 +114,9 @@ class SiteFloors:
         moments: Mapping[SiteKey, float] = noise.moments if noise else {}
         self._moments = MomentFloors(lambda key: SAFETY * calibration.constant(key.phase) * moments.get(key, 0.0))
         self._calibration = calibration
-        self.choices = TurnedChoices(pairs, most=lambda rows, computed: self.turned_rows(rows, computed=computed))
+        self.choices = TurnedChoices(
+            pairs, unplaced, most=lambda rows, computed: self.turned_rows(rows, computed=computed)
+        )
         self._lost = {**lost_in_rounding(pairs), **lost_rows(pairs)}
         # The largest difference of such gradients so far, from which only others of them follow; and as each was seen.
         self._lost_flow, self._lost_inputs = 0.0, dict[SiteKey, float]()
