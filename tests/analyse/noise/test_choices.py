@@ -117,9 +117,8 @@ def test_wrong_rows_without_a_turned_choice_are_held_against_their_inputs(shown:
 
 def test_rows_outside_of_the_block_of_a_router_are_compared_one_by_one(tmp_path: Path) -> None:
     def build(turned: int, noise: float) -> Step:
-        found = routed("sorted", turned, noise=noise)
-        found["forward", "", "other.act", "output[0]"] = found.pop(("forward", "", "moe.experts.act", "output[0]"))
-        return found
+        found = routed("sorted", turned, noise=noise).items()
+        return {(*key[:2], key[2].replace("moe.experts", "other"), key[3]): one for key, one in found}
 
     found = compared(tmp_path, build(0, 0.0), build(1, 0.5))
 
