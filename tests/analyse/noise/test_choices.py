@@ -18,7 +18,7 @@ from traindiff.analyse.noise.choices import TurnedChoices, choices
 
 TOKENS, WIDTH = 256, 16
 HALF = {"dtype": "bfloat16"}
-SHOWN = ("numbers", "rows", "zeros", "sorted")
+SHOWN = ("numbers", "rows", "zeros", "sorted", "scores")
 
 
 def chosen(turned: int) -> Array:
@@ -41,6 +41,9 @@ def routed(shown: str, turned: int, *, noise: float = 0.5, spoiled: int = 0) -> 
     found["forward", "", "fc", "output[0]"] = half(random(TOKENS, WIDTH, seed=2), 102)
     if shown in ("numbers", "sorted"):
         found["forward", "", "moe.router", "output[1]"] = Seen(values=experts)
+    if shown == "scores":
+        scores = np.where(experts[:, None] == np.arange(4), 8.0 + random(TOKENS, 1, seed=40), 0.0)
+        found["forward", "", "moe.router", "output[0]"] = half(scores.astype(np.float32), 140)
     for number, rows in enumerate(of_experts if shown != "sorted" else ()):
         kept = rows[experts == number] if shown == "rows" else rows
         found["forward", "", f"moe.experts.{number}", "output[0]"] = half(kept, 110 + number)
@@ -75,7 +78,7 @@ def test_tokens_that_rounding_sends_to_another_expert_are_no_finding(shown: str,
 
     assert found.findings == (), str(found)
     (note,) = (one for one in found.notes if "choices of rows" in one)
-    place = "moe.router" if shown in ("numbers", "sorted") else "moe.experts.0"
+    place = "moe.router" if shown in ("numbers", "sorted", "scores") else "moe.experts.0"
     least = 1 if shown in ("numbers", "sorted") else turned  # numbers that differ do not show how many
     assert f"first at step 0, {place}: at least {least} of 256." in note
     row = next(one for one in found.differences if (one.phase, one.path) == ("forward", "moe"))

@@ -38,6 +38,7 @@ class Choice:
         gathered: Whether these modules get only such rows, so that the rows of two runs do not correspond.
         computed: Whether the module that chooses also computes with what was chosen, as the codebook of a VQ-VAE does.
             Then what it compares is not observed, and its rounding turns choices though its inputs agree.
+        by_scores: Whether the output at `where` is what shows it, so that its difference is that of the choice.
     """
 
     order: int
@@ -47,6 +48,7 @@ class Choice:
     chosen: Mapping[str, int] = field(default_factory=dict)
     gathered: bool = False
     computed: bool = False
+    by_scores: bool = False
 
     def share(self, hidden: float, path: str, rows: int, peak: float = 1.0) -> float:
         """Relative size, squared, that a difference may have because of choices made otherwise.
@@ -111,6 +113,8 @@ class TurnedChoices:
         peak = float(largest(summary)) ** 2 * int(summary["count"]) / power if gradient else 1.0
         rows = math.prod(pair.baseline.shape[:-1])
         for one in self._before(pair):
+            if one.by_scores and key.path == one.where:
+                continue
             hidden = one.rows * (max(inputs, precision) if one.computed else inputs)
             shares.append(one.share(hidden if hidden >= SEEN_FLIPS else 0.0, key.path, rows, peak))
         return math.sqrt(max(shares))
@@ -129,11 +133,12 @@ class TurnedChoices:
 def choices(pairs: Sequence[Pair]) -> list[Choice]:
     """The choices of a step that were made otherwise.
 
-    They show in the whole numbers that a router returns, in the numbers of rows that experts get, in the rows of zeros
-    that are left where an expert was not chosen, and in rows that two experts have exchanged.
+    They show in the whole numbers that a router returns, in its scores if it sets those of other experts to zero, in
+    the numbers of rows that experts get, in the rows of zeros that are left where an expert was not chosen, and in rows
+    that two experts have exchanged.
     """
     forward = {pair.baseline.key.path: pair.baseline.order for pair in pairs if pair.baseline.key.phase == "forward"}
-    return [*_by_numbers(pairs), *_by_rows(pairs), *_by_zeros(pairs, forward), *_by_exchange(pairs)]
+    return [*_by_numbers(pairs), *_by_scores(pairs), *_by_rows(pairs), *_by_zeros(pairs, forward), *_by_exchange(pairs)]
 
 
 def _by_numbers(pairs: Sequence[Pair]) -> Iterator[Choice]:
@@ -153,6 +158,26 @@ def _by_numbers(pairs: Sequence[Pair]) -> Iterator[Choice]:
             order=order, where=entry.key.path, rows=rows, turned=1, computed=order < entry.order,
             chosen=sorted_by_choice, gathered=bool(sorted_by_choice),
         )  # fmt: skip
+
+
+def _by_scores(pairs: Iterable[Pair]) -> Iterator[Choice]:
+    """Scores that are zero but for the experts that each row chose, and differ by at least a row's worth."""
+    for pair in pairs:
+        entry, shape = pair.baseline, pair.baseline.shape
+        if entry.key.phase != "forward" or len(shape) < 2 or not 1 < shape[-1] <= MOST_CHOICES:
+            continue
+        rows, zeros = math.prod(shape[:-1]), [int(one.summary["zero"]) for one in (entry, pair.candidate)]
+        several, rest = divmod(rows * shape[-1] - zeros[0], rows) if rows else (0, 0)
+        if rest or zeros[0] != zeros[1] or not 1 <= several <= min(MOST_OF_A_ROW, shape[-1] - 1):
+            continue
+        if pair.candidate.shape == shape and not equal_bits(pair) and _has_other_rows(pair):
+            apart = float(distance(entry.summary, pair.candidate.summary)) ** 2 / float(entry.summary["sum_of_squares"])
+            turned = max(1, round(apart * rows / 2.0))
+            path, count = entry.key.path, rows * several
+            yield Choice(
+                order=entry.order, where=path, rows=count, turned=turned, chosen={path: count}, gathered=True,
+                by_scores=True,
+            )  # fmt: skip
 
 
 def _may_be_choices(entry: MergedSite) -> bool:
@@ -248,7 +273,7 @@ def _routes(entry: MergedSite, experts: Sequence[Pair], *, rows: int, to: int) -
 def _has_other_rows(pair: Pair) -> bool:
     """True if two tensors differ by at least a row's worth, but hardly in their norms."""
     before, after = (float(entry.summary["sum_of_squares"]) for entry in (pair.baseline, pair.candidate))
-    rows = pair.baseline.shape[0]
+    rows = math.prod(pair.baseline.shape[:-1])
     if not (rows and before and after) or abs(after - before) > _FEW_ROWS * before / rows:
         return False
     return rows * float(distance(pair.baseline.summary, pair.candidate.summary)) ** 2 >= _ONE_ROW * before
