@@ -72,13 +72,13 @@ def test_of_too_many_recordings_the_latest_are_listed_and_the_others_are_not_for
     found, text = json.loads(called("--json")[1]), called()[1]
 
     assert ([one["path"] for one in found["recordings"]], found["has_more"]) == (["runs/candidate"], True)
-    assert text.endswith("There are more than the 1 of this list. --skip 1 lists further ones.\n")
-    found = json.loads(called("--json", "--skip", "1")[1])
+    assert text.endswith("There are more than the 1 of this list. --after 1 lists further ones.\n")
+    found = json.loads(called("--json", "--after", "1")[1])
     assert ([one["path"] for one in found["recordings"]], found["has_more"]) == (["runs/baseline"], False)
-    assert called("--skip", "2")[1].startswith("There is no other recording under ")
+    assert called("--after", "2")[1].startswith("There is no other recording under ")
     found = Tools(runs).recordings()
     assert ([one["name"] for one in found["recordings"]], found["has_more"]) == (["candidate"], True)
-    found = Tools(runs).recordings(skip=1)
+    found = Tools(runs).recordings(after=1)
     assert ([one["name"] for one in found["recordings"]], found["has_more"]) == (["baseline"], False)
     assert CliRunner().invoke(app, []).stdout.startswith("more than 1 recording here\n")
 

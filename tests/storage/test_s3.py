@@ -302,7 +302,7 @@ def test_a_list_of_a_store_goes_on_behind_the_recordings_that_it_has(monkeypatch
         write(f"s3://recordings/runs/{name}", steps=1)
     for url, before in (("s3://recordings/runs", ""), ("s3://", "s3://recordings/runs/")):
         first = json.loads(run_command("ls", url, "--json")[1])
-        rest = json.loads(run_command("ls", url, "--json", "--skip", "2")[1])
+        rest = json.loads(run_command("ls", url, "--json", "--after", "2")[1])
         assert sorted(one["path"].removeprefix(before or f"{url}/") for one in first["recordings"]) == ["a", "b"]
         assert [one["path"].removeprefix(before or f"{url}/") for one in rest["recordings"]] == ["c/d"]
         assert (first["has_more"], rest["has_more"]) == (True, False)

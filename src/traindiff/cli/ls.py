@@ -106,14 +106,14 @@ def listed_run(directory: str, one: Listed, path: str | None) -> ListedRun:
     return ListedRun(**{**asdict(about), **seen})
 
 
-def print_list(console: Console, found: RecordingList, *, skip: int) -> None:
+def print_list(console: Console, found: RecordingList, *, after: int) -> None:
     """Print a line for each recording behind those that were skipped."""
     from traindiff.present.text.layout import columns
     from traindiff.present.text.overview import ENDINGS
     from traindiff.present.viewer.catalog import DEPTH
 
     if not found.recordings:
-        other = "other " if skip else ""
+        other = "other " if after else ""
         nothing = f"There is no {other}recording under {found.directory}, down to {DEPTH} levels of directories."
         console.print(Text(nothing), soft_wrap=True)
         return
@@ -131,7 +131,7 @@ def print_list(console: Console, found: RecordingList, *, skip: int) -> None:
     console.print(table)
     if found.has_more:
         more = f"There are more than the {len(found.recordings)} of this list."
-        rest = f"--skip {skip + len(found.recordings)} lists further ones."
+        rest = f"--after {after + len(found.recordings)} lists further ones."
         console.print(Text(f"{more} {rest}"), soft_wrap=True)
 
 
@@ -141,15 +141,15 @@ def list_recordings(
     directory: Annotated[
         str, typer.Argument(metavar="DIRECTORY", help="Recordings are looked for under it. May be a URL.")
     ] = ".",
-    skip: Annotated[
+    after: Annotated[
         int,
-        typer.Option(min=0, metavar="N", rich_help_panel=SHOWN, help="Leave out N recordings; list those behind."),
+        typer.Option(min=0, metavar="N", rich_help_panel=SHOWN, help="List what comes after the first N recordings."),
     ] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """List the recordings under a directory, the latest first: when they began, their ranks, size, last step and loss.
 
-    At most 500 are listed at a time: the latest ones, or of a store the first ones by name. --skip 500 lists those
+    At most 500 are listed at a time: the latest ones, or of a store the first ones by name. --after 500 lists those
     behind them. Exits with 0, and with 2 if there is no such directory.
     """
     from rich.progress import track
@@ -159,11 +159,11 @@ def list_recordings(
     check_directory(directory, asked_by="ls")
     catalog = catalog_of(directory)
     names = track(
-        catalog.recordings(skip), description="looking into recordings", console=messages, transient=True,
+        catalog.recordings(after), description="looking into recordings", console=messages, transient=True,
         disable=not messages.is_terminal,
     )  # fmt: skip
     runs = [
         listed_run(directory, one, None if (path := catalog.find(one.name)) is None else str(path)) for one in names
     ]
     found = RecordingList(directory=directory, recordings=tuple(runs), has_more=catalog.has_more)
-    print_result(found, "json" if as_json else "text", text=lambda: print_list(results, found, skip=skip))
+    print_result(found, "json" if as_json else "text", text=lambda: print_list(results, found, after=after))

@@ -96,14 +96,14 @@ class Catalog:
         self._depth = depth
         self._kept = KeptDescriptions()
 
-    def recordings(self, skip: int = 0) -> list[Listed]:
+    def recordings(self, after: int = 0) -> list[Listed]:
         """At most `MOST` recordings, the latest first.
 
         Args:
-            skip: Number of recordings to leave out: the latest ones.
+            after: Number of recordings to leave out: the latest ones.
         """
         found = sorted(self._found(), key=lambda one: _time_written(one[1] / "run.json"), reverse=True)
-        self.has_more, paths = len(found) > skip + MOST, dict(found[skip : skip + MOST])
+        self.has_more, paths = len(found) > after + MOST, dict(found[after : after + MOST])
         return self._kept.of(paths, self.state, lambda name: _listed(paths[name], name))
 
     def find(self, name: str) -> Path | None:
@@ -208,7 +208,7 @@ class Recordings(Protocol):
     def has_more(self) -> bool:
         """Whether there are, or may be, recordings behind those of the latest list."""
 
-    def recordings(self, skip: int = 0) -> list[Listed]:
+    def recordings(self, after: int = 0) -> list[Listed]:
         """At most `MOST` recordings behind so many others, the latest first."""
 
     def find(self, name: str) -> Path | str | None:

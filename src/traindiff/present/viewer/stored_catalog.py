@@ -36,13 +36,13 @@ class StoredCatalog:
         store, path = file_system(self.root)
         self._folder = Folder(store, path)
 
-    def recordings(self, skip: int = 0) -> list[Listed]:
+    def recordings(self, after: int = 0) -> list[Listed]:
         """At most `MOST` recordings, the latest first.
 
         Args:
-            skip: Number of recordings to leave out: the first ones by name, of the upper levels first.
+            after: Number of recordings to leave out: the first ones by name, of the upper levels first.
         """
-        return self._kept.of(islice(self._found(skip + MOST), skip, None), self.state, self._listed)
+        return self._kept.of(islice(self._found(after + MOST), after, None), self.state, self._listed)
 
     def find(self, name: str) -> str | None:
         """The URL of a recording, by the name in an address; None if it is not under the root.

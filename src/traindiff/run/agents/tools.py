@@ -44,13 +44,13 @@ class Tools:
         """The tools. Their names, arguments and docstrings are what an agent reads."""
         return [self.recordings, self.compare, self.check, self.show, self.explain, self.investigate]
 
-    def recordings(self, skip: int = 0) -> dict[str, Any]:
+    def recordings(self, after: int = 0) -> dict[str, Any]:
         """List the recordings that the other tools accept, the latest first. `has_more` says whether there are more.
 
         Args:
-            skip: Number of recordings to leave out, to list those behind them.
+            after: Number of recordings to leave out, to list those behind them.
         """
-        found = self._catalog.recordings(max(0, skip))
+        found = self._catalog.recordings(max(0, after))
         return {
             "recordings": [
                 {"name": one.name, "created": one.created, "ranks": one.ranks, "ending": one.ending} for one in found
