@@ -214,10 +214,6 @@ class UpdatesFollowSettings(Rule):
         found += divided_updates(table, self.facts.held_in, step=step)
         return sorted((one for one in found if one is not None), key=lambda finding: finding.order)
 
-    def is_warning(self, finding: Finding) -> bool:
-        """True for an optimizer with a step of its own, which may be meant to do that."""
-        return bool(finding.evidence.get("may_be_meant"))
-
     def notes(self) -> Iterator[str]:
         """What optimizers with steps of their own do instead of what the optimizers do that they are made from."""
         for optimizer, one in self._own.items():

@@ -253,9 +253,12 @@ class Rule:
         """A finding of the rule at a site; its kind is the first of `kinds` if none is given."""
         return finding_at(entry, step=step, kind=kind or self.kinds[0], message=message, evidence=evidence)
 
-    def is_warning(self, finding: Finding) -> bool:  # noqa: ARG002
-        """True if one of its findings is a warning, which leaves a run healthy."""
-        return self.warns
+    def is_warning(self, finding: Finding) -> bool:
+        """True if one of its findings is a warning, which leaves a run healthy.
+
+        A finding has `may_be_meant` in its evidence if the training does that, and nothing tells that it is not meant.
+        """
+        return self.warns or bool(finding.evidence.get("may_be_meant"))
 
     def applies(self, contents: Contents) -> bool:  # noqa: ARG002
         """True if a step has something that it judges, which `needs` names."""

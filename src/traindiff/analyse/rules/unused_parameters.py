@@ -377,10 +377,6 @@ class ParametersMove(Rule):
         kinds = " and ".join(sorted({self.facts.optimizers[name] for name in names}))
         return f"{kinds} moves none of its parameters. Is that meant, as while it gathers gradients, or warms up?"
 
-    def is_warning(self, finding: Finding) -> bool:
-        """True for a parameter of an optimizer with a step of its own, which has moved nothing so far."""
-        return bool(finding.evidence.get("may_be_meant"))
-
     def notes(self) -> Iterator[str]:
         """A note if no optimizer holds most of the model, as when one part is trained alone."""
         if self._rest_is_meant:

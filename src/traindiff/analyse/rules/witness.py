@@ -140,10 +140,6 @@ class GradientsFollow(Rule):
         if self._uneven is not None:
             yield self._uneven
 
-    def is_warning(self, finding: Finding) -> bool:
-        """True if the training wrote to the gradient, and nothing tells that this was not meant."""
-        return bool(finding.evidence.get("may_be_meant"))
-
     def notes(self) -> Iterator[str]:
         """How much was checked, and why not everything."""
         for sentence, steps in self._changed.items():

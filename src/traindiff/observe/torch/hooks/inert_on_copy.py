@@ -30,6 +30,14 @@ _MOST_ENTRIES = 10_000
 """Lists and dicts with more entries are not searched for a module's attributes."""
 
 
+def put_last(hooks: dict[int, Any], kind: type[InertOnCopy]) -> None:
+    """Have torch call the hooks of a kind behind all others, in their order."""
+    ours = [key for key, hook in hooks.items() if isinstance(hook, kind)]
+    if ours and [*hooks][-len(ours) :] != ours:
+        for key in ours:
+            hooks[key] = hooks.pop(key)
+
+
 class InertOnCopy:
     """A hook that does nothing in a copy of its module, such as a moving average, or in a file of it.
 

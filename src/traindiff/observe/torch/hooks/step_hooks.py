@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from traindiff.core.torch_compat.training import STEP_POST_HOOKS, STEP_PRE_HOOKS, is_nested_step
 from traindiff.observe.torch.hooks.followed_modules import HeldHooks
-from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy
+from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy, put_last
 
 StepHook = Callable[..., Any]
 """Called with the optimizer, and with the positional and keyword arguments of its `step`."""
@@ -37,17 +37,12 @@ def hook_after_step(optimizer: Optimizer, hook: StepHook) -> HeldHooks:
     return hooks
 
 
-def put_last(optimizer: Optimizer) -> None:
+def put_ours_last(optimizer: Optimizer) -> None:
     """Have our hooks called last before a step, so that they see what it reads.
 
-    Hooks of the training may change gradients there, also those that were registered after ours. Where such a hook
-    changes parameters after a step, that counts as a part of the step if it was registered before ours.
+    Hooks of the training may change gradients there, also those that were registered after ours.
     """
-    hooks = getattr(optimizer, STEP_PRE_HOOKS)
-    ours = [key for key, hook in hooks.items() if isinstance(hook, Once)]
-    if ours and len(ours) < len(hooks) and [*hooks][-len(ours) :] != ours:
-        for key in ours:
-            hooks[key] = hooks.pop(key)
+    put_last(getattr(optimizer, STEP_PRE_HOOKS), Once)
 
 
 class Once(InertOnCopy):

@@ -27,7 +27,7 @@ from traindiff.observe.torch.hooks.main_gradients import CopiesTap
 from traindiff.observe.torch.hooks.optimizer_replay import OptimizerReplayTap
 from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
 from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
-from traindiff.observe.torch.hooks.step_hooks import has_closure, inner_optimizer, put_last
+from traindiff.observe.torch.hooks.step_hooks import has_closure, inner_optimizer, put_ours_last
 from traindiff.observe.torch.hooks.step_tensors import main_gradient
 from traindiff.observe.torch.replay.formulas import steps_by_itself
 from traindiff.observe.torch.session.models import live_modules, outermost
@@ -186,7 +186,7 @@ class FollowedOptimizers:
                 self._before_step()
                 if not tap.is_attached():
                     self._attach_again(name)
-                put_last(optimizer)
+                put_ours_last(optimizer)
                 return
         if self._targets.optimizers and optimizer not in self._known and self._steps_in_place(optimizer, *call):
             self._known.update((optimizer, inner_optimizer(optimizer)))

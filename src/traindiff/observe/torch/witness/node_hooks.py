@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from traindiff.core.torch_compat.execution import hooks_on_node
-from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy
+from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy, put_last
 from traindiff.observe.torch.witness.graph import Graph, Place, chain_of, inside_call
 
 
@@ -20,7 +20,7 @@ def changed_by_hooks(graph: Graph) -> set[int]:
     has = cache(has_hooks)
     found: set[int] = set()
     for node, leaves in graph.calls:
-        _put_last(node)
+        put_last(hooks_on_node(node, before=True), InertOnCopy)
         inside = inside_call(node)
         if any(has(one, before=False) for one in inside) or any(has(one, before=True) for one in inside[1:]):
             found.update(leaves)
@@ -37,9 +37,3 @@ def _changes(place: Place, has: Callable[..., bool]) -> bool:
     """True if hooks may change the gradient that an operation has computed, on its way to the leaf."""
     chain = chain_of(place)[:-1]
     return any(has(one, before=False) for one in (place.node, *chain)) or any(has(one, before=True) for one in chain)
-
-
-def _put_last(node: Any) -> None:
-    hooks = hooks_on_node(node, before=True)
-    for number in [number for number, hook in hooks.items() if isinstance(hook, InertOnCopy)]:
-        hooks[number] = hooks.pop(number)
