@@ -72,7 +72,12 @@ def resumed(baseline: tuple[Path, Saved], tmp_path: Path) -> Resumed:
     path, saved = baseline
 
     def run(
-        *, without: str = "", first_batch: int = SAVED_AFTER, first_step: int = 0, offset: int | None = None
+        *,
+        without: str = "",
+        first_batch: int = SAVED_AFTER,
+        first_step: int = 0,
+        offset: int | None = None,
+        edit: Callable[[Parts], None] = lambda _: None,
     ) -> Comparison:
         parts, held = begun(), copy.deepcopy(dict(saved))
         held["model"] = {name: value for name, value in held["model"].items() if name != without}
@@ -83,6 +88,8 @@ def resumed(baseline: tuple[Path, Saved], tmp_path: Path) -> Resumed:
             parts.scheduler.load_state_dict(held["scheduler"])
         if without != "random":
             torch.set_rng_state(held["random"])
+        with torch.no_grad():
+            edit(parts)
         with traindiff.record(tmp_path / "resumed", parts.model, parts.optimizer, first_step=first_step):
             parts.train(first_batch, first_batch + STEPS - SAVED_AFTER)
         return traindiff.compare(path, tmp_path / "resumed", offset=offset)
@@ -112,6 +119,85 @@ def test_a_run_that_is_told_where_it_begins_needs_no_search(resumed: Resumed, nu
 
     assert (comparison.verdict, comparison.steps) == ("identical", (3, 4, 5))
     assert not any("begins with" in note for note in comparison.notes)
+
+
+def rounded_otherwise(parts: Parts) -> None:
+    """Part a training by rounding, as steps on other hardware, or on another number of ranks, do."""
+    for parameter in parts.model.parameters():
+        parameter.mul_(1.0 + 2.0**-18)
+        for name in ("exp_avg", "exp_avg_sq"):
+            parts.optimizer.state[parameter][name].mul_(1.0 - 2.0**-18)
+
+
+def other_values(tensor: torch.Tensor) -> None:
+    """Values that no training has led to; no random numbers are drawn."""
+    tensor.copy_(torch.linspace(-1.0, 1.0, tensor.numel()).view_as(tensor))
+
+
+def rounded_and_changed(path: str, change: Callable[[torch.Tensor], Any]) -> Callable[[Parts], None]:
+    """`rounded_otherwise`, and another parameter."""
+
+    def edit(parts: Parts) -> None:
+        rounded_otherwise(parts)
+        change(parts.model.get_parameter(path))
+
+    return edit
+
+
+def test_a_run_that_goes_on_where_rounding_has_parted_it_is_compared_from_there(resumed: Resumed) -> None:
+    comparison = resumed(edit=rounded_otherwise)
+
+    assert (comparison.verdict, comparison.steps) == ("equivalent", (3, 4, 5))
+    assert comparison.notes[0] == (
+        "Step 0 of the candidate begins with the parameters of the baseline's step 3 but for rounding, and is compared "
+        "as step 3; so are the steps after it. --offset 0 compares steps by their own numbers."
+    )
+    assert any(note.startswith("Not judged: the steps before 3,") for note in comparison.notes)
+
+
+@pytest.mark.parametrize("numbered", [{}, {"first_step": 3}, {"offset": 3}])
+def test_a_parameter_that_was_not_loaded_is_named_although_rounding_has_parted_the_others(
+    resumed: Resumed, numbered: Mapping[str, int]
+) -> None:
+    comparison = resumed(edit=rounded_and_changed("3.weight", other_values), **numbered)
+
+    assert comparison.verdict == "misaligned"
+    assert [(one.kind, one.path, one.step) for one in comparison.findings] == [("initial-parameter", "3.weight", 3)]
+
+
+def test_a_parameter_whose_gradient_is_only_rounding_may_be_anywhere(resumed: Resumed) -> None:
+    """The BatchNorm behind it takes the bias away, so its gradient is zero but for rounding, and Adam moves it."""
+    comparison = resumed(edit=rounded_and_changed("0.bias", other_values))
+
+    assert (comparison.verdict, comparison.steps) == ("equivalent", (3, 4, 5))
+    assert "5 of 6 parameters of the baseline's step 3 but for rounding" in comparison.notes[0]
+
+
+def test_a_run_that_is_too_far_from_every_step_is_told_how_to_say_where_it_goes_on(resumed: Resumed) -> None:
+    def far(parts: Parts) -> None:
+        for parameter in parts.model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+
+    comparison = resumed(edit=far)
+
+    assert (comparison.steps, first_words(comparison)[:2]) == ((0, 1, 2), ("misaligned", "initial-parameter"))
+    counts = [one.message for one in comparison.findings if one.kind == "step-count"]
+    assert counts[0] == (
+        "The candidate's optimizer is at its step 4 for this parameter, the baseline's at its step 1. Does the "
+        "candidate continue a training from a checkpoint? Then say at which step, with --offset."
+    )
+
+
+def test_a_run_that_begins_near_the_first_step_is_not_moved(baseline: tuple[Path, Saved], tmp_path: Path) -> None:
+    parts = begun()
+    with torch.no_grad():
+        for parameter in parts.model.parameters():
+            parameter.mul_(1.0 + 2.0**-18)
+    with traindiff.record(tmp_path / "near", parts.model, parts.optimizer):
+        parts.train(0, 2)
+    comparison = traindiff.compare(baseline[0], tmp_path / "near")
+
+    assert (comparison.steps, first_words(comparison)[:2]) == ((0, 1), ("misaligned", "initial-parameter"))
 
 
 def test_an_offset_of_0_compares_steps_by_their_numbers(resumed: Resumed) -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from traindiff.analyse.align.side import SideStep
 from traindiff.analyse.merge.merged_tables import MergedTables
@@ -14,10 +19,24 @@ from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.site import MergedSite, Part, SiteKey, StepTable
 from traindiff.analyse.merge.step_table import step_table
 from traindiff.core.observation import BEFORE, EDITED, Observation
-from traindiff.core.summary import number
+from traindiff.core.summary import distance, finite_count, norm_of, number, rounding
 from traindiff.storage import Recording
 
 Site = tuple[str, str]
+
+NEAR = 0.5
+"""A parameter is near another run's at a step if the two are apart by at most this part of what the step changes.
+
+Rounding of the steps before may have parted them: on other hardware, or on another number of ranks.
+"""
+
+_LOST = 10.0
+"""A parameter was not loaded if it is apart by this many times what the step changes, where most others are near."""
+
+_NOISE = 1e-4
+"""A gradient is only rounding if the root of its mean square is less than this part of that of all gradients, or, in
+short dtypes, than ten units of rounding: the bias of keys, or one before a norm. Adaptive steps drive such a parameter
+anywhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,22 +144,25 @@ class Continuation:
     Attributes:
         own: The number of its first step, as it counts.
         step: The step of the baseline that begins with the same parameters.
-        same: Number of parameters that are the same there, of those that tell one step from another.
+        same: Number of parameters that are the same there or near (`NEAR`), of those that tell one step from another.
         of: Number of parameters that tell one step from another, and are known there.
+        exact: Whether these are the same to the bit.
     """
 
     own: int
     step: int
     same: int
     of: int
+    exact: bool
 
     @property
     def note(self) -> str:
         """The sentence that tells a reader which steps were compared."""
         how = "the parameters" if self.same == self.of else f"{self.same} of {self.of} parameters"
+        near = "" if self.exact else " but for rounding"
         return (
-            f"Step {self.own} of the candidate begins with {how} of the baseline's step {self.step}, and is compared "
-            f"as step {self.step}; so are the steps after it. --offset 0 compares steps by their own numbers."
+            f"Step {self.own} of the candidate begins with {how} of the baseline's step {self.step}{near}, and is "
+            f"compared as step {self.step}; so are the steps after it. --offset 0 compares steps by their own numbers."
         )
 
 
@@ -148,9 +170,10 @@ def find_continuation(baseline: Recording, candidate: Recording, rename: Rename)
     """The step of the baseline at which a candidate begins that counts its steps from 0.
 
     The parameters with which the candidate's first step begins are looked for in the baseline: before its step of the
-    same number, and if they are not there, before every other one. Only parameters with several different elements
-    count, because constant ones (of norms, biases) are the same in many trainings; and more than half of them must be
-    the same, and more than at the step of the same number.
+    same number, and if they are not there, before every other one. They are there if they are the same, or much nearer
+    (`NEAR`) than at the steps beside it. Only parameters with several different elements count, because constant ones
+    (of norms, biases) are the same in many trainings; and more than half of them must be there, and more than at the
+    step of the same number.
 
     Args:
         baseline: The run that is trusted.
@@ -165,23 +188,92 @@ def find_continuation(baseline: Recording, candidate: Recording, rename: Rename)
     if first is None or first.step:
         return None
     wanted = {path: entry for path, entry in first.parameters.items() if _tells(entry)}
-    own, found = 0, [(0, -1, False, 0)]
-    for one in beginnings(baseline):
-        if one.optimizer != first.optimizer:
-            continue
-        same, of = _num_same(wanted, one.parameters)
+    own = 0
+    found: list[tuple[int, _Apart]] = []
+    steps = (_Apart.of_step(first, wanted, one) for one in beginnings(baseline) if one.optimizer == first.optimizer)
+    for before, one, after in _between(steps):
+        beside = [neighbor.sizes for neighbor in (before, after) if neighbor is not None]
+        same = one.num_near([NEAR * sizes for sizes in beside])
         if one.step == first.step:
             own = same
-            if same == of:
+            if same == one.known:
                 return None
-        elif same and 2 * same > of:
-            found.append((same, one.step, _same_batch(first, one), len(wanted.keys() - one.late)))
-    most = max(same for same, *_ in found)
+        elif same and 2 * same > one.known:
+            found.append((same, one))
+    most = max((same for same, _ in found), default=0)
     if most <= own:
         return None
-    best = [one for one in found if one[0] == most]
-    _, step, _, known = next((one for one in best if one[2]), best[0])
-    return Continuation(own=first.step, step=step, same=most, of=known)
+    best = [one for same, one in found if same == most]
+    one = next((one for one in best if one.same_batch), best[0])
+    exact = most == one.num_near([])
+    return Continuation(own=first.step, step=one.step, same=most, of=one.of, exact=exact)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Apart:
+    """How far a step of the baseline begins from the parameters with which a candidate begins.
+
+    Attributes:
+        step: Its number.
+        sizes: L2 distance of each parameter; 0 for the same bits, NaN if it is not known, or has another shape.
+        known: Number of parameters that both have.
+        of: The same, with those that are not known yet.
+        same_batch: Whether it begins with the same batch.
+    """
+
+    step: int
+    sizes: NDArray[np.float64]
+    known: int
+    of: int
+    same_batch: bool
+
+    @classmethod
+    def of_step(cls, first: Beginning, wanted: Mapping[str, MergedSite], one: Beginning) -> _Apart:
+        """Of a step that begins so.
+
+        Args:
+            first: What the candidate begins with.
+            wanted: Its parameters that tell one step from another.
+            one: What the step begins with.
+        """
+        there = [one.parameters.get(path) for path in wanted]
+        sizes = [
+            math.nan if other is None else _apart(entry, other)
+            for entry, other in zip(wanted.values(), there, strict=True)
+        ]
+        return cls(
+            step=one.step, sizes=np.array(sizes), known=sum(other is not None for other in there),
+            of=len(wanted.keys() - one.late), same_batch=_same_batch(first, one),
+        )  # fmt: skip
+
+    def num_near(self, limits: Sequence[NDArray[np.float64]]) -> int:
+        """Number of parameters that are the same, or not further apart than any of these limits, if there are any."""
+        near = self.sizes <= np.fmin.reduce(limits) if limits else False
+        return int(((self.sizes == 0.0) | near).sum())
+
+
+def _apart(one: MergedSite, other: MergedSite) -> float:
+    """Distance of two parameters; 0 for the same bits, NaN if they have other shapes, or their places are not known."""
+    if same_bits(one, other):
+        return 0.0
+    if one.shape != other.shape or not (one.placed and other.placed):
+        return math.nan
+    return float(distance(one.summary, other.summary))
+
+
+_Item = TypeVar("_Item")
+
+
+def _between(items: Iterable[_Item]) -> Iterator[tuple[_Item | None, _Item, _Item | None]]:
+    """Each item with the one before and the one after it."""
+    before: _Item | None = None
+    now: _Item | None = None
+    for item in items:
+        if now is not None:
+            yield before, now, item
+        before, now = now, item
+    if now is not None:
+        yield before, now, None
 
 
 def other_offsets(baseline: Recording, candidate: Recording, offset: int) -> dict[str, int]:
@@ -278,8 +370,8 @@ def with_beginning(side: SideStep, other: SideStep) -> SideStep:
 
     The other run begins with this step, and has recorded them. What they are in this run follows from its steps before.
     They are held against each other only if the other run continues this one: more than half of those that tell one
-    step from another have the same bits. Otherwise it may be a run of its own that was recorded late, in which
-    rounding has changed all of them.
+    step from another have the same bits. If more than half are `NEAR`, rounding has parted them in steps before: then
+    only those are held against each other that are so far apart that they were not loaded.
 
     Args:
         side: The step of the run.
@@ -291,5 +383,41 @@ def with_beginning(side: SideStep, other: SideStep) -> SideStep:
         if key[:2] == ("param", BEFORE) and key.slot == "value" and key not in side.table and key.path in side.before
     }
     telling = [key for key, entry in found.items() if not entry.unobserved and _tells(entry)]
-    same = sum(same_bits(found[key], other.table[key]) for key in telling)
-    return replace(side, table={**found, **side.table}) if 2 * same > len(telling) else side
+    apart = {key.path: _apart(found[key], other.table[key]) for key in telling}
+    if 2 * sum(size == 0.0 for size in apart.values()) > len(telling):
+        return replace(side, table={**found, **side.table})
+    moved = {one.key.path: norm_of(one.summary) for one in side.updates if not one.unobserved}
+    if 2 * sum(size <= NEAR * moved.get(path, 0.0) for path, size in apart.items()) <= len(telling):
+        return side
+    lost = _lost(side, {key.path: found[key] for key in telling}, apart, moved)
+    return replace(side, table={**{key: entry for key, entry in found.items() if key.path in lost}, **side.table})
+
+
+def _lost(
+    side: SideStep, found: Mapping[str, MergedSite], apart: Mapping[str, float], moved: Mapping[str, float]
+) -> set[str]:
+    """Paths of the parameters that are too far apart for rounding to have parted them in steps before.
+
+    Args:
+        side: The step.
+        found: The parameters that tell one step from another, as it finds them, by path.
+        apart: How far each is from that of the other run.
+        moved: What the step changes of each.
+    """
+    gradients = {
+        key.path: entry for key, entry in side.table.items()
+        if key.phase == "grad" and not key.stage and key.slot == "grad" and not entry.unobserved
+    }  # fmt: skip
+    squares = sum(float(one.summary["sum_of_squares"]) for one in gradients.values())
+    size = math.sqrt(squares / max(1, sum(int(finite_count(one.summary)) for one in gradients.values())))
+    norms = {path: norm_of(one.summary) for path, one in found.items()}
+    step = float(np.median([moved[path] / norms[path] for path in found if path in moved and norms[path]] or [0.0]))
+    lost = {path for path in found if apart[path] > _LOST * max(moved.get(path, 0.0), step * norms[path])}
+    computed_in = max((rounding(entry.dtype) for key, entry in side.table.items() if key.phase != "batch"), default=0.0)
+    limit = max(_NOISE, 10.0 * computed_in) * size
+    return {path for path in lost if not 0.0 < _mean_size(gradients.get(path)) < limit}
+
+
+def _mean_size(entry: MergedSite | None) -> float:
+    """Root of the mean square of a tensor; 0 if there is none."""
+    return 0.0 if entry is None else norm_of(entry.summary) / math.sqrt(max(1, int(finite_count(entry.summary))))

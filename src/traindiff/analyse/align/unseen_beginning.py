@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from traindiff.analyse.merge.distance import Pair, equal_bits
+from traindiff.core.observation import BEFORE
 from traindiff.core.summary import distance, norm_of
 from traindiff.storage import Run
 
@@ -17,16 +18,23 @@ compared may part equal models by any amount: below this limit, a note says by h
 """
 
 
-def steps_before(runs: Sequence[Run], step: int) -> int:
-    """Number of steps before a step in which all runs had been attached; 0 if it is not known.
+def steps_before(runs: Sequence[Run], step: int, pairs: Iterable[Pair] = ()) -> int:
+    """Number of steps before a step that the training of all runs had, and nobody compares; 0 if it is not known.
+
+    That is steps in which all runs had been attached. A run that continues another one had the steps before too. They
+    count if the parameters are not held against each other, because rounding has parted them (see `with_beginning`).
 
     Args:
         runs: The runs.
         step: The first that they have in common.
+        pairs: Its sites.
     """
     begun = [run.run.get("first_step") for run in runs]
     known = [one for one in begun if isinstance(one, int)]
-    return max(0, step - max(known)) if len(known) == len(begun) else 0
+    if len(known) < len(begun):
+        return 0
+    are_held = any(pair.baseline.key[:2] == ("param", BEFORE) and pair.baseline.key.slot == "value" for pair in pairs)
+    return max(0, step - (max(known) if are_held else min(known)))
 
 
 def drift(parameters: Iterable[Pair], num_steps: int) -> float:

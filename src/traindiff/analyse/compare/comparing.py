@@ -130,7 +130,8 @@ def compare(
         history: Keep every site's difference in every step, in bounded memory, for a report that shows them.
         offset: Compare each step k of the candidate with step k + offset of the baseline, for a run that continues
             from a checkpoint and counts its steps from 0. Left out, it is found: a candidate whose first parameters
-            are those of the baseline's step N begins there, and a note says so. 0 compares steps by their numbers.
+            are those of the baseline's step N, but for rounding, begins there, and a note says so. 0 compares steps by
+            their numbers.
         map: File that says which tensors and modules of the two runs are which, or the name of a map that traindiff
             has (traindiff explain maps).
         accept: File of intended differences, which are listed and not judged (traindiff explain maps).

@@ -56,10 +56,12 @@ def counted(case: Case) -> Diagnosis | None:
     if case.baseline.key.phase != "optimizer" or case.baseline.key.slot != "step":
         return None
     before, after = (number(entry.summary) for entry in (case.baseline, case.candidate))
+    lost = "Was its state lost, or not loaded, at a resume?"
+    goes_on = "Does the candidate continue a training from a checkpoint? Then say at which step, with --offset."
     return Diagnosis(
         kind="step-count",
         message=f"The candidate's optimizer is at its step {after:g} for this parameter, the baseline's at its step "
-        f"{before:g}. Was its state lost, or not loaded, at a resume?",
+        f"{before:g}. {lost if after < before else goes_on}",
         evidence={"baseline": before, "candidate": after},
     )
 

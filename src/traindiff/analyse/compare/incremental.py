@@ -349,7 +349,7 @@ class RunningComparison:
             whole: It is the last one, with all that is of the whole step.
         """
         step, tables, pairs = given.step, given.tables, given.pairs
-        before = steps_before(self.runs.runs, step) if given.first else 0
+        before = steps_before(self.runs.runs, step, pairs) if given.first else 0
         self._configurations.see(tables, step=step)
         for pair in pairs:
             if pair.baseline.dtype != pair.candidate.dtype:

@@ -170,7 +170,7 @@ class Calibrating:
     ) -> None:
         expected, actual, pairs = compared
         side = self._replicas.sides[index]
-        before = steps_before((self._baseline, side.recording), step) if first else 0
+        before = steps_before((self._baseline, side.recording), step, pairs) if first else 0
         beginning = (pair for pair in pairs if pair.baseline.key[:2] == ("param", "before"))
         may_be_drift = drift(beginning, before) < math.inf
         tables = expected.table, actual.table

@@ -40,6 +40,9 @@ UNSEEN_ROUNDINGS = 2.0
 """Unit roundoffs by which two running averages part in a step that was not recorded. Measured with a fused Adam beside
 a foreach one, in bfloat16, over 1 to 99 such steps: 0.5 to 0.7 in each, as one of them rounds 0.999 V to V."""
 
+UNSEEN_TERMS = 10
+"""Steps whose gradients are most of a running average, with the usual coefficients of momentum."""
+
 MOST_UNSEEN = 0.5
 """Most that such steps may part them: a state that was lost differs by its whole size."""
 
@@ -496,7 +499,8 @@ class SiteFloors:
         """What a running average has from the step before: most of it stays.
 
         In 16 bits it is rounded in each step, also in those that were not recorded. In longer dtypes what stays is far
-        below what the gradients differ by, unless the average has shrunk in an earlier step.
+        below what the gradients differ by, unless the average has shrunk in an earlier step, or steps that nobody
+        compared have parted it: by as much as this one each, or, if its gradients are only noise, wholly.
 
         Args:
             pair: Both sides.
@@ -505,6 +509,8 @@ class SiteFloors:
         u = max(UNIT_ROUNDOFF.get(one.dtype, 0.0) for one in (pair.baseline, pair.candidate))
         carried = self._run.carried.get(pair.baseline.key, 0.0)
         if u <= UNIT_ROUNDOFF["float32"]:
+            unseen = own * min(self._run.unseen_steps, UNSEEN_TERMS) if own < 1.0 else math.inf
+            carried = max(carried, unseen if self._run.unseen_steps else 0.0)
             return carried if carried > own else 0.0
         return carried + min(UNSEEN_ROUNDINGS * u * self._run.unseen_steps, MOST_UNSEEN)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import importlib.util
 import io
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +37,21 @@ class Prepared:
         exec(_code(self.spec), vars(self.main))
 
 
+_LAUNCHERS = {
+    "torchrun": "torchrun ... -m",
+    "torch.distributed.run": "python -m torch.distributed.run ... -m",
+    "torch.distributed.launch": "python -m torch.distributed.launch ... -m",
+    "accelerate": "accelerate launch ... -m",
+    "deepspeed": "deepspeed ... --module",
+    "mpirun": "mpirun ... python -m",
+    "mpiexec": "mpiexec ... python -m",
+    "srun": "srun ... python -m",
+}
+"""Programs and modules that start the ranks of a training, each with how it is told to start a module."""
+
+_PYTHON = re.compile(r"python(3(\.\d+)?)?")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
     """The arguments that `python` would get: a path or the name of a module, and the script's own arguments."""
@@ -48,8 +64,14 @@ class Script:
         """Check that the script exists.
 
         Raises:
-            ConfigError: It does not.
+            ConfigError: It does not, or it is a program that starts scripts.
         """
+        launching = _LAUNCHERS.get(self.name if self.is_module else Path(self.name).name)
+        if launching is not None:
+            what = "starts the processes of a training, and each of them has to be recorded."
+            raise _unusable(self.name, what, f"Put it first: {launching} traindiff run -o DIR SCRIPT.")
+        if not self.is_module and _PYTHON.fullmatch(self.name):
+            raise _unusable(self.name, "is no script.", "Leave it out: traindiff run -o DIR SCRIPT.")
         if not self.is_module and not Path(self.name).is_file():
             found = "is a directory" if Path(self.name).is_dir() else "does not exist"
             raise _unusable(self.name, f"{found}.", "Give the path of a Python file, or -m and the name of a module.")
