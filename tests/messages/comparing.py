@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import traindiff
 from tests.made_up import Seen, Step, at, record
@@ -46,6 +47,22 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
 @situation("a rename that makes two paths one")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     compared(here, rename={"head|fc": "layer"})
+
+
+@situation("several optimizers of one parameter, and other steps")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    def trained(name: str, every: int) -> Path:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 2)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=rate) for rate in (0.1, 0.2)]
+        with traindiff.record(here / name, model, optimizers, every=every):
+            for step in range(4):
+                model.zero_grad()
+                model(torch.ones(3, 4)).square().mean().backward()
+                optimizers[step % 2].step()
+        return here / name
+
+    return "\n".join(traindiff.compare(trained("whole", 1), trained("part", 2)).notes)
 
 
 @situation("noise of another training")

@@ -76,6 +76,7 @@ def steps_text(numbers: Sequence[int]) -> str:
         return "no step"
     if len(numbers) == 1:
         return f"step {numbers[0]}"
+    numbers = sorted(numbers)  # several optimizers have steps of their own
     gaps = any(later != earlier + 1 for earlier, later in pairwise(numbers))
     return f"{len(numbers)} steps ({numbers[0]} to {numbers[-1]}{', with gaps' if gaps else ''})"
 

@@ -34,7 +34,7 @@ from traindiff.core.observation import (
 from traindiff.core.site import ROOT
 from traindiff.core.steps import StepSelection, parse_steps
 from traindiff.errors import ConfigError, Problem
-from traindiff.storage import Run
+from traindiff.storage import Run, ended
 
 _NOT_PAIRED = frozenset(
     {SAMPLE, BOUNDARY, BROADCAST, CARRIED, CLEARED, DRAWS, EDITED, ESTIMATE, FLIPPED, MODE, RECOMPUTED, WITNESS}
@@ -56,6 +56,7 @@ class SideStep:
         table: Its sites under the names that both runs have in common.
         updates: Updates of the parameters; not in `table`.
         before: The parameters as the step found them, by path; of several evaluations, as the last one found them.
+        found_after: By path: the step of its optimizer after which a parameter in `before` was seen.
         known: Paths of all parameters and buffers that the run has shown so far.
         buffers: What each buffer held when the run last showed it, as sites after the step: a buffer of integers is
             recorded again only when it was written.
@@ -68,6 +69,7 @@ class SideStep:
     updates: tuple[MergedSite, ...]
     before: Mapping[str, MergedSite]
     known: frozenset[str]
+    found_after: Mapping[str, int] = field(default_factory=dict)
     buffers: Mapping[SiteKey, MergedSite] = field(default_factory=dict)
     earlier: tuple[SideStep, ...] = ()
     unmapped: SideStep | None = None
@@ -154,7 +156,7 @@ class Side:
                 earlier[0].table[key] = table.pop(key)
         one_step = SideStep(
             table=table, updates=tuple(updates), before=before, known=self._known, buffers=dict(self.buffers),
-            earlier=tuple(earlier),
+            earlier=tuple(earlier), found_after=self.derived.found_after,
         )  # fmt: skip
         return self._in_common(one_step, first=first)
 
@@ -182,6 +184,7 @@ class Side:
             table=joined(one.table, activations=first), buffers=joined(one.buffers), unmapped=one,
             updates=tuple(joined({entry.key: entry for entry in one.updates}).values()),
             before={key.path: entry for key, entry in before.items()}, known=frozenset(map(common, one.known)),
+            found_after={common(path): step for path, step in one.found_after.items()},
             earlier=tuple(self._in_common(evaluation, first=first) for evaluation in one.earlier),
         )  # fmt: skip
 
@@ -210,9 +213,16 @@ class Side:
         mesh = self.recording.run.get("mesh") or {}
         return int(mesh.get("data_parallel", 1))
 
-    def would_record(self, step: int) -> bool:
-        """True if the settings of the run select this step."""
+    def ends_before(self, optimizer: str, step: int) -> bool:
+        """True if the run has no such step although its settings select it, as far as that is known.
+
+        With several optimizers, the settings select steps of one of them, and what others do meanwhile is recorded.
+        """
         settings = self.recording.run["settings"]
+        if len(self.groups) > 1:
+            counts = [ended(self.recording.rank_content(rank)).steps for rank in self.recording.ranks]
+            if any(count.get(optimizer, 0) > step for count in counts):
+                return False
         chosen = parse_steps(settings.get("steps"), where="run.json")
         return step % settings.get("every", 1) == 0 and (not isinstance(chosen, StepSelection) or step in chosen)
 
@@ -326,7 +336,7 @@ def step_pairs(
     """Pairs of steps with the same optimizer and number; None for a run that does not have the step.
 
     Both runs take their steps in ascending order per optimizer. A step that the other run lacks is yielded as soon as
-    the other run is past it. If only one run finished a step, the step counts as present in that run alone.
+    the other run is past it. If only one run finished a step, or saw it, the step counts as present in that run alone.
     """
     return finished_alike(with_one_number(baseline, candidate))
 
@@ -334,9 +344,9 @@ def step_pairs(
 def finished_alike(
     pairs: Iterable[tuple[RunStep | None, RunStep | None]],
 ) -> Iterator[tuple[RunStep | None, RunStep | None]]:
-    """The pairs; each step that only one run finished is in a pair for each run."""
+    """The pairs; each step that only one run finished, or saw, is in a pair for each run."""
     for own, other in pairs:
-        if own and other and own.finished != other.finished:
+        if own and other and (own.finished != other.finished or own.unseen != other.unseen):
             yield own, None
             yield None, other
         else:

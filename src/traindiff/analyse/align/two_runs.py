@@ -8,6 +8,7 @@ from operator import is_
 
 from traindiff.analyse.align.continuation import with_beginning
 from traindiff.analyse.align.micro_losses import with_added_losses, with_combined_losses, with_summed_passes
+from traindiff.analyse.align.other_moments import OtherMoments
 from traindiff.analyse.align.pairs import Aligned, Presence, align
 from traindiff.analyse.align.returned_states import ReturnedStates, Sources
 from traindiff.analyse.align.side import Side, SideStep, Tables, join, sites_in_order, with_gradient_stages
@@ -77,6 +78,7 @@ class AlignedStep:
         sources: Inputs of each run that are its own outputs, as `ReturnedStates.sources`.
         same: Whether both tables hold the same entries, to the last bit.
         calls: By module that the runs have called on other parts of the batch so far: the most calls in a step.
+        parameters_known: False if the runs may know `parameters` from different moments of the training.
     """
 
     step: int
@@ -95,6 +97,7 @@ class AlignedStep:
     sources: Sources = ({}, {})
     same: bool = False
     calls: Mapping[str, int] = field(default_factory=dict)
+    parameters_known: bool = True
 
     @property
     def parameters(self) -> dict[str, Pair]:
@@ -196,7 +199,9 @@ class TwoRuns:
         compared: Numbers of the steps that both runs have, so far.
         finished: Those of them in which at least one run called the optimizer.
         stepped: Whether an optimizer was called in one of these.
-        alone: Selected steps that only one run has.
+        moments: Which parameters the runs know from different moments of the training.
+        alone: By run and optimizer: selected steps that only one run has.
+        latest: By optimizer: the last step that was compared.
         uneven: Sites whose rows could not be brought together.
         passes: Passes that were left out of steps in which only one run has them.
         singletons: Activations whose shapes differ in dims of length 1.
@@ -223,13 +228,15 @@ class TwoRuns:
         self.compared: list[int] = []
         self.finished: set[int] = set()
         self.stepped = False
-        self.alone: tuple[list[int], list[int]] = ([], [])
+        self.alone: tuple[dict[str, list[int]], dict[str, list[int]]] = ({}, {})
+        self.latest: dict[str, int] = {}
         self.behind: tuple[dict[int, int], dict[int, int]] = ({}, {})
         self._selection = selection
         modules = [run.rank_content(rank).get("modules", {}) for run in runs for rank in run.ranks]
         self.uneven = Unplaced(classes={name for one in modules for name in one.values()})
         self.passes = UsedPasses(rename)
         self.singletons = SingletonDims()
+        self.moments = OtherMoments(self.sides)
         self._states = (ReturnedStates(), ReturnedStates())
         self._repeatable: _Repeatable | None = None  # the step before, if the next one may repeat it
         self._is_ahead = False  # whether the baseline knows steps that the candidate does not know yet
@@ -298,14 +305,15 @@ class TwoRuns:
     def _note(self, baseline: RunStep, candidate: RunStep) -> None:
         """Note a step that is compared."""
         self.compared.append(baseline.step)
+        self.latest[baseline.optimizer] = baseline.step
         if baseline.finished or candidate.finished:
             self.finished.add(baseline.step)
         self.stepped |= baseline.finished and candidate.finished
 
     def _one(self, side: int, step: RunStep) -> None:
         self.sides[side].step(step)  # later updates need it
-        if step.finished and step.step in self._selection:
-            self.alone[side].append(step.step)
+        if step.finished and not step.unseen and step.step in self._selection:
+            self.alone[side].setdefault(step.optimizer, []).append(step.step)
 
     def _both(self, baseline: RunStep, candidate: RunStep) -> AlignedStep | None:
         self._go_on()
@@ -352,6 +360,7 @@ class TwoRuns:
         """One evaluation of a step of both runs; with the last one goes everything else of the step."""
         if len(self.compared) == 1 and not evaluation:
             sides = with_beginning(sides[0], sides[1]), with_beginning(sides[1], sides[0])
+        sides = self.moments.without(sides)
         tables = self.singletons.without(with_common_slots(join(sides)))
         unmapped = not any(side.unmapped for side in sides)
         same = unmapped and steps[0].missing == steps[1].missing and _are_same(tables)
@@ -370,6 +379,7 @@ class TwoRuns:
             tables=tables, aligned=aligned, pairs=pairs, findings=findings, evaluation=evaluation, recorded=sides,
             unplaced=self.uneven.latest, other_form=self.uneven.other_form, same=same,
             sources=(self._states[0].sources, self._states[1].sources), calls=dict(self.uneven.calls),
+            parameters_known=not self.moments.shared,
         )  # fmt: skip
 
     def _without_lost(self, tables: Tables) -> Tables:

@@ -385,6 +385,7 @@ class RunningComparison:
                 contributions=contributions(tables[1]),
                 expected=contributions(tables[0]),
                 parameters=given.parameters,
+                parameters_known=given.parameters_known,
                 micro_steps=micro_steps[1],
                 most_micro_steps=max(micro_steps),
                 ranks=ranks,

@@ -8,7 +8,7 @@ from traindiff.analyse.align.pairs import Unaligned
 from traindiff.analyse.align.side import RUNS, Side
 from traindiff.analyse.align.two_runs import TwoRuns
 from traindiff.analyse.compare.accepted import Alone
-from traindiff.analyse.findings import more_text, ranks_text
+from traindiff.analyse.findings import listed_text, more_text, ranks_text
 from traindiff.analyse.merge.site import SiteKey
 from traindiff.analyse.merge.unobserved import unrecorded_of
 from traindiff.core.site import label
@@ -51,7 +51,15 @@ def limits(
     gaps = [*_missing_ranks(runs), *_missing_steps(runs), *_unstepped(runs)]
     failures = list(_failures(runs))
     not_recorded, partly = _not_recorded(runs)
-    notes = [*endings, *failures, *gaps, *_unobserved(runs), *not_recorded, *runs.passes.notes()]
+    notes = [
+        *endings,
+        *failures,
+        *gaps,
+        *_unobserved(runs),
+        *not_recorded,
+        *_of_several_optimizers(runs),
+        *runs.passes.notes(),
+    ]
     phases = {site.partition(" ")[0] for site in runs.presence.unobserved}
     of_one_run = [
         {_BEFORE_LEARNING[1] if _is_constant(one, other) else one.phase for one in sites}
@@ -185,15 +193,20 @@ def _missing_steps(runs: TwoRuns) -> Iterator[str]:
     if not runs.compared:
         yield _nothing_in_common(runs)
         return
-    last = runs.compared[-1]
     for number, alone in enumerate(runs.alone):
         ended = runs.sides[1 - number]
-        after = [step for step in alone if step > last and ended.would_record(step)]
+        lasts = {name: runs.latest.get(name, runs.compared[-1]) for name in alone}
+        after = [
+            lasts[name]
+            for name, steps in alone.items()
+            for step in steps
+            if step > lasts[name] and ended.ends_before(name, step)
+        ]
         if after:
             steps = "1 later step of the other run was" if len(after) == 1 else f"{len(after)} later steps were"
             why = f" The reason: {ended.goes_on_elsewhere}." if ended.goes_on_elsewhere else ""
             yield (
-                f"The {RUNS[1 - number]} ends after step {last}; {steps} not compared. "
+                f"The {RUNS[1 - number]} ends after step {max(after)}; {steps} not compared. "
                 f"(--steps compares a part on purpose.){why}"
             )
 
@@ -204,6 +217,15 @@ def _unstepped(runs: TwoRuns) -> Iterator[str]:
         yield (
             "No optimizer has stepped in what was compared, so what the runs do to their parameters is not known. "
             "Record both until optimizer.step() has returned."
+        )
+
+
+def _of_several_optimizers(runs: TwoRuns) -> Iterator[str]:
+    """A sentence if there are parameters whose updates cannot be compared."""
+    if shared := sorted(runs.moments.shared):
+        yield (
+            f"Not compared: the updates of {listed_text(shared, 'parameter')}. Several optimizers step them, and the "
+            "two runs recorded other steps. To compare updates, too, record both with the same every= and steps=."
         )
 
 
@@ -229,7 +251,8 @@ def _nothing_in_common(runs: TwoRuns) -> str:
                 f"The {name} ({run.path}) has no finished step among those asked for. Record it until the optimizer "
                 "has stepped, or ask for other steps."
             )
-    ranges = [f"{steps[0]} to {steps[-1]}" for steps in runs.alone]
+    numbers = [sorted(step for one in alone.values() for step in one) for alone in runs.alone]
+    ranges = [f"{steps[0]} to {steps[-1]}" for steps in numbers]
     return f"The recordings have no step in common: the baseline has steps {ranges[0]}, the candidate {ranges[1]}."
 
 

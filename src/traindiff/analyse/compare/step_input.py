@@ -30,6 +30,7 @@ class StepInput:
         contributions: By path: gradients of the candidate's micro-batches.
         expected: The same of the baseline.
         parameters: By path: the parameters as this step found them, on both sides.
+        parameters_known: False if these may be of different moments: then nothing is said of how far they are apart.
         micro_steps: Micro-batches in the candidate's step.
         most_micro_steps: The same of the run that has more of them.
         ranks: Number of ranks that share the batch, in the run that has more of them.
@@ -86,6 +87,7 @@ class StepInput:
     leaky: bool = False
     evaluation: int | None = None
     whole: bool = True
+    parameters_known: bool = True
     classes: Mapping[str, str] = field(default_factory=dict)
     holders: Collection[str] = ()
     unplaced: tuple[MergedSite, ...] = ()

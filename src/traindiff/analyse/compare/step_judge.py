@@ -69,7 +69,11 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
         calls=given.calls, clipped=given.clip,
     )  # fmt: skip
     is_judged = given.noise is not None or judge.findings or (given.first and given.drift == math.inf)
-    if not is_judged and (parted := floors.parted_unseen(given.drift if given.first else 0.0)):
+    if (
+        given.parameters_known
+        and not is_judged
+        and (parted := floors.parted_unseen(given.drift if given.first else 0.0))
+    ):
         judge.parted[judge.run.judged_before, given.step] = parted
     judged = with_causes((*given.found, *StepJudge(judge, given, floors).judge()))
     found = sorted(judged, key=lambda finding: finding.order)

@@ -22,11 +22,13 @@ class Updates:
     Attributes:
         parameters: By path: the parameters as they were seen last.
         ended: By path: the last step after which a parameter was seen, also as the step after it found it.
+        found_after: The same of the parameters that the latest step found.
     """
 
     def __init__(self) -> None:
         self.parameters: dict[str, MergedSite] = {}
         self.ended: dict[str, int] = {}
+        self.found_after: dict[str, int] = {}
 
     def derive(self, table: dict[SiteKey, MergedSite], *, step: int) -> tuple[list[MergedSite], dict[str, MergedSite]]:
         """Entries of phase `update`, and the parameters as this step found them, by path."""
@@ -41,7 +43,7 @@ class Updates:
                 self.parameters[key.path] = entry.without_parts(np.array(entry.summary)[()])
                 self.ended[key.path] = step - 1  # later steps may not be recorded, and change it too
         # An update is unknown if ranks are missing before or after it.
-        before = self.known
+        before, self.found_after = self.known, dict(self.ended)
         moved: list[tuple[MergedSite, MergedSite]] = []
         after = [entry for key, entry in table.items() if key[:2] == ("param", "") and key.slot == "value"]
         kept = np.array([entry.summary for entry in after], dtype=SUMMARY)  # a view would keep the step in memory

@@ -97,6 +97,8 @@ class RunStep:
         table: Its sites; of several evaluations of the loss those of the last one, whose gradients are used.
         earlier: The evaluations before that; empty as a rule.
         finished: Whether the optimizer was called. The run may have ended, or been closed, before that.
+        unseen: Whether it was called while nothing was recorded. With several optimizers, `every` and `steps` choose
+            the steps of one of them; another one that steps in between has left no more than what was seen before.
         missing: Ranks of the run that have not recorded it, without those that had no inputs for it.
         operators: Observations of operators, which are compared inside a module only.
         products: Checks of matrix products, which are judged by themselves, rank by rank.
@@ -112,6 +114,7 @@ class RunStep:
     table: dict[SiteKey, MergedSite]
     earlier: list[Evaluation] = field(default_factory=list)
     finished: bool = True
+    unseen: bool = False
     missing: tuple[int, ...] = ()
     operators: list[Part] = field(default_factory=list)
     products: list[Part] = field(default_factory=list)
@@ -194,10 +197,12 @@ class StepMerger:
 
     def step(self, merged: MergedAlone) -> RunStep:
         """A step after those before it, which show whether it was finished. Steps must be given in order."""
-        content = merged.content
-        finished = self.is_finished(merged.optimizer, merged.step, shown=shows_call(content.table))
+        content, optimizer = merged.content, merged.optimizer
+        shown = shows_call(content.table)
+        finished = self.is_finished(optimizer, merged.step, shown=shown)
         return RunStep(
-            optimizer=merged.optimizer, step=merged.step, after=merged.after, finished=finished,
+            optimizer=optimizer, step=merged.step, after=merged.after, finished=finished,
+            unseen=finished and not shown and self._would_show(optimizer),
             table=content.table, earlier=content.earlier, operators=content.operators, products=content.products,
             without_idle=content.without_idle, layout=content.layout, finite=content.finite,
             missing=self._without(merged), last=merged.last,
@@ -215,7 +220,11 @@ class StepMerger:
             self._shows_calls.add(optimizer)
         if optimizer in self._counted:
             return step < self._counted[optimizer]
-        return shown or not (self._called or optimizer in self._shows_calls)
+        return shown or not self._would_show(optimizer)
+
+    def _would_show(self, optimizer: str) -> bool:
+        """True if a recorded call of an optimizer leaves something; see `shows_call`."""
+        return self._called or optimizer in self._shows_calls
 
     def shared(self) -> SharedSteps[StepContent] | None:
         """The steps merged from now on, for the other run; None if some are filed under other names."""

@@ -94,7 +94,7 @@ def step_rows(comparison: Comparison, history: DifferenceHistory, steps: StepSel
     else:
         chosen = [step for step in compared if step in steps]
     if steps is not None and not chosen:
-        span = f"{compared[0]} to {compared[-1]}" if compared else "none"
+        span = f"{min(compared)} to {max(compared)}" if compared else "none"
         raise _refused(steps, what=f"names no step that was compared ({span}).", fix="Name some of those.")
     if history.whole.width > 1:
         fix = "Compare fewer steps, with --steps."
