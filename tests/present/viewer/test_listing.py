@@ -54,7 +54,7 @@ def listing(root: Path) -> Iterator[Listing]:
 def complete(listing: Listing, **about: str) -> str:
     """The page when everything is known."""
     until = time.monotonic() + 120
-    while "more to look into" in (page := listing.write(**about)):
+    while "still to be read" in (page := listing.write(**about)):
         assert time.monotonic() < until
         time.sleep(0.1)
     return page
