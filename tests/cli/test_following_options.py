@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -123,6 +125,15 @@ def test_a_file_that_cannot_be_written_in_the_end_changes_no_verdict(
     assert result.exit_code == 0
     assert "was not written: No space left on device" in result.stderr
     assert len(sent) == 1
+
+
+@pytest.mark.parametrize("arguments", ["check run", "compare run run"])
+def test_a_verdict_is_handed_on_although_nobody_reads_what_is_printed(tmp_path: Path, arguments: str) -> None:
+    record(tmp_path / "run")
+    command = f"{sys.executable} -m traindiff {arguments} --junit found.xml | exec <&-"
+    subprocess.run(["bash", "-c", command], capture_output=True, cwd=tmp_path, timeout=120, check=True)
+
+    assert ElementTree.parse(tmp_path / "found.xml").getroot().tag == "testsuites"
 
 
 def test_what_cannot_be_an_address_or_a_file_is_refused_at_once(tmp_path: Path) -> None:

@@ -103,8 +103,10 @@ def check(
 
     if html is not None:
         write_page(result, html)
-    print_result(table if form == "csv" and table is not None else result, form, text=text)
-    hand_on(result, webhook, junit, alert or ())
+    try:
+        print_result(table if form == "csv" and table is not None else result, form, text=text)
+    finally:  # also if nobody reads what is printed
+        hand_on(result, webhook, junit, alert or ())
     raise typer.Exit(result.exit_code)
 
 

@@ -167,11 +167,13 @@ def compare(
         write_page(result, html)
     if pictures is not None:
         _draw(result, pictures)
-    if table is None:
-        print_result(result, form, text=lambda: print_report(results, result, top=top))
-    else:
-        print_table(result, shown, form=form)
-    hand_on(result, webhook, junit, alert or ())
+    try:
+        if table is None:
+            print_result(result, form, text=lambda: print_report(results, result, top=top))
+        else:
+            print_table(result, shown, form=form)
+    finally:  # also if nobody reads what is printed
+        hand_on(result, webhook, junit, alert or ())
     raise typer.Exit(result.exit_code)
 
 
