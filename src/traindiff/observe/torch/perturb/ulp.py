@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from traindiff.core.site import canonical_paths
 from traindiff.core.torch_compat.execution import version_of
-from traindiff.core.torch_compat.training import own_buffers, own_parameters
+from traindiff.core.torch_compat.training import own_buffers, own_parameters, parameters_in
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.followed_modules import takes_hooks
 from traindiff.observe.torch.hooks.inspect import alter_inspected
@@ -147,7 +147,7 @@ class UlpReplica:
                 if takes_hooks(module := modules[name]):
                     hook = altering(partial(self._outputs, sink, path))
                     undo.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
-            for parameter in self._root.parameters():
+            for parameter in parameters_in(self._root):
                 if parameter.requires_grad:
                     hook = altering(partial(self._contribution, sink, self._names[id(parameter)]))
                     undo.callback(parameter.register_hook(hook).remove)
