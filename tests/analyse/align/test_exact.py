@@ -187,6 +187,36 @@ def test_a_setting_that_differs_in_every_step_is_reported_once(compared: Compare
     assert [finding.kind for finding in comparison.findings] == ["hyper-parameter"]
 
 
+@pytest.mark.parametrize(("name", "found"), [("d", []), ("betas[0]", ["hyper-parameter"])])
+def test_what_an_optimizer_computes_and_keeps_among_its_settings_is_none(
+    compared: Compared, name: str, found: list[str]
+) -> None:
+    """As Prodigy does its step size: it begins equal, and follows from gradients. Momentum follows a schedule."""
+
+    def keeping(factor: float) -> Edit:
+        def edit(step: int, sites: Step) -> None:
+            sites["optimizer", "", "optimizer.groups[0]", name] = Seen(values=np.array(0.5 + step * factor))
+
+        return edit
+
+    comparison = compared(keeping(0.1 + 1e-6), baseline_edit=keeping(0.1))
+
+    assert [finding.kind for finding in comparison.findings] == found
+
+
+def test_a_constant_setting_that_one_run_changes_is_found(compared: Compared) -> None:
+    def keeping(factor: float) -> Edit:
+        def edit(step: int, sites: Step) -> None:
+            sites["optimizer", "", "optimizer.groups[0]", "rho"] = Seen(values=np.array(0.5 + step * factor))
+
+        return edit
+
+    finding = compared(keeping(0.1), baseline_edit=keeping(0.0)).first_divergence
+
+    assert finding is not None
+    assert (finding.kind, finding.step) == ("hyper-parameter", 1)
+
+
 def test_settings_are_compared_by_parameter_and_not_by_group(compared: Compared) -> None:
     groups = [["fc.bias"], ["head.weight"], ["fc.weight"]]
 

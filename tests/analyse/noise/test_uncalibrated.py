@@ -333,6 +333,22 @@ def test_inverses_that_an_optimizer_keeps_are_judged_by_its_update(compared: Com
     assert (found.phase, found.path) == ("update", "fc.bias")
 
 
+@pytest.mark.parametrize("basis", [False, True])
+def test_a_second_moment_beside_a_matrix_may_be_in_its_basis(compared: Compared, basis: bool) -> None:
+    """As that of SOAP, in eigenvectors of the matrix: where eigenvalues are equal, rounding chooses these."""
+    matrix, moment = ("optimizer", "", "fc.bias", "basis"), ("optimizer", "", "fc.bias", "second")
+
+    def keeping(apart: float) -> Edit:
+        def edit(step: int, sites: Step) -> None:
+            sites[moment] = Seen(values=np.abs(random(6, seed=step)) + np.float32(apart))
+            if basis:
+                sites[matrix] = Seen(values=random(8, 8, seed=step) + np.float32(apart))
+
+        return edit
+
+    assert compared(keeping(0.1), baseline_edit=keeping(0.0)).verdict == ("equivalent" if basis else "diverged")
+
+
 def test_inputs_and_parameters_that_differ_add_up_as_independent_errors() -> None:
     floors = Floors(parameters=3e-3)
     floors.saw(4e-3)

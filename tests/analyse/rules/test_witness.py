@@ -241,6 +241,26 @@ def test_some_gradients_that_the_training_always_writes_to_or_makes_smaller_are_
     assert [rule.result for rule in verdict.rules if rule.name == "wrong-gradient"] == ["warned"]
 
 
+def test_a_factor_of_a_gradient_that_was_zero_at_first_is_a_warning(tmp_path: Path) -> None:
+    """Both matrices of LoRA: the second is zero in the first step, so the gradient of the first is zero, too."""
+    trained = model()
+    trained[4].weight.data.zero_()
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.05)
+    with traindiff.record(tmp_path / "run", trained, optimizer, observe=("loss", "witness"), strict=True):
+        for step in range(5):
+            optimizer.zero_grad()
+            inputs, labels = points(step)
+            nn.functional.cross_entropy(trained(inputs), labels).backward()
+            trained[2].weight.grad.mul_(1.5)
+            optimizer.step()
+
+    verdict = traindiff.check(str(tmp_path / "run"), rules="wrong-gradient")
+
+    assert verdict.verdict == "healthy", str(verdict)
+    (warning,) = verdict.warnings
+    assert (warning.step, warning.path) == (1, TARGET)
+
+
 def _clamped_uncounted(trained: Any, _: int) -> None:
     for one in trained.parameters():
         one.grad.data.clamp_(-1e-3, 1e-3)

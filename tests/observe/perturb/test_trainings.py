@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.optim import SGD
 
 import traindiff
+from tests.observe.hooks.reading import rows
 from traindiff.run.demo import training
 from traindiff.run.demo.loop import DemoSettings
 from traindiff.run.demo.model import ModelSize
@@ -128,3 +129,46 @@ def test_a_replica_trains_as_the_baseline_does_within_rounding(name: str, replic
     comparison = traindiff.compare(tmp_path / "base", tmp_path / "run")
     assert comparison.verdict == "equivalent", str(comparison)  # and not "identical"
     assert comparison.unaligned == ((), ())
+
+
+@pytest.mark.parametrize("activation", [nn.Tanh, nn.Sigmoid, partial(nn.Softmax, dim=-1)])
+def test_gradients_that_flow_to_what_an_operation_saved_are_seen_in_a_replica(
+    activation: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    """A gradient that is differentiated again flows to the output that Tanh saved, and not to a rounded copy of it."""
+
+    def train(path: Path, replica: str | None) -> dict[tuple[str, str, int], float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(1, 8), activation(), nn.Linear(8, 8), activation(), nn.Linear(8, 1))
+        x = torch.linspace(-1, 1, 5)[:, None].requires_grad_()
+        optimizer = SGD(model.parameters(), lr=0.01)
+        with traindiff.record(path, model, optimizer, strict=True, replica=replica):
+            (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            (bend,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
+            (bend + x).square().mean().backward()
+            optimizer.step()
+        return {
+            (seen.path, seen.stage, seen.call): float(summary["sum_of_squares"])
+            for seen, summary in rows(path, phase="backward")
+        }
+
+    assert train(tmp_path / "run", "ulp:1") == pytest.approx(train(tmp_path / "base", None), rel=1e-4)
+
+
+def test_calls_under_vmap_are_rounded_sample_by_sample(tmp_path: Path) -> None:
+    def train(path: Path, replica: str | None) -> Tensor:
+        model = critic()
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+        parameters = {name: one.detach() for name, one in model.named_parameters()}
+
+        def loss(parameters: dict[str, Tensor], one: Tensor) -> Tensor:
+            return torch.func.functional_call(model, parameters, (one,)).square().sum()
+
+        with traindiff.record(path, model, SGD(model.parameters(), lr=0.01), strict=True, replica=replica):
+            found = torch.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+        return torch.cat([one.flatten(1) for one in found.values()], dim=1)
+
+    expected, actual = train(tmp_path / "base", None), train(tmp_path / "run", "ulp:1")
+
+    assert ((actual - expected).norm(dim=1) > 0).all()
+    assert torch.allclose(actual, expected, rtol=1e-4, atol=1e-6)

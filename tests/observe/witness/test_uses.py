@@ -377,6 +377,33 @@ def test_closures_are_witnessed_at_each_evaluation(tmp_path: Path) -> None:
     _healthy(tmp_path / "run")
 
 
+@pytest.mark.parametrize("clears", [False, True])
+def test_clipping_before_a_closure_is_no_further_evaluation_and_clearing_is(tmp_path: Path, clears: bool) -> None:
+    """Lightning gives `step` a closure that does nothing if the training computes gradients itself."""
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer, observe=(*OBSERVED, "replay"), strict=True):
+        for batch in _batches(3):
+
+            def closure(batch: Tensor = batch) -> None:
+                if clears:
+                    _loss(model, batch).backward()
+
+            optimizer.zero_grad()
+            _loss(model, batch).backward()
+            if clears:
+                optimizer.zero_grad(set_to_none=False)
+            else:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+            optimizer.step(closure)  # type: ignore[arg-type]
+
+    verdict = traindiff.check(tmp_path / "run")
+    assert verdict.verdict == "healthy", str(verdict)
+    assert any(note.startswith("Some steps evaluate the loss several times") for note in verdict.notes) == clears
+    assert any("is not replayed" in note for note in verdict.notes) == clears
+    assert any(note.startswith("Witnessed are the gradients of 100.0%") for note in verdict.notes)
+
+
 @pytest.mark.parametrize("every", [2, 3])
 def test_steps_that_are_not_recorded_count_for_nothing(tmp_path: Path, every: int) -> None:
     path = record(tmp_path / "run", _model(), _batches(8), _loss, every=every)

@@ -384,6 +384,31 @@ Settings = Mapping[tuple[str, str], tuple[float, MergedSite]]
 """Value of each setting of an optimizer, and its entry, by the path of the parameter and the setting's name."""
 
 
+_SCHEDULED = ("lr", "betas", "momentum", "weight_decay")
+"""Settings that trainings change while they run."""
+
+
+class ChosenSettings:
+    """Leaves out numbers that an optimizer computes and keeps among its settings, as Prodigy does its step size.
+
+    A number that changes during the run is one, unless trainings schedule it. The updates that follow from it are
+    judged.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[str, str], float] = {}
+
+    def of(self, settings: Settings) -> Settings:
+        """The settings of a step that the training has chosen; steps must be given in order."""
+        for what, (value, _) in settings.items():
+            self._first.setdefault(what, value)
+        return {
+            what: (value, entry)
+            for what, (value, entry) in settings.items()
+            if what[1].partition("[")[0] in _SCHEDULED or _same_setting(value, self._first[what])
+        }
+
+
 class SettingChanges:
     """Reports each difference between the optimizer settings of two runs once, when it is first seen."""
 
@@ -391,6 +416,7 @@ class SettingChanges:
         self._told: set[tuple[str, float, float]] = set()
         self._before: Mapping[tuple[str, str], float] = {}  # the baseline's, in the step before
         self._looked_at: Any = None  # settings of both sides in the step before, by group
+        self._chosen = ChosenSettings()
 
     def findings(self, sides: tuple[Side, Side], tables: Tables, *, step: int) -> list[Finding]:
         """Settings that differ in a step and did not differ so before."""
@@ -400,7 +426,7 @@ class SettingChanges:
         self._looked_at = looked_at
         baseline, candidate = (settings_of(table, side.groups) for table, side in zip(tables, sides, strict=True))
         fresh = []
-        for finding in check_hyper_parameters(baseline, candidate, step=step):
+        for finding in check_hyper_parameters(self._chosen.of(baseline), candidate, step=step):
             change = (finding.slot, finding.evidence["baseline"], finding.evidence["candidate"])
             if change not in self._told:
                 self._told.add(change)

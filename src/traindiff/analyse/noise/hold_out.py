@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from traindiff.analyse.align.exact import (
+    ChosenSettings,
     check_batch,
     check_hyper_parameters,
     check_initial_parameter,
@@ -89,6 +90,7 @@ class Calibrating:
         self._runs = [run for run, _ in noise]
         self._replicas = Replicas(noise, names)
         self._seen = [_Seen(made_as(run)) for run in self._runs]
+        self._settings = ChosenSettings()
         self._state, self._states = ReturnedStates(), [ReturnedStates() for _ in self._runs]
         self._constants: dict[str, float] = {}
         self._covered: set[tuple[str, int]] = set()
@@ -176,7 +178,7 @@ class Calibrating:
         tables = expected.table, actual.table
         self._states[index].see([part.table for part in (*actual.earlier, actual)])
         found: list[Finding] = [*check_random_state(*tables, step=step)]
-        settings = settings_of(tables[0], self._groups), settings_of(tables[1], side.groups)
+        settings = self._settings.of(settings_of(tables[0], self._groups)), settings_of(tables[1], side.groups)
         found += check_hyper_parameters(*settings, step=step)
         noise = self._seen[index].returned
         for pair in pairs:

@@ -454,8 +454,10 @@ class SiteFloors:
         if key.phase == "optimizer":
             if key.slot not in LINEAR_STATE:
                 self._run.adaptive.add(key.path)
-            if key.slot in self._run.preconditioners:
-                return math.inf  # how far its inverse is apart depends on its condition; the update is judged
+            in_its_basis = key.path in self._run.preconditioned and key.slot not in LINEAR_STATE and not key.group
+            if key.slot in self._run.preconditioners or in_its_basis:
+                # How far an inverse is apart, or an eigenvector, depends on the condition; the update is judged.
+                return math.inf
             if key.slot.endswith("]") and int(pair.baseline.summary["count"]) == 1:
                 return math.inf  # LBFGS keeps lists of inner products, which may cancel; their vectors are judged
             if not is_quotient(key, self._run.adaptive):

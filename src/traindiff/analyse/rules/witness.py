@@ -60,8 +60,8 @@ class GradientsFollow(Rule):
         """Nothing was seen so far."""
         self._before: dict[str, tuple[int, Before]] = {}
         self._changed: dict[str, list[int]] = {}  # steps, by a sentence about all gradients
-        self._right: set[str] = set()  # gradients that were right in a step before
-        self._untouched: set[str] = set()  # those of them to which the training had not written until then
+        self._right: set[str] = set()  # gradients that were right in a step before, and not zero
+        self._untouched: set[str] = set()  # right ones, zero or not, to which the training had not written until then
         self._apart = RanksApart(self.facts)
         self._perhaps: dict[str, Finding] = {}  # the first of each gradient that the training wrote to
         self._uneven: Finding | None = None  # the first step in which micro-steps count unequally in all gradients
@@ -108,7 +108,8 @@ class GradientsFollow(Rule):
             self._all_changed |= paths - {one.path for one in wrong}
         self._coverage.count(found)
         right = paths - {one.path for one in clear} - told
-        self._right |= right
+        # A gradient of zero is right with any factor, as that of LoRA's first matrix before the second one moves.
+        self._right |= right & {one.entry.key.path for one in found if one.expected.any()}
         self._untouched |= right - self._edited
         several = len({one.path for one in clear}) > 1
         several &= all(one.one.edited and one.cause is None for one in clear)

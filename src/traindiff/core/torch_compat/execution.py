@@ -133,6 +133,11 @@ is_dynamo_compiling: Callable[[], bool] = getattr(torch.compiler, "is_dynamo_com
 model is exported, too."""
 
 
+def is_view_of_another(tensor: torch.Tensor) -> bool:
+    """True if autograd knows the tensor as a view, so that to write to it writes to another tensor, too."""
+    return tensor._is_view()
+
+
 def inside_transform() -> bool:
     """True inside a transform of `torch.func` (vmap, grad, jacrev, ...), whose tensors stand for others.
 

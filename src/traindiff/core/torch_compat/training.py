@@ -161,6 +161,19 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: one for name, one in module._parameters.items() if one is not None}
 
 
+def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
+    """All parameters of a module and of those inside it by name, tied ones under each name.
+
+    This is torch's own method. Those of some models take other arguments, or return something else.
+    """
+    return dict(nn.Module.named_parameters(module, remove_duplicate=False))
+
+
+def parameters_in(module: nn.Module) -> Iterator[nn.Parameter]:
+    """All parameters of a module and of those inside it, each once; see `parameters_by_name`."""
+    return (one for _, one in nn.Module.named_parameters(module))
+
+
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers of a module itself, by name."""
     return {name: one for name, one in module._buffers.items() if one is not None}
@@ -173,7 +186,7 @@ def left_to_each_rank(model: nn.Module) -> Iterator[nn.Parameter]:
     """
     for module in model.modules():
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-        yield from (one for name, one in module.named_parameters() if ignored and name in ignored)
+        yield from (one for name, one in parameters_by_name(module).items() if ignored and name in ignored)
 
 
 # Optimizers

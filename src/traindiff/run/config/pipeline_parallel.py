@@ -13,6 +13,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, SplitPoint, pipeline
 
 from traindiff.core.site import canonical_path
+from traindiff.core.torch_compat.training import parameters_in
 from traindiff.run.config.precision import autocast, dtype_of
 from traindiff.run.config.request import Request
 from traindiff.run.config.sharded import ParameterNames, follow, names_of, repeated_modules
@@ -156,7 +157,7 @@ def add_up_gradients(shared: Sequence[Shared]) -> None:
 def clip_over_stages(part: nn.Module, largest_norm: float, shared: Sequence[Shared]) -> None:
     """Scale the gradients of all stages down to one norm over all stages. A collective."""
     elsewhere = {id(one.parameter) for one in shared if not one.is_counted_here}
-    parameters = [parameter for parameter in part.parameters() if parameter.grad is not None]
+    parameters = [parameter for parameter in parameters_in(part) if parameter.grad is not None]
     counted = [one.grad for one in parameters if id(one) not in elsewhere and one.grad is not None]
     square = nn.utils.get_total_norm(counted).square()
     distributed.all_reduce(square)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
+from traindiff.core.torch_compat.training import parameters_in
 from traindiff.errors import ConfigError, Problem, type_of
 from traindiff.run.config.setup import Setup
 from traindiff.run.config.training import Training, split
@@ -40,7 +41,7 @@ class Request:
     @property
     def device(self) -> torch.device:
         """The device of the model's parameters."""
-        return next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+        return next((parameter.device for parameter in parameters_in(self.model)), torch.device("cpu"))
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The recipe's loss: the mean over the samples of `batch`."""

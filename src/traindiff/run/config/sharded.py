@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.optim import Optimizer
 
 from traindiff.core.site import canonical_path
+from traindiff.core.torch_compat.training import parameters_by_name, parameters_in
 from traindiff.run.config.precision import autocast, dtype_of, loss_scaler
 from traindiff.run.config.request import Request
 from traindiff.run.config.stepping import Parts, compiled, stepped, with_optimizer
@@ -41,7 +42,7 @@ def names_of(model: nn.Module) -> ParameterNames:
     """Names of all parameters, without the prefixes of wrappers."""
     by_id: dict[int, str] = {}
     first: dict[str, str] = {}
-    for path, parameter in model.named_parameters(remove_duplicate=False):
+    for path, parameter in parameters_by_name(model).items():
         name = canonical_path(path)
         first[name] = by_id.setdefault(id(parameter), name)
     return ParameterNames(by_id=by_id, first=first)
@@ -70,7 +71,7 @@ def follow(request: Request, optimizer: Optimizer, names: ParameterNames, model:
         )
     held = {
         names.first[name]: parameter
-        for path, parameter in model.named_parameters(remove_duplicate=False)
+        for path, parameter in parameters_by_name(model).items()
         if (name := canonical_path(path)) in names.first
     }
     for group in optimizer.param_groups:
@@ -93,7 +94,7 @@ def repeated_modules(model: nn.Module) -> Sequence[nn.Module]:
     found: list[nn.Module] = []
     for child in model.children():
         if isinstance(child, nn.ModuleList):
-            found += [layer for layer in child if layer is not None and any(True for _ in layer.parameters())]
+            found += [layer for layer in child if layer is not None and any(True for _ in parameters_in(layer))]
         else:
             found += repeated_modules(child)
     return found
@@ -197,7 +198,7 @@ def _tie_again(request: Request, model: nn.Module, names: ParameterNames) -> Non
 
 def _clip_divided(model: nn.Module, largest_norm: float) -> None:
     """`clip_grad_norm_` for a mix of divided and replicated gradients."""
-    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    parameters = [parameter for parameter in parameters_in(model) if parameter.grad is not None]
     norms = [nn.utils.get_total_norm([parameter.grad]) for parameter in parameters if parameter.grad is not None]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     total: Tensor = torch.linalg.vector_norm(torch.stack(whole))

@@ -15,6 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from traindiff.core.torch_compat.training import parameters_in
 from traindiff.run.config.precision import autocast, computing_in, loss_scaler
 from traindiff.run.config.request import Request
 from traindiff.run.config.setup import Setup
@@ -131,7 +132,7 @@ def stepped(request: Request, parts: Parts) -> Training:
             with parts.updating():
                 scaler.unscale_(parts.optimizer)
             if parts.clip is None:
-                nn.utils.clip_grad_norm_(parts.model.parameters(), setup.gradient_clipping)
+                nn.utils.clip_grad_norm_(parameters_in(parts.model), setup.gradient_clipping)
             else:
                 parts.clip(setup.gradient_clipping)
         with parts.updating():

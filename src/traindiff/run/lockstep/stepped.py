@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from traindiff.core.torch_compat.training import parameters_in
 from traindiff.errors import ConfigError, Problem, type_of
 from traindiff.observe.torch.perturb.replica import compiled_parts
 from traindiff.observe.torch.sharding.deepspeed_optimizer import find_engine
@@ -153,7 +154,7 @@ def uncopyable(baseline: Training) -> str:
         return "has no optimizer of torch's"
     if compiled_parts(model):
         return "is compiled"
-    if any(is_distributed(parameter) for parameter in model.parameters()) or _is_flattened(model):
+    if any(is_distributed(parameter) for parameter in parameters_in(model)) or _is_flattened(model):
         return "is divided among ranks"
     if _process_group(model) is not None and _process_group(model) is not torch.distributed.group.WORLD:
         return "reduces over a process group of its own"

@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 import traindiff
+from traindiff.core.torch_compat.training import parameters_in
 from traindiff.run.config.training import Training
 
 MOST_DEPTH = 6
@@ -81,7 +82,7 @@ def find_held(training: Training) -> dict[str, Any]:
 
 def optimizers_of(training: Training) -> list[Optimizer] | None:
     """The optimizers of the model's parameters that the training's functions use; None if none is found."""
-    parameters = {id(one) for one in training.model.parameters()}
+    parameters = {id(one) for one in parameters_in(training.model)}
     found = [
         one
         for one in find_held(training).values()
@@ -98,7 +99,7 @@ class _Search:
         optimizers = (
             given.values() if isinstance(given, Mapping) else given if isinstance(given, (list, tuple)) else [given]
         )
-        self._known = {id(one) for one in (model, *optimizers, *model.parameters(), *model.buffers())}
+        self._known = {id(one) for one in (model, *optimizers, *parameters_in(model), *model.buffers())}
         self._known |= {id(one) for one in model.modules()}
         self._seen: set[int] = set()
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from traindiff.core.site import canonical_path
+from traindiff.core.torch_compat.training import parameters_in
 from traindiff.run.config.training import Training
 from traindiff.run.resume.held import find_held, get_state, global_generators, kind_of
 
@@ -28,7 +29,7 @@ def leaves_of(training: Training) -> list[Leaf]:
         found.append({"what": "buffer", "object": canonical_path(path), "type": "", "leaf": "", **_tensor(buffer)})
     for name, (get, _) in global_generators().items():
         found.append({"what": "generator", "object": name, "type": "", "leaf": "", **_digest_of(get())})
-    known = {id(one) for one in (*training.model.parameters(), *training.model.buffers())}
+    known = {id(one) for one in (*parameters_in(training.model), *training.model.buffers())}
     for name, value in find_held(training).items():
         what, kind = kind_of(value), type(value).__name__
         found += [

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from traindiff.core.settings import RecordSettings
-from traindiff.core.torch_compat.training import is_loader_worker, is_nested_step
+from traindiff.core.torch_compat.training import is_loader_worker, is_nested_step, parameters_in
 from traindiff.errors import ConfigError, TraindiffWarning
 from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
 from traindiff.observe.torch.hooks.step_hooks import has_closure, inner_optimizer
@@ -203,7 +203,7 @@ class Follower:
             return
         if self._waits or self._account.without_module:
             held = frozenset().union(*self._given.values())
-            if any(id(one) in held for one in module.parameters()):
+            if any(id(one) in held for one in parameters_in(module)):
                 self._attach(module)
             else:
                 self._others.add(module)
@@ -265,7 +265,7 @@ class Follower:
         self._account.without_module = isinstance(models[0], NoModule)
         inside = {id(one) for model in models for one in model.modules()}
         others = [one for one in live if id(one) not in inside and not _is_only_a_shape(one)]
-        every = {id(parameter) for one in others for parameter in one.parameters()}
+        every = {id(parameter) for one in others for parameter in parameters_in(one)}
         self._account.untrained += [_seen("", one) for one in outermost(others, every)]
 
     def _end_without_module(self) -> None:
@@ -279,7 +279,7 @@ class Follower:
 
     def _named_optimizers(self, first: Optimizer, models: list[nn.Module]) -> dict[str, Optimizer]:
         """The optimizers of some models, with the names that they would get if they were found at their first step."""
-        own = {id(one) for model in models for one in model.parameters()}
+        own = {id(one) for model in models for one in parameters_in(model)}
         inner = {id(inner_optimizer(one)) for one in self._given if inner_optimizer(one) is not one}
         others = [
             one
@@ -293,7 +293,7 @@ class Follower:
         given = list(self._given.values())
 
         def place(model: nn.Module) -> int:
-            own = {id(one) for one in model.parameters()}
+            own = {id(one) for one in parameters_in(model)}
             return next((number for number, ids in enumerate(given) if not own.isdisjoint(ids)), len(given))
 
         return sorted(models, key=place)
@@ -317,14 +317,14 @@ def _seen(name: str, model: nn.Module) -> SeenModel:
     return SeenModel(
         name=name,
         kind=kind,
-        num_tensors=len(list(model.parameters())),
+        num_tensors=len(list(parameters_in(model))),
         num_scripted=sum(isinstance(one, torch.jit.ScriptModule) for one in modules),
     )
 
 
 def _is_only_a_shape(model: nn.Module) -> bool:
     """True for a model that cannot run: all of its parameters are on the meta device."""
-    return all(one.device.type == "meta" for one in model.parameters())
+    return all(one.device.type == "meta" for one in parameters_in(model))
 
 
 def names_of_kinds(kinds: Sequence[str]) -> list[str]:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence, Set
 from typing import TypeAlias
 from weakref import ReferenceType, ref
 
-import torch
 from torch import Tensor
 
 from traindiff.core.observation import CARRIED
@@ -14,6 +13,7 @@ from traindiff.core.torch_compat.execution import is_capturing, version_of
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.nested import as_tensor
 from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap
+from traindiff.observe.torch.hooks.step_tensors import has_numbers, local_part
 from traindiff.observe.torch.hooks.swapped_tensors import HoldsTensors
 
 _Held: TypeAlias = tuple[Tensor, ReferenceType[Tensor], int]
@@ -124,15 +124,6 @@ def _version_of(gradient: Tensor) -> int:
     return version_of(local_part(gradient))
 
 
-def local_part(gradient: Tensor) -> Tensor:
-    """The part of a gradient on this rank."""
-    if type(gradient) is Tensor:
-        return gradient
-    with torch.no_grad():
-        found: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    return found
-
-
 def _is_untouched(held: _Held) -> bool:
     parameter, seen, version = held
     gradient = parameter.grad
@@ -142,12 +133,3 @@ def _is_untouched(held: _Held) -> bool:
 def _with_numbers(held: Sequence[_Held]) -> list[_Held]:
     """Those whose gradient is not all zeros; none of those that cannot be read now."""
     return [] if is_capturing() else [one for one in held if has_numbers(one[0].grad)]
-
-
-def has_numbers(gradient: Tensor | None) -> bool:
-    """True if a gradient is not all zeros on this rank: this waits for the device. False for none, or a meta tensor."""
-    if gradient is None or gradient.is_meta:
-        return False
-    local = local_part(gradient)
-    with torch.no_grad():
-        return bool((local.coalesce().values() if local.is_sparse else local).any())

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from traindiff.core.observation import ALL_GRADIENTS, CLEARED
 from traindiff.core.torch_compat.execution import is_capturing, version_of
-from traindiff.observe.torch.hooks.carried_gradients import has_numbers, local_part
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.nested import as_tensor
-from traindiff.observe.torch.hooks.step_tensors import main_gradient
+from traindiff.observe.torch.hooks.step_tensors import has_numbers, local_part, main_gradient
 from traindiff.observe.torch.hooks.swapped_tensors import HoldsTensors
 
 _MOST_HELD = 8

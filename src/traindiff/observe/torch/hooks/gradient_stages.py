@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from traindiff.core.observation import ALL_GRADIENTS
 from traindiff.core.torch_compat.execution import exclude_from_compilation
-from traindiff.core.torch_compat.training import CLIPS_WITH_NORM
+from traindiff.core.torch_compat.training import CLIPS_WITH_NORM, parameters_in
 from traindiff.observe.common.listeners import Listeners
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.context import TapContext
@@ -78,7 +78,7 @@ def _norm(original: Callable[..., Any], parameters: Any, max_norm: Any, *rest: A
 
 
 def _of_fsdp(original: Callable[..., Any], module: Any, max_norm: Any, *rest: Any, **named: Any) -> Any:
-    return _followed(list(module.parameters()), max_norm, partial(original, module, max_norm, *rest, **named))
+    return _followed(list(parameters_in(module)), max_norm, partial(original, module, max_norm, *rest, **named))
 
 
 def _value(original: Callable[..., Any], parameters: Any, clip_value: float, *rest: Any, **named: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from traindiff.core.observation import MAYBE_UNSEEN, NOT_CALLED, UNSEEN
 from traindiff.core.site import enclosing, path_in_whole
 from traindiff.core.torch_compat.execution import compiled_code_ran, version_of
-from traindiff.core.torch_compat.training import parameters_of
+from traindiff.core.torch_compat.training import parameters_in, parameters_of
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.activations import Activations
 from traindiff.observe.torch.hooks.compiled import ModuleObserver, tap_compiled_module
@@ -168,7 +168,7 @@ class SilentModules(HoldsTensors):
         if progress.observing and progress.forward_done:
             for path in sorted(self._heard - self._now):
                 module = self._modules.get(path)
-                if module is not None and any(map(self._has_new_gradient, module.parameters())):
+                if module is not None and any(map(self._has_new_gradient, parameters_in(module))):
                     self.unseen(path, QUIET, how=MAYBE_UNSEEN)
             self._heard |= self._now
         self._now.clear()
@@ -212,7 +212,7 @@ class SilentModules(HoldsTensors):
 
     def _is_idle(self, path: str, module: nn.Module) -> bool:
         """True if the module is known not to have been called."""
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        trained = [parameter for parameter in parameters_in(module) if parameter.requires_grad]
         if trained:
             return all(parameter.grad is None for parameter in trained)
         return self._around(path) in self._traced

@@ -14,7 +14,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from traindiff.core.observation import BEFORE, ITSELF, NO_GRADIENT, SKIPPED, UNSEEN
 from traindiff.core.shards import Piece
-from traindiff.core.torch_compat.execution import version_of
+from traindiff.core.torch_compat.execution import is_capturing, version_of
 from traindiff.core.torch_compat.training import calls_hooks
 from traindiff.observe.torch.hooks.compiled import CallObserver, tap_compiled_calls
 from traindiff.observe.torch.hooks.context import TapContext, emit_pieces
@@ -26,7 +26,13 @@ from traindiff.observe.torch.hooks.marks import Marks
 from traindiff.observe.torch.hooks.nested import as_dense, as_tensor, tensors
 from traindiff.observe.torch.hooks.repeated import Repeated
 from traindiff.observe.torch.hooks.step_hooks import Once, has_closure, inner_optimizer, leaves_out
-from traindiff.observe.torch.hooks.step_tensors import Listed, gradients_of, main_gradient, state_and_values
+from traindiff.observe.torch.hooks.step_tensors import (
+    Listed,
+    gradients_of,
+    has_numbers,
+    main_gradient,
+    state_and_values,
+)
 from traindiff.observe.torch.replay.formulas import settings_in_float32
 
 UNSEEN_STEP = "parameters were written, but the step of the optimizer was called without the hooks of traindiff"
@@ -146,8 +152,9 @@ class OptimizerTap:
             return
         parameter, version, version_of_gradient = self._left
         gradient = parameter.grad
-        is_cleared = gradient is None or version_of(gradient) != version_of_gradient
-        if version_of(parameter) != version or (closure and is_cleared):
+        # What clips a gradient, or unscales it, writes to it, too.
+        written = gradient is None or version_of(gradient) != version_of_gradient
+        if version_of(parameter) != version or (closure and written and not (is_capturing() or has_numbers(gradient))):
             self._begin_evaluation()
 
     def _begin_evaluation(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from traindiff.observe.torch.hooks.held_parameters import HeldParameters
@@ -20,6 +21,24 @@ def main_gradient(parameter: Tensor) -> Tensor | None:
     """The gradient that a training keeps in `main_grad` of a parameter, as Megatron does; None without one."""
     found = getattr(parameter, "main_grad", None)
     return found if isinstance(found, Tensor) else None
+
+
+def local_part(gradient: Tensor) -> Tensor:
+    """The part of a gradient on this rank."""
+    if type(gradient) is Tensor:
+        return gradient
+    with torch.no_grad():
+        found: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return found
+
+
+def has_numbers(gradient: Tensor | None) -> bool:
+    """True if a gradient is not all zeros on this rank: this waits for the device. False for none, or a meta tensor."""
+    if gradient is None or gradient.is_meta:
+        return False
+    local = local_part(gradient)
+    with torch.no_grad():
+        return bool((local.coalesce().values() if local.is_sparse else local).any())
 
 
 def gradients_of(held: HeldParameters, *, stage: str) -> Listed:

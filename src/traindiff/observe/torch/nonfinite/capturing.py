@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from traindiff.core.torch_compat.execution import DRAWING, TorchDispatchMode, operator_schema, without_onednn
+from traindiff.core.torch_compat.training import parameters_by_name, parameters_in
 from traindiff.observe.torch.hooks.nested import replaced, tensors
 from traindiff.observe.torch.hooks.out_of_sight import with_functions
 from traindiff.observe.torch.nonfinite.allowed_operators import RefusedOperatorError, check
@@ -80,13 +81,13 @@ def capture(
     for slot, one in slots(args, kwargs):
         if isinstance(one, Tensor):
             call.inputs[slot] = writer.number(by_id[id(one)])
-    trained = dict(copied.named_parameters(remove_duplicate=False))
+    trained = parameters_by_name(copied)
     named = (*trained.items(), *copied.named_buffers(remove_duplicate=False))
     call.weights.update((name, writer.number(one)) for name, one in named)
     if gradients:
         differentiated = (*call.inputs.values(), *(call.weights[name] for name in trained))
         call.trained += [number for number in differentiated if is_inexact(call.tensors[number])]
-    devices = {one.device.index or 0 for one in (*given, *copied.parameters()) if one.device.type == "cuda"}
+    devices = {one.device.index or 0 for one in (*given, *parameters_in(copied)) if one.device.type == "cuda"}
     try:
         drawing = torch.random.fork_rng(devices=sorted(devices))
         with torch.no_grad(), drawing, without_onednn(), with_functions(), writer:
@@ -106,7 +107,7 @@ def capture(
 def _copy(module: nn.Module) -> nn.Module:
     """A copy without hooks. Parameters are plain copies: what an engine has attached to them is not copied."""
     memo: dict[int, Any] = {}
-    for one in (*module.parameters(), *module.buffers()):
+    for one in (*parameters_in(module), *module.buffers()):
         if type(one) not in (nn.Parameter, Tensor):
             raise NotWritableError(f"a parameter is a {type(one).__name__}, which holds only a part of it here")
         if hasattr(one, "ds_shape"):

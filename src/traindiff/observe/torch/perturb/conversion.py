@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from traindiff.core.torch_compat.execution import operator_schema
-from traindiff.core.torch_compat.training import buffers_of, own_buffers
+from traindiff.core.torch_compat.training import buffers_of, own_buffers, parameters_in
 from traindiff.observe.common.containers import mapped
 from traindiff.observe.torch.hooks.nested import tensors
 
@@ -97,7 +97,7 @@ class Conversion:
 
     def convert_model(self) -> None:
         """Convert parameters, their gradients, and buffers."""
-        for parameter in self._root.parameters():
+        for parameter in parameters_in(self._root):
             if is_shorter(parameter.dtype, self._dtype):
                 self._parameters[parameter] = parameter.dtype
                 _set(parameter, self._dtype)

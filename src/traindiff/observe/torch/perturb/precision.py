@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from traindiff.core.observation import ITSELF
 from traindiff.core.torch_compat.execution import DRAWING, inside_backward, operator_schema, storage_key
+from traindiff.core.torch_compat.training import parameters_in
 from traindiff.observe.common.containers import mapped
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.nested import replaced, tensors
@@ -247,7 +248,7 @@ class PrecisionReplica:
 def _usual_dtype(root: nn.Module) -> torch.dtype:
     """The dtype of most parameters of the model."""
     sizes: Counter[torch.dtype] = Counter()
-    for parameter in root.parameters():
+    for parameter in parameters_in(root):
         if parameter.is_floating_point():
             sizes[parameter.dtype] += parameter.numel()
     return sizes.most_common(1)[0][0] if sizes else torch.get_default_dtype()

@@ -15,8 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from traindiff.core.site import canonical_paths
-from traindiff.core.torch_compat.execution import version_of
-from traindiff.core.torch_compat.training import own_buffers, own_parameters
+from traindiff.core.torch_compat.execution import inside_transform, is_view_of_another, version_of
+from traindiff.core.torch_compat.training import own_buffers, own_parameters, parameters_in
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.followed_modules import takes_hooks
 from traindiff.observe.torch.hooks.inspect import alter_inspected
@@ -147,7 +147,7 @@ class UlpReplica:
                 if takes_hooks(module := modules[name]):
                     hook = altering(partial(self._outputs, sink, path))
                     undo.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
-            for parameter in self._root.parameters():
+            for parameter in parameters_in(self._root):
                 if parameter.requires_grad:
                     hook = altering(partial(self._contribution, sink, self._names[id(parameter)]))
                     undo.callback(parameter.register_hook(hook).remove)
@@ -170,7 +170,7 @@ class UlpReplica:
             if id(tensor) in rounded or id(tensor) in held or self._is_passed_on(tensor, given):
                 continue
             if is_rounded(tensor) and not (tensor.is_leaf and tensor.requires_grad):
-                rounded[id(tensor)] = self._rounded(sink, tensor, path, slot)
+                rounded[id(tensor)] = self._rounded(sink, tensor, path, slot, in_place=True)
         return replaced(output, rounded) if rounded else None
 
     def _inspected(self, sink: Sink, name: str, tensor: Any) -> Tensor | None:
@@ -185,16 +185,22 @@ class UlpReplica:
             return bool(self._versions[tensor] == version)
         return id(tensor) in given and version <= 0
 
-    def _rounded(self, sink: Sink, tensor: Tensor, path: str, slot: str) -> Tensor:
+    def _rounded(self, sink: Sink, tensor: Tensor, path: str, slot: str, *, in_place: bool = False) -> Tensor:
+        key = self._key(sink, "forward", path, slot)
         if tensor.requires_grad and torch.is_grad_enabled():
-            rounded: Tensor = _Rounded.apply(  # type: ignore[no-untyped-call]
-                tensor, self._key(sink, "forward", path, slot)
-            )
+            rounded: Tensor
+            if in_place and type(tensor) is Tensor and not (is_view_of_another(tensor) or inside_transform()):
+                # Of what the operation saved of its output (Tanh, Softmax), a gradient that is differentiated
+                # again goes to this tensor, and so it is seen there, as without the replica.
+                rounded = tensor
+                rounded.data.copy_(randomly_rounded(tensor, key))
+            else:
+                rounded = _Rounded.apply(tensor, key)  # type: ignore[no-untyped-call]
             key = self._key(sink, "backward", path, slot)
             # A hook on the tensor, and not a part of the function, so that the hooks of taps run after it.
             rounded.register_hook(sink.altering(NAME, partial(_rounded_gradient, key)))
         else:
-            rounded = randomly_rounded(tensor, self._key(sink, "forward", path, slot))
+            rounded = randomly_rounded(tensor, key)
         self._versions[rounded] = version_of(rounded)
         return rounded
 
@@ -219,7 +225,9 @@ class UlpReplica:
 
 
 class _Rounded(torch.autograd.Function):
-    """The rounded tensor, with the gradient of the tensor."""
+    """The rounded tensor, with the gradient of the tensor. Under `torch.vmap`, each sample is rounded by itself."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(tensor: Tensor, key: int) -> Tensor:

@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from traindiff.core.settings import RecordSettings
 from traindiff.core.site import canonical_paths, path_in_whole
 from traindiff.core.tap_registry import TAPS
-from traindiff.core.torch_compat.training import buffers_of, children_of, parameters_of
+from traindiff.core.torch_compat.training import (
+    buffers_of,
+    children_of,
+    parameters_by_name,
+    parameters_in,
+    parameters_of,
+)
 from traindiff.errors import TraindiffWarning, level_of_caller
 from traindiff.observe.common.batch_axis import BatchAxis
 from traindiff.observe.common.sink import Sink
@@ -320,7 +326,7 @@ class Upkeep:
     def _new_parameters(self) -> bool:
         names: Any = self._targets.names
         parameters: Any = self._targets.parameters
-        present = dict(self._targets.root.named_parameters(remove_duplicate=False))
+        present = parameters_by_name(self._targets.root)
         alive = {id(one) for one in present.values()}
         by_path = {path: key for key, path in names.items()}
         changed = False
@@ -356,11 +362,11 @@ class Upkeep:
         outside = {path: module for path, module in targets.modules.items() if id(module) not in present}
         lost: set[int] = set()
         if self._replaces_parameters:
-            lost = targets.names.keys() - {id(one) for one in targets.root.parameters()} - targets.of_no_module
+            lost = targets.names.keys() - {id(one) for one in parameters_in(targets.root)} - targets.of_no_module
         if not (outside or lost):
             return False
         held = {id(parameter) for one in self._context.optimizers.values() for _, parameter, _ in one.held()}
-        gone = {path: one for path, one in outside.items() if held.isdisjoint(map(id, one.parameters()))}
+        gone = {path: one for path, one in outside.items() if held.isdisjoint(map(id, parameters_in(one)))}
         if gone or lost - held:
             targets.let_go(gone, lost - held)
             self._followed.forget(gone.values())

@@ -12,7 +12,7 @@ from torch import nn
 
 from traindiff.core.site import WRAPPERS, canonical_paths, part_name
 from traindiff.core.torch_compat.execution import is_compiled
-from traindiff.core.torch_compat.training import live_children_of
+from traindiff.core.torch_compat.training import live_children_of, parameters_by_name, parameters_in
 from traindiff.errors import ConfigError, Problem, type_of
 from traindiff.observe.common.user_input import examples, is_selected, near
 from traindiff.observe.torch.hooks.followed_modules import has_forward
@@ -39,7 +39,7 @@ def outermost(modules: Sequence[nn.Module], parameter_ids: Collection[int]) -> l
     return [
         module
         for module in modules
-        if id(module) not in inside and any(id(one) in parameter_ids for one in module.parameters())
+        if id(module) not in inside and any(id(one) in parameter_ids for one in parameters_in(module))
     ]
 
 
@@ -51,11 +51,11 @@ def distinct(models: Sequence[nn.Module], called: nn.Module | None = None) -> li
         called: The module that is called; the model around it is preferred to others with the same parameters.
     """
     preferred = sorted(models, key=lambda model: all(one is not called for one in model.modules()))
-    largest_first = sorted(preferred, key=lambda model: -len(list(model.parameters())))
+    largest_first = sorted(preferred, key=lambda model: -len(list(parameters_in(model))))
     held: list[set[int]] = []
     kept: set[int] = set()
     for model in largest_first:
-        own = {id(one) for one in model.parameters()}
+        own = {id(one) for one in parameters_in(model)}
         if not any(own <= others for others in held):
             held.append(own)
             kept.add(id(model))
@@ -64,7 +64,7 @@ def distinct(models: Sequence[nn.Module], called: nn.Module | None = None) -> li
 
 def outermost_around(module: nn.Module) -> nn.Module:
     """The module that the training loop calls for `module`: itself, or the outermost wrapper around it."""
-    parameter_ids = {id(one) for one in module.parameters()}
+    parameter_ids = {id(one) for one in parameters_in(module)}
     for one in outermost(live_modules(), parameter_ids):
         if any(inner is module for inner in one.modules()):
             return one
@@ -97,7 +97,7 @@ def called_of(model: nn.Module, first: nn.Module | None = None) -> list[nn.Modul
 def trained_parts(model: nn.Module) -> Iterator[nn.Module]:
     """The outermost modules inside a model that can be called and have parameters to train."""
     for child in live_children_of(model):
-        if not any(one.requires_grad for one in child.parameters()):
+        if not any(one.requires_grad for one in parameters_in(child)):
             continue
         if has_forward(child):
             yield child
@@ -203,7 +203,7 @@ def named_parameters(model: nn.Module, flat: FlatParameters) -> NamedParameters:
         model: The module that the training loop calls.
         flat: The parameters that the engine has flattened.
     """
-    found = dict(model.named_parameters(remove_duplicate=False))
+    found = parameters_by_name(model)
     canonical = canonical_paths(found)
     every = {path: found[name] for name, path in canonical.items()}
     first: dict[int, str] = {}

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from traindiff.core.kernels.torch_arrays import shape_of
 from traindiff.core.shards import DeclaredShard, Piece
 from traindiff.core.site import canonical_path, canonical_paths, path_in_whole
-from traindiff.core.torch_compat.training import STEP_POST_HOOKS, is_fully_sharded, left_to_each_rank
+from traindiff.core.torch_compat.training import STEP_POST_HOOKS, is_fully_sharded, left_to_each_rank, parameters_in
 from traindiff.errors import ConfigError, Problem, TraindiffWarning, level_of_caller, type_of
 from traindiff.observe.common.containers import is_of
 from traindiff.observe.common.user_input import (
@@ -216,7 +216,7 @@ class Targets:
         """Ids of all parameters, and of those that FSDP2 has swapped in: the possible leaves of the graph."""
         if not self.gathering:
             return self.names.keys()
-        return self.names.keys() | {id(one) for module in self.gathering.values() for one in module.parameters()}
+        return self.names.keys() | {id(one) for module in self.gathering.values() for one in parameters_in(module)}
 
     def first_name(self, path: str) -> str:
         """The path under which the parameter with this path is filed."""

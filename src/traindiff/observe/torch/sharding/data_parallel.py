@@ -10,7 +10,7 @@ from torch import distributed, nn
 
 from traindiff.core.observation import BY_HAND
 from traindiff.core.site import canonical_path, enclosing
-from traindiff.core.torch_compat.training import has_communication_hook, localized_layout, num_chunks_of
+from traindiff.core.torch_compat.training import has_communication_hook, localized_layout, num_chunks_of, parameters_in
 from traindiff.observe.torch.sharding.declarations import Declarations
 from traindiff.observe.torch.sharding.distributed_tensor import MeshAxis, is_distributed, mesh_of
 from traindiff.observe.torch.sharding.registry import ENGINES
@@ -222,7 +222,7 @@ def _ranks_and_engine(model: nn.Module) -> tuple[Sequence[int], str]:
 
 def _tensor_axis(model: nn.Module) -> MeshAxis | None:
     """The ranks over which parameters are divided, if they are DTensors or local parts of DTensors."""
-    for parameter in model.parameters():
+    for parameter in parameters_in(model):
         layout = localized_layout(parameter)
         if layout is not None or is_distributed(parameter):
             ranks = (mesh_of(parameter) if layout is None else layout.mesh).mesh.flatten().tolist()

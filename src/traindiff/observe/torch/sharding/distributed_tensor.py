@@ -12,7 +12,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from traindiff.core.shards import Region
-from traindiff.core.torch_compat.training import data_mesh_of, is_fully_sharded, root_mesh
+from traindiff.core.torch_compat.training import data_mesh_of, is_fully_sharded, parameters_in, root_mesh
 
 
 def is_distributed(tensor: Tensor) -> bool:
@@ -117,7 +117,7 @@ def _named(name: str, model: nn.Module) -> MeshAxis | str:
 
 def _meshes(model: nn.Module) -> Iterable[Any]:
     """The meshes of the model's parameters, and the meshes around these; each once."""
-    of_parameters = (mesh_of(parameter) for parameter in model.parameters() if is_distributed(parameter))
+    of_parameters = (mesh_of(parameter) for parameter in parameters_in(model) if is_distributed(parameter))
     direct = (*of_parameters, *sharding_meshes(model))
     return {id(one): one for mesh in direct for one in (mesh, root_mesh(mesh))}.values()
 
