@@ -208,6 +208,11 @@ class Side:
         return tuple(n for ranks in sorted(self._pipelines) for n, other in enumerate(ranks) if other == rank)
 
     @property
+    def shows_evaluations(self) -> bool:
+        """True if it recorded something that each evaluation of the loss has, so that their number is known."""
+        return not self.recorded or not self.recorded.isdisjoint(_OF_EACH_EVALUATION)
+
+    @property
     def data_parallel(self) -> int:
         """Number of ranks that share the batch."""
         mesh = self.recording.run.get("mesh") or {}
@@ -225,6 +230,17 @@ class Side:
                 return False
         chosen = parse_steps(settings.get("steps"), where="run.json")
         return step % settings.get("every", 1) == 0 and (not isinstance(chosen, StepSelection) or step in chosen)
+
+
+def without_earlier(one: SideStep) -> SideStep:
+    """A step with its last evaluation of the loss alone, and the parameters that the first one found."""
+    if not one.earlier:
+        return one
+    found = {key: entry for key, entry in one.earlier[0].table.items() if key[:2] == ("param", BEFORE)}
+    return replace(one, table={**found, **one.table}, earlier=())
+
+
+_OF_EACH_EVALUATION = frozenset({"batch", "forward", "loss", "backward"})
 
 
 def _parameters_in(sites: Iterable[SiteKey]) -> tuple[set[str], set[SiteKey]]:

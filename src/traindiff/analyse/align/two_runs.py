@@ -11,7 +11,15 @@ from traindiff.analyse.align.micro_losses import with_added_losses, with_combine
 from traindiff.analyse.align.other_moments import OtherMoments
 from traindiff.analyse.align.pairs import Aligned, Presence, align
 from traindiff.analyse.align.returned_states import ReturnedStates, Sources
-from traindiff.analyse.align.side import Side, SideStep, Tables, join, sites_in_order, with_gradient_stages
+from traindiff.analyse.align.side import (
+    Side,
+    SideStep,
+    Tables,
+    join,
+    sites_in_order,
+    with_gradient_stages,
+    without_earlier,
+)
 from traindiff.analyse.align.singleton_dims import SingletonDims
 from traindiff.analyse.align.site_map import SiteMap
 from traindiff.analyse.align.slot_names import with_common_slots
@@ -320,7 +328,7 @@ class TwoRuns:
         recorded = baseline
         baseline, candidate = steps = self.passes.in_common(baseline, candidate)
         first = not self.compared
-        sides = self.sides[0].step(baseline, first=first), self.sides[1].step(candidate, first=first)
+        sides = self._in_each_run(baseline, candidate, first=first)
         for states, one in zip(self._states, sides, strict=True):
             states.see([part.table for part in (*one.earlier, one)])
         self.failed[0].see(sides[0].table, sides[1].table, step=baseline.step)
@@ -353,6 +361,13 @@ class TwoRuns:
                 layout=recorded.layout, sites=list(recorded.table), unobserved=_unobserved(recorded.table)
             )
         return replace(last, earlier=earlier, recorded=sides)
+
+    def _in_each_run(self, baseline: RunStep, candidate: RunStep, *, first: bool) -> tuple[SideStep, SideStep]:
+        """The step in each run; evaluations of the loss before the last one only if both runs show their number."""
+        sides = self.sides[0].step(baseline, first=first), self.sides[1].step(candidate, first=first)
+        if all(side.shows_evaluations for side in self.sides):
+            return sides
+        return without_earlier(sides[0]), without_earlier(sides[1])
 
     def _aligned(
         self, sides: tuple[SideStep, SideStep], steps: tuple[RunStep, RunStep], *, evaluation: int | None

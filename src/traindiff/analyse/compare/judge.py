@@ -27,6 +27,7 @@ from traindiff.analyse.merge.site import GRADIENT_NORM, MergedSite, SiteKey, Ste
 from traindiff.analyse.noise.run_floors import RunFloors
 from traindiff.analyse.noise.tolerance import Tolerances
 from traindiff.analyse.rules import RULES, RunFacts
+from traindiff.analyse.rules.edits import OptimizersAloneChangeParameters
 from traindiff.analyse.rules.lost_updates import UpdatesSurviveRounding, is_another_update
 from traindiff.analyse.rules.replay import REPLAYED, replayed_paths
 from traindiff.analyse.rules.run_judge import RunJudge
@@ -410,22 +411,35 @@ class BothRuns:
         ):
             return False  # the other run has a worse finding there, or does not compute this update
         if one.stage == REPLAYED and path not in map(common[1], replayed_paths(both[1])):
-            self._note_alone(one, run, "update was not replayed")
+            self._note_alone(one, run, f"update was not replayed in step {one.step}")
+            return False
+        lacks = _not_recorded(one, self._facts[1 - run])
+        if lacks:
+            self._note_alone(one, run, lacks)
             return False
         if one.kind == GradientsFollow.name and not _is_witnessed(both[1], common[1], path):
-            self._note_alone(one, run, "gradient was not witnessed")
+            self._note_alone(one, run, f"gradient was not witnessed in step {one.step}")
             return False
         return True
 
     def _note_alone(self, one: Finding, run: int, lacks: str) -> None:
         """Note a fault of one run that the other run, which lacks what is judged, may have as well."""
         message = f"In the {RUNS[run]}, {_within(one.message)}"
-        why = f"The {RUNS[1 - run]}'s {lacks} in step {one.step}"
-        self.shared.setdefault(f"{one.kind} alone", f"{message} {why}: this does not tell the runs apart.")
+        why = f"The {RUNS[1 - run]}'s {lacks}: this does not tell the runs apart."
+        self.shared.setdefault(f"{one.kind} alone", f"{message} {why}")
 
     def _judges(self, judges: Sequence[RunJudge]) -> Sequence[RunJudge]:
         """Of both runs."""
         return (judges[0], judges[0]) if self._alike else judges
+
+
+def _not_recorded(one: Finding, other: RunFacts) -> str:
+    """What another run did not record that a fault would show in; empty if it recorded all."""
+    if one.kind == OptimizersAloneChangeParameters.name:
+        if one.phase == "optimizer":
+            return "" if other.observes("witness") else "optimizer state between the steps was not recorded"
+        return "" if other.sees_changes else "parameters between the steps were not recorded"
+    return "" if other.observes(one.phase, one.stage) else f"{one.phase} was not recorded"
 
 
 def _is_witnessed(table: StepTable, common: Callable[[str], str], path: str) -> bool:

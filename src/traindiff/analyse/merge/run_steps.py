@@ -334,6 +334,8 @@ def _is_finite(step: StepObservations) -> bool:
 def _by_evaluation(sites: Sequence[Part]) -> tuple[list[Evaluation], dict[SiteKey, MergedSite]]:
     """All evaluations of a step but the last one, and the table of the last one with all that is of the whole step."""
     numbers = sorted({seen.evaluation for seen, _, _ in sites if is_of_evaluation(seen.phase, seen.stage)})
+    if len(numbers) == 1 and numbers[0] and any(seen.phase == "param" and seen.stage == BEFORE for seen, _, _ in sites):
+        numbers = [0, *numbers]  # only the parameters were recorded, which moved after the first evaluation
     if len(numbers) < 2:
         return [], step_table(sites)
     last = numbers[-1]

@@ -164,7 +164,7 @@ def plan_of(of_ranks: Sequence[StepObservations], sites: Sequence[Part]) -> Tabl
     """
     if any(one.layout is None for one in of_ranks) or any(_decides(seen) for seen, _, _ in sites):
         return None
-    if len({seen.evaluation for seen, _, _ in sites if is_of_evaluation(seen.phase, seen.stage)}) > 1:
+    if any(seen.evaluation for seen, _, _ in sites if is_of_evaluation(seen.phase, seen.stage)):
         return None
     return None if without_idle(sites).parts else TablePlan(of_ranks)
 

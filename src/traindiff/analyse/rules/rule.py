@@ -14,6 +14,7 @@ from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.site import MergedSite, StepTable, finding_at
 from traindiff.analyse.products import ProductCheck
 from traindiff.core.maps.accepted import Accepted, names_of
+from traindiff.core.tap_registry import OBSERVABLE, asked_for_as
 from traindiff.storage import Joined, Run, ended, joined
 
 
@@ -34,6 +35,7 @@ class RunFacts:
         settings: Settings of each module when recording began, as texts by name, by path.
         autocast: The dtype to which autocast converted before the first forward pass with gradients; empty if it was
             off, or not recorded.
+        observed: What was recorded, as in `record(observe=...)`.
         sees_changes: Whether each change of a parameter between two steps was recorded, on all ranks.
         errors: The errors that ended ranks, by rank; not interrupts by users.
         num_ranks: Number of ranks that were recorded.
@@ -56,6 +58,7 @@ class RunFacts:
     own_steps: frozenset[str] = frozenset()
     settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     autocast: str = ""
+    observed: frozenset[str] = frozenset()
     sees_changes: bool = False
     errors: Mapping[int, str] = field(default_factory=dict)
     num_ranks: int = 1
@@ -65,6 +68,13 @@ class RunFacts:
     reduced_in: Mapping[str, str] = field(default_factory=dict)
     joined: Mapping[int, Sequence[Joined]] = field(default_factory=dict)
     ignored: tuple[Accepted, ...] = ()
+
+    def observes(self, phase: str, stage: str = "") -> bool:
+        """True if this stage of a phase was recorded, as far as it is known what was."""
+        what = asked_for_as(phase, stage)
+        if not self.observed or what not in OBSERVABLE:
+            return True
+        return what in self.observed or (what == "param" and "update" in self.observed)
 
     def ignores(self, path: str, slot: str) -> bool:
         """True if the user ignores what is found at a site."""
@@ -97,6 +107,7 @@ def run_facts(recording: Run, rename: Rename = str) -> RunFacts:
             for path, about in one.get("parameters", {}).items()
             if "reduced_in" in about
         },
+        observed=frozenset(recording.run["settings"].get("observe", ())),
         sees_changes=bool(contents) and all(one.get("sees_changes_between_steps") for one in contents),
         optimizers={one["name"]: one["type"] for content in contents for one in content.get("optimizers", ())},
         own_steps=frozenset(
