@@ -187,6 +187,15 @@ def _evaluation(side: SideStep, number: int) -> SideStep:
     return replace(one, table=table, updates=(), earlier=())
 
 
+def _without_moves(sides: tuple[SideStep, SideStep]) -> tuple[SideStep, SideStep]:
+    """An evaluation of the loss, without how far the optimizer moves to the next one.
+
+    A search that ends after another number of evaluations has branched where rounding decides. How far it moves may
+    differ by any amount from there on.
+    """
+    return replace(sides[0], updates=()), replace(sides[1], updates=())
+
+
 class TwoRuns:
     """Brings together the steps of two runs; call `pair` with one step after the other.
 
@@ -344,11 +353,12 @@ class TwoRuns:
             if step.missing and side.is_pipeline:
                 self.presence.lack_stages.add(number)
         count = min(len(side.earlier) for side in sides)
+        alike = len(sides[0].earlier) == len(sides[1].earlier)
         earlier = tuple(
-            self._aligned(both, steps, evaluation=number)
+            self._aligned(both if alike else _without_moves(both), steps, evaluation=number)
             for number, both in enumerate(zip(sides[0].earlier[:count], sides[1].earlier[:count], strict=True))
         )
-        if len(sides[0].earlier) == len(sides[1].earlier):
+        if alike:
             last = self._aligned(sides, steps, evaluation=count if count else None)
         else:
             last = self._aligned((_evaluation(sides[0], count), _evaluation(sides[1], count)), steps, evaluation=count)

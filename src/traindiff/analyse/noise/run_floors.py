@@ -249,12 +249,23 @@ class GradientsTogether:
     Args:
         run: Carried from step to step.
         pairs: All pairs of the step.
+        searches: The loss is evaluated several times in the step.
     """
 
-    def __init__(self, run: RunFloors, pairs: Iterable[Pair]) -> None:
+    def __init__(self, run: RunFloors, pairs: Iterable[Pair], *, searches: bool = False) -> None:
         self._run = run
         self._apart = self._size = self._change = 0.0  # of all gradients
-        self._moved = math.sqrt(sum(norm_of(one.baseline.summary) ** 2 for one in pairs if _is_update(one)))
+        updates = [one for one in pairs if _is_update(one)]
+        self._moved = math.sqrt(sum(norm_of(one.baseline.summary) ** 2 for one in updates))
+        self._length = _length_apart(updates) if searches and run.mixing else 0.0
+
+    def length(self, pair: Pair) -> float:
+        """Relative difference in how far a search has moved all parameters; 0 for what no search moves.
+
+        A line search computes the length of its step from differences of losses, of which most cancels. The optimizer's
+        replay judges it in each run.
+        """
+        return self._length if pair.baseline.key.phase in ("update", "optimizer") else 0.0
 
     def saw(self, pair: Pair, size: float) -> None:
         """Note the relative difference of a gradient."""
@@ -288,7 +299,18 @@ class GradientsTogether:
         apart = max(self._run.learning_apart, self._apart / self._size if self._size else 0.0)
         own = norm_of(pair.baseline.summary)
         share = self._moved / own if _is_update(pair) and own else 1.0
-        return GAIN * self._run.canceled * max(apart, rounding(pair.baseline.dtype)) * max(1.0, share)
+        together = GAIN * self._run.canceled * max(apart, rounding(pair.baseline.dtype)) * max(1.0, share)
+        return together + self.length(pair)
+
+
+def _length_apart(updates: Iterable[Pair]) -> float:
+    """The relative difference of two moves of all parameters in their common direction."""
+    power = together = 0.0
+    for pair in updates:
+        baseline, candidate = pair.baseline.summary["sketch"], pair.candidate.summary["sketch"]
+        power += float(baseline @ baseline)
+        together += float(baseline @ candidate)
+    return abs(together / power - 1.0) if power else 0.0
 
 
 def _is_update(pair: Pair) -> bool:

@@ -81,6 +81,7 @@ class SiteFloors:
         calls: By module that the runs call on other parts of the batch: the most calls in a step.
         holders: Paths of modules that hold parameters and are never called.
         clipped: Factor by which clipping made the baseline's gradients smaller.
+        searches: The loss is evaluated several times in the step.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class SiteFloors:
         calls: Mapping[str, int] = MappingProxyType({}),
         holders: Collection[str] = (),
         clipped: float = 1.0,
+        searches: bool = False,
     ) -> None:
         self._run = run
         self._forced = forced
@@ -134,7 +136,7 @@ class SiteFloors:
         self._rounded = 0.0  # largest unit roundoff of the baseline so far in the step
         self._noise_flow = 0.0  # largest difference of a replica so far in the step
         self._nonlinear = NonlinearUpdates(run, parameters, pairs)
-        self._together = GradientsTogether(run, pairs)
+        self._together = GradientsTogether(run, pairs, searches=searches)
         self.finish = self._together.finish
         self._seen: dict[str, Pair] = {}  # gradients, by parameter
         self._gradients: dict[str, float] = {}  # measured floors of gradients, by parameter
@@ -345,7 +347,7 @@ class SiteFloors:
         dtypes, key = (pair.baseline.dtype, pair.candidate.dtype), pair.baseline.key
         incoming = max(left_over, self._lost_inputs.get(key, self._lost_flow if key in self._lost else 0.0))
         derived = self._floors.factor(key.path, dtypes, left_over=incoming, storage=self.storage(pair))
-        derived += self._run.correction(pair.baseline.key) + self._run.approximated(pair)
+        derived += self._run.correction(pair.baseline.key) + self._run.approximated(pair) + self._together.length(pair)
         return self._joined(pair, self.measured(pair), derived) + subnormal_error(pair)
 
     @property
