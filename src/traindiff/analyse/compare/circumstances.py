@@ -13,6 +13,8 @@ from traindiff.analyse.noise.run_floors import RECURRENT
 from traindiff.analyse.rules import RunFacts
 from traindiff.core.site import label
 from traindiff.core.summary import UNIT_ROUNDOFF, rounding
+from traindiff.core.tap_registry import TAPS
+from traindiff.storage import Run
 from traindiff.storage.manifest import framework
 
 
@@ -101,6 +103,15 @@ def scale_factors(baseline: float, candidate: float) -> list[tuple[float, str]]:
                 (less, f"= 1/{scale:g}, one over the {name}'s loss scale: divided out without being applied, or twice?")
             )
     return found
+
+
+_SHOW_LOSS_SCALES = next(frozenset(tap.observe) for tap in TAPS if tap.name == "loss_scale")
+
+
+def knows_loss_scales(runs: Iterable[Run]) -> bool:
+    """True if all runs observed the loss or gradients: only then do they record loss scales."""
+    observed = (run.run["settings"].get("observe") or () for run in runs)
+    return all(not _SHOW_LOSS_SCALES.isdisjoint(names) for names in observed)
 
 
 def scale_note(baseline: float, candidate: float) -> str:

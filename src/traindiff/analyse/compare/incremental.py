@@ -26,6 +26,7 @@ from traindiff.analyse.compare.circumstances import (
     approximate_in_one_run,
     circumstances,
     coefficient_error,
+    knows_loss_scales,
     not_forced,
     other_dtypes,
     other_models,
@@ -360,7 +361,8 @@ class RunningComparison:
         changed = self._constant_buffers.changed(pairs)
         clipped = (clips(tables[0]), clips(tables[1]))
         scales = (loss_scale(tables[0]), loss_scale(tables[1]))
-        self._notes.update(dict.fromkeys(filter(None, (clipping_note(*clipped, pairs), scale_note(*scales)))))
+        scaled = scale_note(*scales) if knows_loss_scales(self.runs.runs) else ""
+        self._notes.update(dict.fromkeys(filter(None, (clipping_note(*clipped, pairs), scaled))))
         found = [*given.findings, *clipping_findings(*clipped, pairs, step=step), *extra]
         micro_steps = [num_micro_steps(table) for table in tables]
         ranks = max(side.data_parallel for side in self.runs.sides)
