@@ -105,13 +105,16 @@ def scale_factors(baseline: float, candidate: float) -> list[tuple[float, str]]:
     return found
 
 
-_SHOW_LOSS_SCALES = next(frozenset(tap.observe) for tap in TAPS if tap.name == "loss_scale")
+SHOW_LOSS_SCALES = next(frozenset(tap.observe) for tap in TAPS if tap.name == "loss_scale")
+"""Names in `record(observe=...)`, each of which makes a run record its loss scales."""
+
+SHOW_CLIPPING = frozenset({"grad"})
+"""The same, of calls that clip gradients."""
 
 
-def knows_loss_scales(runs: Iterable[Run]) -> bool:
-    """True if all runs observed the loss or gradients: only then do they record loss scales."""
-    observed = (run.run["settings"].get("observe") or () for run in runs)
-    return all(not _SHOW_LOSS_SCALES.isdisjoint(names) for names in observed)
+def all_observe(runs: Iterable[Run], names: Collection[str]) -> bool:
+    """True if each run observes one of these."""
+    return all(set(names).intersection(run.run["settings"].get("observe") or ()) for run in runs)
 
 
 def scale_note(baseline: float, candidate: float) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from traindiff.analyse.align.side import SideStep
 from traindiff.analyse.align.two_runs import AlignedStep
 from traindiff.analyse.findings import Finding, more_text, times_text
 from traindiff.analyse.merge.site import finding_at
+from traindiff.core.observation import is_of_evaluation
 
 
 class OtherEvaluations:
@@ -27,7 +29,7 @@ class OtherEvaluations:
             same_bits: Whether everything so far has the same bits, and nothing was found.
         """
         counts = [1 + len(side.earlier) for side in given.recorded]
-        if counts[0] == counts[1]:
+        if counts[0] == counts[1] or not all(map(_shows_evaluations, given.recorded)):
             return []
         if not same_bits:
             self.steps.append((given.step, counts[0], counts[1]))
@@ -57,6 +59,11 @@ class OtherEvaluations:
             "earlier or later where rounding decides. The evaluations that both runs have were compared. What the "
             "optimizer did with such a step was not."
         ]
+
+
+def _shows_evaluations(side: SideStep) -> bool:
+    """True if a run observes anything of which each evaluation has its own; if not, their number is not known."""
+    return any(is_of_evaluation(key.phase, key.stage) for key in side.table)
 
 
 def without_gradients(given: AlignedStep) -> list[Finding]:

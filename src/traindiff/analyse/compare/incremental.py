@@ -23,10 +23,12 @@ from traindiff.analyse.align.unseen_beginning import drift, steps_before
 from traindiff.analyse.compare.accepted import without_accepted
 from traindiff.analyse.compare.bits import ASKED, unknown_bits_note
 from traindiff.analyse.compare.circumstances import (
+    SHOW_CLIPPING,
+    SHOW_LOSS_SCALES,
+    all_observe,
     approximate_in_one_run,
     circumstances,
     coefficient_error,
-    knows_loss_scales,
     not_forced,
     other_dtypes,
     other_models,
@@ -361,9 +363,13 @@ class RunningComparison:
         changed = self._constant_buffers.changed(pairs)
         clipped = (clips(tables[0]), clips(tables[1]))
         scales = (loss_scale(tables[0]), loss_scale(tables[1]))
-        scaled = scale_note(*scales) if knows_loss_scales(self.runs.runs) else ""
-        self._notes.update(dict.fromkeys(filter(None, (clipping_note(*clipped, pairs), scaled))))
-        found = [*given.findings, *clipping_findings(*clipped, pairs, step=step), *extra]
+        found = [*given.findings, *extra]
+        if all_observe(self.runs.runs, SHOW_LOSS_SCALES) and (note := scale_note(*scales)):
+            self._notes.setdefault(note)
+        if all_observe(self.runs.runs, SHOW_CLIPPING):
+            found += clipping_findings(*clipped, pairs, step=step)
+            if note := clipping_note(*clipped, pairs):
+                self._notes.setdefault(note)
         micro_steps = [num_micro_steps(table) for table in tables]
         ranks = max(side.data_parallel for side in self.runs.sides)
         if not self._judge.findings:
