@@ -72,6 +72,9 @@ ONCE = ["D" if n == 1 else "DG" for n in range(12)]
         (Run(SLOW), Run(SLOW[3:]), 3, {"G": 2}),
         (Run(SLOW), Run(SLOW[3:], first=3), 0, {"G": -1}),
         (Run(SLOW), Run(SLOW[4:]), 4, {"G": 2}),
+        (Run(SLOW[4:]), Run(SLOW), -4, {"G": -2}),  # the baseline begins in the middle
+        (Run(SLOW), Run(SLOW[4:], recorded=every(3)), 4, {"G": 2}),
+        (Run(SLOW, recorded=every(3)), Run(SLOW[4:]), 4, {"G": 2}),
         (Run(SLOW_FIRST), Run(SLOW_FIRST[3:]), 3, {"G": 2}),
         (Run(SLOW_FIRST), Run(SLOW_FIRST[4:]), 4, {"G": 2}),
         (Run(ONCE), Run(ONCE[5:]), 5, {"G": 4}),

@@ -49,6 +49,16 @@ def test_before_clipping_gradients_agree_and_after_it_they_do_not(tmp_path: Path
     assert "reduced" not in differing
 
 
+@pytest.mark.parametrize("observe", ["param", "backward", "optimizer"])
+def test_clipping_that_a_run_does_not_observe_is_no_difference(tmp_path: Path, observe: str) -> None:
+    seen = train(tmp_path / "b", scaled=False, clip=0.1)
+    paths = [seen, train(tmp_path / "c", scaled=False, clip=0.1, observe=observe)]
+
+    for comparison in (traindiff.compare(*paths), traindiff.compare(*reversed(paths))):
+        assert (comparison.verdict, comparison.findings) == ("incomplete", ())
+        assert not [note for note in comparison.notes if " clip" in note]
+
+
 def test_other_limits_are_named(tmp_path: Path) -> None:
     paths = [train(tmp_path / str(limit), scaled=False, clip=limit) for limit in (0.1, 0.05)]
 

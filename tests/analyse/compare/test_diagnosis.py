@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+import traindiff
 from tests.made_up import Array, Compared, Edit, Step, at, plain_step, random, summary_of
 from traindiff.analyse.compare.case import Case, Diagnosis
 from traindiff.analyse.compare.diagnosis import diagnose
@@ -361,6 +365,26 @@ def test_a_setting_of_the_step_before_is_one_step_late(compared: Compared) -> No
     assert first is not None
     assert (first.step, first.kind) == (1, "hyper-parameter")
     assert "one step late?" in first.message
+
+
+def test_a_setting_of_an_earlier_recorded_step_is_not_one_step_late(tmp_path: Path) -> None:
+    """Steps 0, 2 and 4 are recorded; in step 4, the candidate has what the baseline had in step 2."""
+    for name, late in (("b", 0), ("c", 2)):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(model.parameters())
+        with traindiff.record(tmp_path / name, model, optimizer, every=2):
+            for step in range(5):
+                optimizer.param_groups[0]["lr"] = 0.1 / (1 + step - (late if step > 2 else 0))
+                model(torch.ones(2, 4)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    changed = [
+        one for one in traindiff.compare(tmp_path / "b", tmp_path / "c").findings if one.kind == "hyper-parameter"
+    ]
+
+    assert [one.step for one in changed] == [4]
+    assert "one step late?" not in changed[0].message
 
 
 @pytest.mark.parametrize("micro_steps", [1, 4])

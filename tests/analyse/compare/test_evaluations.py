@@ -76,13 +76,14 @@ def train(
     wrong: Faulty = lambda step, evaluation: False,
     micro_batches: int = 1,
     zeroes: Callable[[int, int], bool] = lambda step, evaluation: True,
+    observe: str | None = None,
 ) -> None:
     """Train with a closure, and record it."""
     torch.manual_seed(0)
     slip = Slip()
     model = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), slip, nn.Linear(16, 1))
     optimizer = make(model)
-    with traindiff.record(path, model, optimizer, strict=True):
+    with traindiff.record(path, model, optimizer, strict=True, observe=observe):
         for step in range(STEPS):
             points = torch.randn(32, 6, generator=torch.Generator().manual_seed(step))
             evaluations = iter(range(100))
@@ -179,6 +180,19 @@ def test_more_evaluations_of_the_same_bits_are_a_finding(tmp_path: Path) -> None
     assert first is not None
     assert (first.step, first.evaluation, first.kind) == (0, 2, "evaluations")
     assert "evaluates the loss 2 times in this step, the baseline 3 times" in first.message
+
+
+@pytest.mark.parametrize("observe", ["batch", "grad", "optimizer", "param"])
+def test_evaluations_of_which_nothing_is_observed_are_no_difference(observe: str, tmp_path: Path) -> None:
+    """Of parameters, the first evaluation records nothing: they are known from the step before."""
+    train(tmp_path / "all", lbfgs)
+    train(tmp_path / "some", lbfgs, observe=observe)
+
+    for runs in ("all", "some"), ("some", "all"):
+        found = traindiff.compare(*(tmp_path / run for run in runs))
+
+        assert (found.verdict, found.findings) == ("incomplete", ())
+        assert not [note for note in found.notes if "evaluates the loss" in note]
 
 
 def test_a_search_that_rounding_may_have_stopped_is_a_note(tmp_path: Path) -> None:

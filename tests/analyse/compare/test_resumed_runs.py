@@ -173,6 +173,63 @@ def test_a_parameter_whose_gradient_is_only_rounding_may_be_anywhere(resumed: Re
     assert "5 of 6 parameters of the baseline's step 3 but for rounding" in comparison.notes[0]
 
 
+@pytest.mark.parametrize("numbered", [{}, {"first_step": 3}])
+@pytest.mark.parametrize(("changed", "verdict"), [("", "equivalent"), ("3.weight", "misaligned")])
+def test_a_run_goes_on_at_a_recorded_step_of_a_baseline_that_left_out_others(
+    baseline: tuple[Path, Saved], tmp_path: Path, numbered: Mapping[str, int], changed: str, verdict: str
+) -> None:
+    """Such a step shows what it found, as the first step of a run does."""
+    parts = begun()
+    with traindiff.record(tmp_path / "b", parts.model, parts.optimizer, every=3):
+        parts.train(0, STEPS)
+    parts, saved = begun(), copy.deepcopy(dict(baseline[1]))
+    parts.model.load_state_dict(saved["model"])
+    parts.optimizer.load_state_dict(saved["optimizer"])
+    parts.scheduler.load_state_dict(saved["scheduler"])
+    torch.set_rng_state(saved["random"])
+    with torch.no_grad():
+        rounded_otherwise(parts)
+        if changed:
+            other_values(parts.model.get_parameter(changed))
+    with traindiff.record(tmp_path / "c", parts.model, parts.optimizer, **numbered):
+        parts.train(SAVED_AFTER, STEPS)
+    comparison = traindiff.compare(tmp_path / "b", tmp_path / "c")
+
+    assert (comparison.verdict, comparison.steps) == (verdict, (3,))
+    assert {one.path for one in comparison.findings if one.kind == "initial-parameter"} == {changed} - {""}
+
+
+def test_a_run_that_begins_between_two_recorded_steps_is_at_none_of_them(tmp_path: Path) -> None:
+    """It is nearer to the next one than half of what three steps change."""
+    parts = begun()
+    parts.scheduler = torch.optim.lr_scheduler.ConstantLR(parts.optimizer, 1.0)
+    with traindiff.record(tmp_path / "b", parts.model, parts.optimizer, every=3):
+        parts.train(0, 5)
+        late = traindiff.record(tmp_path / "c", parts.model, parts.optimizer)
+        parts.train(5, 10)
+        late.close()
+    comparison = traindiff.compare(tmp_path / "b", tmp_path / "c")
+
+    assert comparison.verdict == "misaligned"
+    assert not [note for note in comparison.notes if "begins with" in note]
+
+
+def test_a_baseline_that_was_recorded_from_the_middle_on_begins_at_a_later_step_of_the_candidate(
+    baseline: tuple[Path, Saved], tmp_path: Path
+) -> None:
+    parts = begun()
+    parts.train(0, SAVED_AFTER)
+    with traindiff.record(tmp_path / "late", parts.model, parts.optimizer):
+        parts.train(SAVED_AFTER, STEPS)
+    comparison = traindiff.compare(tmp_path / "late", baseline[0])
+
+    assert (comparison.verdict, comparison.steps) == ("identical", (0, 1, 2))
+    assert comparison.notes[0] == (
+        "Step 3 of the candidate begins with the parameters of the baseline's step 0, and is compared as step 0; so "
+        "are the steps after it. --offset 0 compares steps by their own numbers."
+    )
+
+
 def test_a_run_that_is_too_far_from_every_step_is_told_how_to_say_where_it_goes_on(resumed: Resumed) -> None:
     def far(parts: Parts) -> None:
         for parameter in parts.model.parameters():

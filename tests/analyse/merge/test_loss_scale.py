@@ -167,6 +167,15 @@ def test_loss_scales_are_said_where_they_differ() -> None:
     assert scale_note(8.0, 1.0).startswith("Loss scales differ (8 in the baseline, none in the candidate)")
 
 
+@pytest.mark.parametrize(("observe", "is_said"), [("param", False), ("forward", False), ("grad", True)])
+def test_a_loss_scale_that_was_not_observed_is_not_none(tmp_path: Path, observe: str, is_said: bool) -> None:
+    scaled = traindiff.compare(train(tmp_path / "b"), train(tmp_path / "c", observe=[observe]))
+    plain = traindiff.compare(tmp_path / "b", train(tmp_path / "d", scaled=False, observe=[observe]))
+
+    assert not [note for note in scaled.notes if note.startswith("Loss scales differ")]
+    assert bool([note for note in plain.notes if note.startswith("Loss scales differ")]) == is_said
+
+
 def test_what_a_scale_that_is_treated_wrongly_leaves_is_known() -> None:
     assert scale_factors(1.0, 1.0) == []
     assert scale_factors(1.0, 8.0) == [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -139,10 +140,10 @@ def same_bits(one: MergedSite, other: MergedSite) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
-    """Where a run begins in another one.
+    """Where one of two runs begins in the other one.
 
     Attributes:
-        own: The number of its first step, as it counts.
+        own: A step of the candidate, as it counts.
         step: The step of the baseline that begins with the same parameters.
         same: Number of parameters that are the same there or near (`NEAR`), of those that tell one step from another.
         of: Number of parameters that tell one step from another, and are known there.
@@ -169,11 +170,8 @@ class Continuation:
 def find_continuation(baseline: Recording, candidate: Recording, rename: Rename) -> Continuation | None:
     """The step of the baseline at which a candidate begins that counts its steps from 0.
 
-    The parameters with which the candidate's first step begins are looked for in the baseline: before its step of the
-    same number, and if they are not there, before every other one. They are there if they are the same, or much nearer
-    (`NEAR`) than at the steps beside it. Only parameters with several different elements count, because constant ones
-    (of norms, biases) are the same in many trainings; and more than half of them must be there, and more than at the
-    step of the same number.
+    If it begins nowhere in the baseline, the step of the candidate at which such a baseline begins: one that was
+    recorded from the middle of its training on.
 
     Args:
         baseline: The run that is trusted.
@@ -181,18 +179,36 @@ def find_continuation(baseline: Recording, candidate: Recording, rename: Rename)
         rename: Turns the candidate's paths into the baseline's.
 
     Returns:
-        The place; None if the candidate begins where the baseline begins, counts its steps from another number than 0,
-        or begins nowhere in the baseline.
+        The place; None if both runs begin with the same step, or neither begins in the other one.
     """
-    first = next(beginnings(candidate, rename), None)
+    found = _place_in(beginnings(baseline), next(beginnings(candidate, rename), None))
+    if found is None:
+        found = _place_in(beginnings(candidate, rename), next(beginnings(baseline), None))
+        found = found and replace(found, own=found.step, step=found.own)
+    return found
+
+
+def _place_in(steps: Iterable[Beginning], first: Beginning | None) -> Continuation | None:
+    """The step of a run at which another one begins that counts its steps from 0.
+
+    The parameters with which its first step begins are looked for before the step of the same number, and if they are
+    not there, before every other one. They are there if they are the same, or much nearer (`NEAR`) than one step away
+    from it. Only parameters with several different elements count, because constant ones (of norms, biases) are the
+    same in many trainings; and more than half of them must be there, and more than at the step of the same number.
+
+    Args:
+        steps: The steps of the run.
+        first: The first step of the other one, if it has any.
+    """
     if first is None or first.step:
         return None
     wanted = {path: entry for path, entry in first.parameters.items() if _tells(entry)}
     own = 0
     found: list[tuple[int, _Apart]] = []
-    steps = (_Apart.of_step(first, wanted, one) for one in beginnings(baseline) if one.optimizer == first.optimizer)
-    for before, one, after in _between(steps):
-        beside = [neighbor.sizes for neighbor in (before, after) if neighbor is not None]
+    aparts = (_Apart.of_step(first, wanted, one) for one in steps if one.optimizer == first.optimizer)
+    for before, one, after in _between(aparts):
+        # Beside it may be a step some steps away, if not all are recorded.
+        beside = [other.sizes / abs(other.step - one.step) for other in (before, after) if other is not None]
         same = one.num_near([NEAR * sizes for sizes in beside])
         if one.step == first.step:
             own = same
@@ -280,50 +296,93 @@ def other_offsets(baseline: Recording, candidate: Recording, offset: int) -> dic
     """What is added to the step numbers of optimizers that step more or less often than the first one, by name.
 
     A run that continues another one counts the steps of all its optimizers from the same number. In the run that it
-    continues, each has a number of its own by then. So the first step that the candidate has recorded of an optimizer
-    is looked for in the baseline by its place among the steps of the first optimizer.
+    continues, each has a number of its own by then. So the steps that the candidate has recorded of an optimizer are
+    looked for in the baseline by their places among the steps of the first optimizer.
 
     Args:
         baseline: The run that is continued.
         candidate: The run that begins in its middle.
-        offset: What is added to the numbers of the first optimizer's steps.
+        offset: What is added to the numbers of the first optimizer's steps. If it is negative, the baseline begins in
+            the middle of the candidate.
     """
+    if offset < 0:
+        return {name: -number for name, number in other_offsets(candidate, baseline, -offset).items()}
     names = {one["name"] for rank in candidate.ranks[:1] for one in candidate.rank_content(rank).get("optimizers", ())}
     if len(names) < 2 or not baseline.ranks:
         return {}
-    firsts: dict[str, tuple[int, Mapping[str, int]]] = {}
-    for optimizer, step, after in candidate.order():
-        firsts.setdefault(optimizer, (step, after))
-        if firsts.keys() >= names:
-            break
     begun = candidate.run.get("first_step") or 0
-    main = next(iter(firsts), "")
-    if not main or firsts[main][0] != begun or begun + offset <= 0:
+    main, first, _ = next(candidate.order(), ("", 0, {}))
+    if not main or first != begun or begun + offset <= 0:
         return {}  # it has not recorded its first step, so the numbers may be those of a run from its beginning
-    theirs: dict[str, list[tuple[int, int]]] = {name: [] for name in firsts if name != main}
-    for optimizer, step, after in baseline.order():
-        if optimizer in theirs:
-            theirs[optimizer].append((step, after.get(main, -1)))
-    found = {
-        name: _offset_of(firsts[name][0], firsts[name][1].get(main, begun - 1) + offset, offset, steps)
-        for name, steps in theirs.items()
-    }
+    own, theirs = _places(candidate, main), _places(baseline, main)
+    found = {name: _offset_of(places, theirs.get(name, ()), offset) for name, places in own.items()}
     return {name: number for name, number in found.items() if number != offset}
 
 
-def _offset_of(step: int, place: int, offset: int, theirs: Sequence[tuple[int, int]]) -> int:
-    """What is added to the step numbers of an optimizer.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """A step of an optimizer, and between which steps of the first optimizer it came.
 
-    If it seems to be one step ahead of the first optimizer, it is not: then the two step in another order in each run.
+    Attributes:
+        step: Its number.
+        after: The latest step of the first optimizer that is known to have come before it; -1 for none.
+        before: The first one that is known to have come after it; infinity for none. If all steps are recorded, this is
+            the next one.
+    """
+
+    step: int
+    after: int
+    before: float
+
+    def may_be(self, other: _Place, offset: int) -> bool:
+        """True if another run's step may have come at the same place.
+
+        Args:
+            other: The other run's step.
+            offset: What is added to the numbers of the first optimizer's steps in the other run.
+        """
+        return self.after < other.before + offset and other.after + offset < self.before
+
+
+def _places(recording: Recording, main: str) -> dict[str, list[_Place]]:
+    """The steps of each optimizer but the first one, by name.
 
     Args:
-        step: The first step that the candidate has recorded of it.
-        place: The latest step of the first optimizer before that, as the baseline counts.
-        offset: What is added to those of the first optimizer.
-        theirs: The baseline's steps of it, each with the latest step of the first optimizer before it.
+        recording: The run.
+        main: The first optimizer.
     """
-    found = next((number - step for number, before in theirs if before >= place), offset)
-    return offset if found == offset + 1 else found
+    rows = list(recording.order())
+    found: dict[str, list[_Place]] = {}
+    for name in dict.fromkeys(optimizer for optimizer, _, _ in rows if optimizer != main):
+        later = deque((after.get(name, -1), step) for optimizer, step, after in rows if optimizer == main)
+        for step, after in ((step, after) for optimizer, step, after in rows if optimizer == name):
+            while later and later[0][0] < step:
+                later.popleft()
+            place = _Place(step=step, after=after.get(main, -1), before=later[0][1] if later else math.inf)
+            found.setdefault(name, []).append(place)
+    return found
+
+
+def _offset_of(own: Sequence[_Place], theirs: Sequence[_Place], offset: int) -> int:
+    """What is added to the step numbers of an optimizer.
+
+    One step tells it, if the runs recorded every step; otherwise, further ones do. If the optimizer seems to be one
+    step ahead of the first one, it is not: then the two step in another order in each run.
+
+    Args:
+        own: The candidate's steps of it.
+        theirs: The baseline's.
+        offset: What is added to the numbers of the first optimizer's steps.
+    """
+    found: list[int] = []
+    for place in own:
+        if len(found) == 1:
+            break
+        possible = [one.step - place.step for one in theirs if one.may_be(place, offset)]
+        found = [number for number in found if number in possible] or found if found else possible
+    if not found:
+        found = [one.step - own[0].step for one in theirs if one.after >= own[0].after + offset] or [offset]
+    return offset if found[0] == offset + 1 else found[0]
 
 
 def begin_alike(baseline: RunStep | None, candidate: RunStep | None, rename: Rename) -> bool:
@@ -365,32 +424,36 @@ def _same_batch(one: Beginning, other: Beginning) -> bool:
     )
 
 
-def with_beginning(side: SideStep, other: SideStep) -> SideStep:
+def with_beginning(side: SideStep, other: SideStep, *, begins: bool) -> SideStep:
     """A step in the middle of a training, with the parameters that it finds.
 
-    The other run begins with this step, and has recorded them. What they are in this run follows from its steps before.
-    They are held against each other only if the other run continues this one: more than half of those that tell one
-    step from another have the same bits. If more than half are `NEAR`, rounding has parted them in steps before: then
-    only those are held against each other that are so far apart that they were not loaded.
+    The other run begins with this step, or has not recorded the steps before, and shows what it finds. What that is in
+    this run follows from its steps before; a run that has not recorded all of them shows it too. They are held against
+    each other only if the other run continues this one: more than half of those that tell one step from another have
+    the same bits. If more than half are `NEAR`, rounding has parted them in steps before: then only those are held
+    against each other that are so far apart that they were not loaded.
 
     Args:
         side: The step of the run.
-        other: The step of the run that begins with it.
+        other: The step of the other run.
+        begins: Whether the other run begins with this step, and this run does not.
     """
     found = {
         key: replace(side.before[key.path], key=key, order=entry.order)
         for key, entry in other.table.items()
-        if key[:2] == ("param", BEFORE) and key.slot == "value" and key not in side.table and key.path in side.before
-    }
+        if key[:2] == ("param", BEFORE) and key.slot == "value" and (begins or key not in side.table)
+        and key.path in side.before
+    }  # fmt: skip
+    table = {key: entry for key, entry in side.table.items() if key not in found}
     telling = [key for key, entry in found.items() if not entry.unobserved and _tells(entry)]
     apart = {key.path: _apart(found[key], other.table[key]) for key in telling}
     if 2 * sum(size == 0.0 for size in apart.values()) > len(telling):
-        return replace(side, table={**found, **side.table})
+        return replace(side, table={**found, **table})
     moved = {one.key.path: norm_of(one.summary) for one in side.updates if not one.unobserved}
     if 2 * sum(size <= NEAR * moved.get(path, 0.0) for path, size in apart.items()) <= len(telling):
         return side
     lost = _lost(side, {key.path: found[key] for key in telling}, apart, moved)
-    return replace(side, table={**{key: entry for key, entry in found.items() if key.path in lost}, **side.table})
+    return replace(side, table={**{key: entry for key, entry in found.items() if key.path in lost}, **table})
 
 
 def _lost(

@@ -414,12 +414,14 @@ class SettingChanges:
 
     def __init__(self) -> None:
         self._told: set[tuple[str, float, float]] = set()
-        self._before: Mapping[tuple[str, str], float] = {}  # the baseline's, in the step before
-        self._looked_at: Any = None  # settings of both sides in the step before, by group
+        self._before: Mapping[tuple[str, str], float] = {}  # the baseline's, when they were last looked at
+        self._looked_at: Any = None  # settings of both sides in the compared step before, by group
+        self._step = 0  # the compared step before
         self._chosen = ChosenSettings()
 
     def findings(self, sides: tuple[Side, Side], tables: Tables, *, step: int) -> list[Finding]:
         """Settings that differ in a step and did not differ so before."""
+        follows, self._step = step <= self._step + 1, step
         looked_at = [(side.groups, _by_group(table)) for table, side in zip(tables, sides, strict=True)]
         if looked_at == self._looked_at:
             return []  # what differs was told in the step before
@@ -430,7 +432,7 @@ class SettingChanges:
             change = (finding.slot, finding.evidence["baseline"], finding.evidence["candidate"])
             if change not in self._told:
                 self._told.add(change)
-                fresh.append(_one_step_late(finding, self._before))
+                fresh.append(_one_step_late(finding, self._before) if follows else finding)
         self._before = {what: value for what, (value, _) in baseline.items()}
         return fresh
 

@@ -384,7 +384,11 @@ class TwoRuns:
     ) -> AlignedStep:
         """One evaluation of a step of both runs; with the last one goes everything else of the step."""
         if len(self.compared) == 1 and not evaluation:
-            sides = with_beginning(sides[0], sides[1]), with_beginning(sides[1], sides[0])
+            begins = [run.run.get("first_step") == step.step for run, step in zip(self.runs, steps, strict=True)]
+            sides = (
+                with_beginning(sides[0], sides[1], begins=begins == [False, True]),
+                with_beginning(sides[1], sides[0], begins=begins == [True, False]),
+            )
         sides = self.moments.without(sides)
         tables = self.singletons.without(with_common_slots(join(sides)))
         unmapped = not any(side.unmapped for side in sides)

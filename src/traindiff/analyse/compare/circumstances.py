@@ -13,6 +13,7 @@ from traindiff.analyse.noise.run_floors import RECURRENT
 from traindiff.analyse.rules import RunFacts
 from traindiff.core.site import label
 from traindiff.core.summary import UNIT_ROUNDOFF, rounding
+from traindiff.core.tap_registry import TAPS
 from traindiff.storage.manifest import framework
 
 
@@ -101,6 +102,10 @@ def scale_factors(baseline: float, candidate: float) -> list[tuple[float, str]]:
                 (less, f"= 1/{scale:g}, one over the {name}'s loss scale: divided out without being applied, or twice?")
             )
     return found
+
+
+SHOW_LOSS_SCALES = next(frozenset(tap.observe) for tap in TAPS if tap.name == "loss_scale")
+"""Names in `record(observe=...)`, each of which makes a run record its loss scales."""
 
 
 def scale_note(baseline: float, candidate: float) -> str:

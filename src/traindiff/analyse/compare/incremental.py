@@ -23,6 +23,7 @@ from traindiff.analyse.align.unseen_beginning import drift, steps_before
 from traindiff.analyse.compare.accepted import without_accepted
 from traindiff.analyse.compare.bits import ASKED, unknown_bits_note
 from traindiff.analyse.compare.circumstances import (
+    SHOW_LOSS_SCALES,
     approximate_in_one_run,
     circumstances,
     coefficient_error,
@@ -360,8 +361,13 @@ class RunningComparison:
         changed = self._constant_buffers.changed(pairs)
         clipped = (clips(tables[0]), clips(tables[1]))
         scales = (loss_scale(tables[0]), loss_scale(tables[1]))
-        self._notes.update(dict.fromkeys(filter(None, (clipping_note(*clipped, pairs), scale_note(*scales)))))
-        found = [*given.findings, *clipping_findings(*clipped, pairs, step=step), *extra]
+        found = [*given.findings, *extra]
+        if all(one.observes_any(SHOW_LOSS_SCALES) for one in self._facts) and (note := scale_note(*scales)):
+            self._notes.setdefault(note)
+        if all(one.observes("grad") for one in self._facts):
+            found += clipping_findings(*clipped, pairs, step=step)
+            if note := clipping_note(*clipped, pairs):
+                self._notes.setdefault(note)
         micro_steps = [num_micro_steps(table) for table in tables]
         ranks = max(side.data_parallel for side in self.runs.sides)
         if not self._judge.findings:

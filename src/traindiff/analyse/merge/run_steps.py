@@ -331,11 +331,18 @@ def _is_finite(step: StepObservations) -> bool:
     return not nonfinite_count(summaries).any() and bool(np.isfinite(summaries["sum_of_squares"]).all())
 
 
-def _by_evaluation(sites: Sequence[Part]) -> tuple[list[Evaluation], dict[SiteKey, MergedSite]]:
-    """All evaluations of a step but the last one, and the table of the last one with all that is of the whole step."""
-    numbers = sorted({seen.evaluation for seen, _, _ in sites if is_of_evaluation(seen.phase, seen.stage)})
-    if len(numbers) == 1 and numbers[0] and any(seen.phase == "param" and seen.stage == BEFORE for seen, _, _ in sites):
-        numbers = [0, *numbers]  # only the parameters were recorded, which moved after the first evaluation
+def _by_evaluation(
+    sites: Sequence[Part], *, without_idle: bool = False
+) -> tuple[list[Evaluation], dict[SiteKey, MergedSite]]:
+    """All evaluations of a step but the last one, and the table of the last one with all that is of the whole step.
+
+    Args:
+        sites: The sites.
+        without_idle: Whether evaluations from which nothing follows were left out. If not, those of which nothing is
+            recorded count: of the first one, a run that observes only parameters records nothing.
+    """
+    seen_in = {seen.evaluation for seen, _, _ in sites if is_of_evaluation(seen.phase, seen.stage)}
+    numbers = sorted(seen_in) if without_idle else range(max(seen_in, default=0) + 1)
     if len(numbers) < 2:
         return [], step_table(sites)
     last = numbers[-1]
@@ -361,7 +368,7 @@ def _evaluations(rest: Rest) -> tuple[list[Evaluation], dict[SiteKey, MergedSite
     """
     if not rest.parts:
         return None
-    earlier, table = _by_evaluation(rest.parts)
+    earlier, table = _by_evaluation(rest.parts, without_idle=True)
     for one in (table, *(one.table for one in earlier)):
         for key in [key for key in one if key._replace(micro_step=0) in rest.moved]:
             one[key] = replace(one[key], placed=False)

@@ -72,9 +72,11 @@ class RunFacts:
     def observes(self, phase: str, stage: str = "") -> bool:
         """True if this stage of a phase was recorded, as far as it is known what was."""
         what = asked_for_as(phase, stage)
-        if not self.observed or what not in OBSERVABLE:
-            return True
-        return what in self.observed or (what == "param" and "update" in self.observed)
+        return what not in OBSERVABLE or self.observes_any((what, "update") if what == "param" else (what,))
+
+    def observes_any(self, names: Iterable[str]) -> bool:
+        """True if one of these names in `record(observe=...)` was chosen, as far as it is known which were."""
+        return not self.observed or not self.observed.isdisjoint(names)
 
     def ignores(self, path: str, slot: str) -> bool:
         """True if the user ignores what is found at a site."""
