@@ -338,3 +338,45 @@ def test_of_a_step_with_one_evaluation_nothing_is_moved() -> None:
     given = evaluation(MOVED, findings=[lacking()])
 
     assert (without_gradients(given), len(given.findings)) == ([], 1)
+
+
+def fitted(path: Path, seed: int, *, replica: str | None = None, stretched: float = 1.0) -> None:
+    """A small network that solves a differential equation, trained by LBFGS with a line search."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 1))
+    optimizer = LBFGS(model.parameters(), max_iter=20, line_search_fn="strong_wolfe")
+    moves: Any = optimizer._add_grad
+    if stretched != 1.0:
+        optimizer._add_grad = lambda length, direction: moves(length * stretched, direction)  # type: ignore[method-assign]
+    places = torch.linspace(-1.0, 1.0, 40)[:, None].requires_grad_()
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        value = model(places)
+        (slope,) = torch.autograd.grad(value.sum(), places, create_graph=True)
+        (bend,) = torch.autograd.grad(slope.sum(), places, create_graph=True)
+        loss = (bend + torch.sin(3.0 * places)).square().mean() + model(torch.tensor([[-1.0], [1.0]])).square().mean()
+        loss.backward()
+        return loss.item()
+
+    with traindiff.record(path, model, optimizer, replica=replica):
+        for _ in range(3):
+            optimizer.step(closure)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_length_of_a_search_is_decided_by_rounding(seed: int, tmp_path: Path) -> None:
+    """It follows from differences of losses, of which most cancels: the runs part by up to 1 % along the direction."""
+    fitted(tmp_path / "baseline", seed)
+    fitted(tmp_path / "replica", seed, replica="ulp:1")
+
+    assert traindiff.compare(tmp_path / "baseline", tmp_path / "replica").findings == ()
+
+
+def test_a_search_that_moves_further_than_it_says_is_found_by_its_replay(tmp_path: Path) -> None:
+    fitted(tmp_path / "baseline", 1)
+    fitted(tmp_path / "candidate", 1, stretched=1.05)
+    first = traindiff.compare(tmp_path / "baseline", tmp_path / "candidate").first_divergence
+
+    assert first is not None
+    assert (first.kind, first.phase) == ("update-rule", "update")
