@@ -165,6 +165,14 @@ def test_a_parameter_that_was_not_loaded_is_named_although_rounding_has_parted_t
     assert [(one.kind, one.path, one.step) for one in comparison.findings] == [("initial-parameter", "3.weight", 3)]
 
 
+def test_a_parameter_that_still_has_the_bits_of_the_beginning_was_not_loaded(resumed: Resumed) -> None:
+    """After three steps, it is nearer to where it should be than what counts as lost."""
+    first = begun().model.get_parameter("3.bias").detach()
+    comparison = resumed(edit=rounded_and_changed("3.bias", lambda one: one.copy_(first)))
+
+    assert [(one.kind, one.path, one.step) for one in comparison.findings] == [("initial-parameter", "3.bias", 3)]
+
+
 def test_a_parameter_whose_gradient_is_only_rounding_may_be_anywhere(resumed: Resumed) -> None:
     """The BatchNorm behind it takes the bias away, so its gradient is zero but for rounding, and Adam moves it."""
     comparison = resumed(edit=rounded_and_changed("0.bias", other_values))

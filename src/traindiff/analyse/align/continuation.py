@@ -17,7 +17,7 @@ from traindiff.analyse.merge.parameters import parameter_groups
 from traindiff.analyse.merge.rank_steps import rank_steps
 from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.run_steps import RunStep
-from traindiff.analyse.merge.site import MergedSite, Part, SiteKey, StepTable
+from traindiff.analyse.merge.site import MergedSite, Part, SiteKey, StepTable, origin
 from traindiff.analyse.merge.step_table import step_table
 from traindiff.core.observation import BEFORE, EDITED, Observation
 from traindiff.core.summary import distance, finite_count, norm_of, number, rounding
@@ -431,7 +431,7 @@ def with_beginning(side: SideStep, other: SideStep, *, begins: bool) -> SideStep
     this run follows from its steps before; a run that has not recorded all of them shows it too. They are held against
     each other only if the other run continues this one: more than half of those that tell one step from another have
     the same bits. If more than half are `NEAR`, rounding has parted them in steps before: then only those are held
-    against each other that are so far apart that they were not loaded.
+    against each other that are so far apart that they were not loaded, or that are still as this run began.
 
     Args:
         side: The step of the run.
@@ -453,7 +453,13 @@ def with_beginning(side: SideStep, other: SideStep, *, begins: bool) -> SideStep
     if 2 * sum(size <= NEAR * moved.get(path, 0.0) for path, size in apart.items()) <= len(telling):
         return side
     lost = _lost(side, {key.path: found[key] for key in telling}, apart, moved)
+    lost |= {key.path for key in telling if apart[key.path] and _is_as_begun(side, other.table[key])}
     return replace(side, table={**{key: entry for key, entry in found.items() if key.path in lost}, **table})
+
+
+def _is_as_begun(side: SideStep, entry: MergedSite) -> bool:
+    """True if a parameter has the bits with which a run began: the other one, of the same seed, did not load it."""
+    return any(bits == side.began.get(entry.key.path) for bits in origin([entry]))
 
 
 def _lost(

@@ -14,7 +14,16 @@ from traindiff.analyse.merge.parameters import Groups, Updates, movement, parame
 from traindiff.analyse.merge.recorded_calls import clips, is_clip
 from traindiff.analyse.merge.renames import Rename, renames
 from traindiff.analyse.merge.run_steps import RunStep
-from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, gradient_norm, is_loss_scale, loss_scale
+from traindiff.analyse.merge.site import (
+    Bits,
+    MergedSite,
+    SiteKey,
+    StepTable,
+    gradient_norm,
+    is_loss_scale,
+    loss_scale,
+    origin,
+)
 from traindiff.analyse.merge.unobserved import without_missing_samples
 from traindiff.core.observation import (
     BEFORE,
@@ -57,6 +66,7 @@ class SideStep:
         updates: Updates of the parameters; not in `table`.
         before: The parameters as the step found them, by path; of several evaluations, as the last one found them.
         found_after: By path: the step of its optimizer after which a parameter in `before` was seen.
+        began: By path: what identifies the bits with which the run, as far as it was read, began.
         known: Paths of all parameters and buffers that the run has shown so far.
         buffers: What each buffer held when the run last showed it, as sites after the step: a buffer of integers is
             recorded again only when it was written.
@@ -70,6 +80,7 @@ class SideStep:
     before: Mapping[str, MergedSite]
     known: frozenset[str]
     found_after: Mapping[str, int] = field(default_factory=dict)
+    began: Mapping[str, Bits] = field(default_factory=dict)
     buffers: Mapping[SiteKey, MergedSite] = field(default_factory=dict)
     earlier: tuple[SideStep, ...] = ()
     unmapped: SideStep | None = None
@@ -114,6 +125,7 @@ class Side:
         self.derived = Updates()
         self._known: frozenset[str] = frozenset()
         self.buffers: dict[SiteKey, MergedSite] = {}
+        self._began: dict[str, Bits] | None = None
         contents = [recording.rank_content(rank) for rank in recording.ranks]
         paths = {path for one in contents for part in ("modules", "parameters") for path in one.get(part, {})}
         self.paths = frozenset(map(names.common, _renamed(paths, rename)))
@@ -135,6 +147,8 @@ class Side:
         """
         table = self._renamed(step.table)
         updates, before = self.derived.derive(table, step=step.step)
+        if self._began is None:
+            self._began = {path: bits for path, entry in before.items() for bits in origin([entry])}
         if not (shows := {key.path for key in table if key.phase == "param"}) <= self._known:
             self._known |= shows
         shown = {
@@ -156,7 +170,7 @@ class Side:
                 earlier[0].table[key] = table.pop(key)
         one_step = SideStep(
             table=table, updates=tuple(updates), before=before, known=self._known, buffers=dict(self.buffers),
-            earlier=tuple(earlier), found_after=self.derived.found_after,
+            earlier=tuple(earlier), found_after=self.derived.found_after, began=self._began,
         )  # fmt: skip
         return self._in_common(one_step, first=first)
 
