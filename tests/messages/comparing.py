@@ -84,6 +84,11 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     compared(here, noise=here / "candidate")
 
 
+@situation("the baseline as noise")
+def _(here: Path, patched: pytest.MonkeyPatch) -> None:
+    compared(here, noise=here / "baseline")
+
+
 @situation("check: rules that there are not")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     traindiff.check(str(record(here / "run")), rules="non-finit,spike", skip="spikes")

@@ -164,7 +164,7 @@ def compare(
     _refuse_offset(follow, offset)
     paths = [noise] if isinstance(noise, (str, os.PathLike)) else noise
     replicas = [open_recording(os.fspath(path)) for path in paths]
-    _refuse_candidate_as_noise(runs[1], replicas)
+    _refuse_compared_as_noise(runs, replicas)
 
     given = ToCompare(
         baseline=runs[0], candidate=runs[1], renames=renames, named=named, entries=entries, selection=selection,
@@ -230,17 +230,18 @@ def _refuse_offset(follow: Follower | None, offset: int | None) -> None:
     raise ConfigError("compare(...)", [problem], consequence="nothing was compared")
 
 
-def _refuse_candidate_as_noise(candidate: Recording, noise: Sequence[Recording]) -> None:
-    """Raise `ConfigError` if the candidate is given as a noise recording too."""
-    held = os.path.realpath(candidate.path)
+def _refuse_compared_as_noise(runs: tuple[Recording, Recording], noise: Sequence[Recording]) -> None:
+    """Raise `ConfigError` if one of the runs that are compared is given as a noise recording too."""
+    whats = (
+        "is the baseline. It does not differ from itself, which says nothing of how far correct runs may differ.",
+        "is the candidate. Floors that are measured from it are above every difference that it has.",
+    )
+    fix = "Give recordings of runs that are known to be correct: replicas, or the baseline run again."
     problems = [
-        Problem(
-            where=f"noise {recording.path}",
-            what="is the candidate. Floors that are measured from it are above every difference that it has.",
-            fix="Give recordings of runs that are known to be correct: replicas, or the baseline run again.",
-        )
+        Problem(where=f"noise {recording.path}", what=what, fix=fix)
         for recording in noise
-        if os.path.realpath(recording.path) == held
+        for run, what in zip(runs, whats, strict=True)
+        if os.path.realpath(recording.path) == os.path.realpath(run.path)
     ]
     if problems:
         raise ConfigError("compare(noise=...)", problems, consequence="nothing was compared")
