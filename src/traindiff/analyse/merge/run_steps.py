@@ -338,11 +338,11 @@ def _by_evaluation(
 
     Args:
         sites: The sites.
-        without_idle: Whether evaluations from which nothing follows were left out. If not, those of which nothing is
-            recorded count: of the first one, a run that observes only parameters records nothing.
+        without_idle: Whether evaluations from which nothing follows were left out. If not, the first one counts even
+            if nothing of it is recorded, as in a run that observes only parameters.
     """
     seen_in = {seen.evaluation for seen, _, _ in sites if is_of_evaluation(seen.phase, seen.stage)}
-    numbers = sorted(seen_in) if without_idle else range(max(seen_in, default=0) + 1)
+    numbers = sorted(seen_in if without_idle else {0, *seen_in})
     if len(numbers) < 2:
         return [], step_table(sites)
     last = numbers[-1]
