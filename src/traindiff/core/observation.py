@@ -91,6 +91,11 @@ BROADCAST = "broadcast"
 
 The slot is `column` for outputs of the shape (N, 1), and `vector` for (N,)."""
 
+ALIGNMENTS = "alignments"
+"""Stage of the size of a loss that sums over alignments in logarithms (CTC): positions x ln(classes).
+
+Its largest sums of logarithms have about this size, and their rounding is a relative error of its gradient."""
+
 ESTIMATE = "estimate"
 """Stage of an estimate that a module divides its weight by: relative to what a further iteration gives, about 1."""
 

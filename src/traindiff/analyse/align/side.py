@@ -26,6 +26,7 @@ from traindiff.analyse.merge.site import (
 )
 from traindiff.analyse.merge.unobserved import without_missing_samples
 from traindiff.core.observation import (
+    ALIGNMENTS,
     BEFORE,
     BOUNDARY,
     BROADCAST,
@@ -45,9 +46,12 @@ from traindiff.core.steps import StepSelection, parse_steps
 from traindiff.errors import ConfigError, Problem
 from traindiff.storage import Run, ended
 
-_NOT_PAIRED = frozenset(
-    {SAMPLE, BOUNDARY, BROADCAST, CARRIED, CLEARED, DRAWS, EDITED, ESTIMATE, FLIPPED, MODE, RECOMPUTED, WITNESS}
-)
+# fmt: off
+_NOT_PAIRED = frozenset({
+    ALIGNMENTS, BOUNDARY, BROADCAST, CARRIED, CLEARED, DRAWS, EDITED, ESTIMATE, FLIPPED, MODE, RECOMPUTED, SAMPLE,
+    WITNESS,
+})
+# fmt: on
 """Stages of sites that are not paired one by one."""
 
 RUNS = ("baseline", "candidate")

@@ -79,7 +79,7 @@ from traindiff.analyse.compare.uncalled import is_uncalled
 from traindiff.analyse.compare.verdict import Comparison, Word
 from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.history import DifferenceHistory
-from traindiff.analyse.merge.recorded_calls import clips, contributions, samples_of
+from traindiff.analyse.merge.recorded_calls import clips, contributions, samples_of, size_of_alignments
 from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.site import Part, SiteKey, loss_scale, num_micro_steps
 from traindiff.analyse.noise.corrections import correction_error, counts_in_float32
@@ -386,6 +386,7 @@ class RunningComparison:
                 first=given.first,
                 steps_before=before,
                 drift=drift(given.parameters.values(), before),
+                alignments=size_of_alignments(tables),
                 pairs=tuple(sorted(pairs, key=lambda pair: pair.baseline.order)),
                 found=tuple(found),
                 contributions=contributions(tables[1]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import numpy as np
 from traindiff.analyse.findings import more_text, ranks_text
 from traindiff.analyse.merge.placed_parts import ranks_of
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, ranks_in
-from traindiff.core.observation import ALL_GRADIENTS, CLEARED, SAMPLE
+from traindiff.core.observation import ALIGNMENTS, ALL_GRADIENTS, CLEARED, SAMPLE
 from traindiff.core.summary import UNIT_ROUNDOFF, add, largest, number
 
 
@@ -119,6 +119,12 @@ def clips(table: StepTable) -> list[Clip]:
         only = tuple(sorted(ranks)) if ranks < held else ()
         found.append(Clip(entry=entry, limit=limit, norm=norm, effective=effective, only=only))
     return found
+
+
+def size_of_alignments(tables: Iterable[StepTable]) -> float:
+    """The size of the largest loss of a step that sums over alignments, in any run; see `ALIGNMENTS`. 0 without one."""
+    found = (entry for table in tables for key, entry in table.items() if key.stage == ALIGNMENTS)
+    return max((number(entry.summary) for entry in found if not entry.unobserved), default=0.0)
 
 
 def _norm(table: StepTable, key: SiteKey) -> float | None:

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
-from traindiff.core.observation import BROADCAST
+from traindiff.core.observation import ALIGNMENTS, BROADCAST
 from traindiff.core.torch_compat.execution import exclude_from_compilation, inside_backward, inside_transform
 from traindiff.observe.common.listeners import Listeners
-from traindiff.observe.torch.hooks.broadcast_losses import broadcast_outputs
+from traindiff.observe.torch.hooks.broadcast_losses import broadcast_outputs, size_of_alignments
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.nested import as_tensor
 
@@ -121,6 +121,16 @@ class _Listener:
                         as_tensor(shape[0]), phase="forward", path="", slot="column" if len(shape) > 1 else "vector",
                         stage=BROADCAST, call=call, merge="mean",
                     )  # fmt: skip
+                if size := size_of_alignments(root):
+                    self._sink.emit(
+                        as_tensor(size),
+                        phase="forward",
+                        path="",
+                        slot="size",
+                        stage=ALIGNMENTS,
+                        call=call,
+                        merge="mean",
+                    )
 
 
 def _kept(given: Any) -> Any:

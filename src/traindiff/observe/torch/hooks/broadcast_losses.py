@@ -1,7 +1,9 @@
-"""Losses that compare each output of a model with the numbers of all samples, since shapes were broadcast."""
+"""What a loss does with the outputs of a model: whether shapes are broadcast, and whether it sums over alignments."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +22,8 @@ _OF_LOSSES = frozenset({
 # fmt: on
 """Operators of losses that change no shape but by broadcasting or by reducing all of it."""
 
+_OF_ALIGNMENTS = frozenset({"CtcLoss", "CudnnCtcLoss"})
+
 
 def broadcast_outputs(loss: Tensor) -> tuple[int, ...]:
     """The shape of N outputs that a loss compares with N numbers each; empty if there is no such place in it.
@@ -30,12 +34,9 @@ def broadcast_outputs(loss: Tensor) -> tuple[int, ...]:
     Args:
         loss: The tensor on which `backward` is called. Nothing is computed, and nothing is read from a device.
     """
-    waiting, looked_at = [loss.grad_fn], 0
-    while waiting and looked_at < MOST_NODES:
-        node = waiting.pop()
-        if node is None or _kind(node) not in _OF_LOSSES:
+    for node in _nodes(loss):
+        if _kind(node) not in _OF_LOSSES:
             continue
-        looked_at += 1
         following = [one for one in node.next_functions if one[0] is not None]
         made = result_shape(node, 0)
         samples = made[0] if len(made) == 2 and len(set(made)) == 1 else 0
@@ -43,8 +44,34 @@ def broadcast_outputs(loss: Tensor) -> tuple[int, ...]:
             given = result_shape(*following[0])
             if given in ((samples, 1), (samples,)):
                 return given
-        waiting += [one for one, _ in following]
     return ()
+
+
+def size_of_alignments(loss: Tensor) -> float:
+    """Positions x ln(classes) of the CTC loss in a loss, of the largest if it has several; 0 without one.
+
+    Args:
+        loss: As for `broadcast_outputs`.
+    """
+    sizes = [0.0]
+    for node in _nodes(loss):
+        if _kind(node) in _OF_ALIGNMENTS:
+            positions, *_, classes = result_shape(*node.next_functions[0])
+            sizes.append(positions * math.log(max(2, classes)))
+    return max(sizes)
+
+
+def _nodes(loss: Tensor) -> Iterator[Any]:
+    """The nodes of a loss, from its end through operators of losses to the first one of another kind."""
+    waiting, looked_at = [loss.grad_fn], 0
+    while waiting and looked_at < MOST_NODES:
+        node = waiting.pop()
+        if node is None:
+            continue
+        yield node
+        if _kind(node) in _OF_LOSSES:
+            looked_at += 1
+            waiting += [one for one, _ in node.next_functions]
 
 
 def _kind(node: Any) -> str:
