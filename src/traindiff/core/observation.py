@@ -91,6 +91,9 @@ BROADCAST = "broadcast"
 
 The slot is `column` for outputs of the shape (N, 1), and `vector` for (N,)."""
 
+REPLAYED = "replayed"
+"""Stage of the update that an optimizer's formula gives, and of findings about it."""
+
 ALIGNMENTS = "alignments"
 """Stage of the size of a loss that sums over alignments in logarithms (CTC): positions x ln(classes).
 

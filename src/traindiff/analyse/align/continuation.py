@@ -31,6 +31,8 @@ NEAR = 0.5
 Rounding of the steps before may have parted them: on other hardware, or on another number of ranks.
 """
 
+_LONG = rounding("float32")
+
 _LOST = 10.0
 """A parameter was not loaded if it is apart by this many times what the step changes, where most others are near."""
 
@@ -447,10 +449,13 @@ def with_beginning(side: SideStep, other: SideStep, *, begins: bool) -> SideStep
     table = {key: entry for key, entry in side.table.items() if key not in found}
     telling = [key for key, entry in found.items() if not entry.unobserved and _tells(entry)]
     apart = {key.path: _apart(found[key], other.table[key]) for key in telling}
-    if 2 * sum(size == 0.0 for size in apart.values()) > len(telling):
-        return replace(side, table={**found, **table})
     moved = {one.key.path: norm_of(one.summary) for one in side.updates if not one.unobserved}
-    if 2 * sum(size <= NEAR * moved.get(path, 0.0) for path, size in apart.items()) <= len(telling):
+    near = {path for path, size in apart.items() if size <= NEAR * moved.get(path, 0.0)}
+    if 2 * sum(size == 0.0 for size in apart.values()) > len(telling):
+        # In a short dtype, rounding parts a few of many parameters.
+        rounded = {key.path for key in telling if apart[key.path] and rounding(found[key].dtype) > _LONG} & near
+        return replace(side, table={**{key: entry for key, entry in found.items() if key.path not in rounded}, **table})
+    if 2 * len(near) <= len(telling):
         return side
     lost = _lost(side, {key.path: found[key] for key in telling}, apart, moved)
     lost |= {key.path for key in telling if apart[key.path] and _is_as_begun(side, other.table[key])}

@@ -33,7 +33,7 @@ from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, num_micro_steps
 from traindiff.analyse.merge.unobserved import FailedTaps, without_lost
 from traindiff.core.maps.entries import Entry
-from traindiff.core.observation import is_of_evaluation
+from traindiff.core.observation import REPLAYED, is_of_evaluation
 from traindiff.core.steps import StepSelection
 from traindiff.storage import Run
 
@@ -187,11 +187,16 @@ def _evaluation(side: SideStep, number: int) -> SideStep:
     return replace(one, table=table, updates=(), earlier=())
 
 
+def are_replayed(sides: tuple[SideStep, SideStep]) -> bool:
+    """True if both runs have computed the update of a step a second time, so that each is judged by itself."""
+    return all(any(key.phase == "update" and key.stage == REPLAYED for key in side.table) for side in sides)
+
+
 def _without_moves(sides: tuple[SideStep, SideStep]) -> tuple[SideStep, SideStep]:
     """An evaluation of the loss, without how far the optimizer moves to the next one.
 
     A search that ends after another number of evaluations has branched where rounding decides. How far it moves may
-    differ by any amount from there on.
+    differ by any amount from there on; its replay judges it in each run.
     """
     return replace(sides[0], updates=()), replace(sides[1], updates=())
 
@@ -354,8 +359,9 @@ class TwoRuns:
                 self.presence.lack_stages.add(number)
         count = min(len(side.earlier) for side in sides)
         alike = len(sides[0].earlier) == len(sides[1].earlier)
+        judged = alike or not are_replayed(sides)
         earlier = tuple(
-            self._aligned(both if alike else _without_moves(both), steps, evaluation=number)
+            self._aligned(both if judged else _without_moves(both), steps, evaluation=number)
             for number, both in enumerate(zip(sides[0].earlier[:count], sides[1].earlier[:count], strict=True))
         )
         if alike:

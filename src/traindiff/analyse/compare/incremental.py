@@ -18,7 +18,7 @@ from traindiff.analyse.align.exact import (
 )
 from traindiff.analyse.align.pairs import in_baseline_order
 from traindiff.analyse.align.side import RUNS, gradient_norms
-from traindiff.analyse.align.two_runs import AlignedStep, RepeatedStep, TwoRuns
+from traindiff.analyse.align.two_runs import AlignedStep, RepeatedStep, TwoRuns, are_replayed
 from traindiff.analyse.align.unseen_beginning import drift, steps_before
 from traindiff.analyse.compare.accepted import without_accepted
 from traindiff.analyse.compare.bits import ASKED, unknown_bits_note
@@ -180,6 +180,7 @@ class RunningComparison:
         )  # fmt: skip
         self._counts_in_float32 = counts_in_float32(chain(*contents))
         self._settings = SettingChanges()
+        self._is_replayed = False  # whether both runs have computed the updates of this step a second time
         self._knows_buffers = False  # whether buffers that start with other values may explain the first finding
         self._remarks = ""  # on the first finding, and the evidence for them
         self._evidence: dict[str, Any] = {}
@@ -305,6 +306,7 @@ class RunningComparison:
     def _step(self, given: AlignedStep, turns: Sequence[Finding], own: Sequence[Finding]) -> list[Finding]:
         self._judge.run.mixing = self._judge.run.mixing or is_mixing(given.tables[0])
         self._judge.run.corrections = correction_error(given.tables[0], self._counts_in_float32)
+        self._is_replayed = are_replayed(given.recorded)
         last = self._noise(given)
         noise = dict(enumerate(self._measured.earlier if given.recorded[0].earlier else ()))
         # What is of the whole step, and was before its first forward pass, comes first.
@@ -387,6 +389,7 @@ class RunningComparison:
                 steps_before=before,
                 drift=drift(given.parameters.values(), before),
                 alignments=size_of_alignments(tables),
+                searches=given.evaluation is not None and self._is_replayed,
                 pairs=tuple(sorted(pairs, key=lambda pair: pair.baseline.order)),
                 found=tuple(found),
                 contributions=contributions(tables[1]),

@@ -29,10 +29,10 @@ from traindiff.analyse.noise.tolerance import Tolerances
 from traindiff.analyse.rules import RULES, RunFacts
 from traindiff.analyse.rules.edits import OptimizersAloneChangeParameters
 from traindiff.analyse.rules.lost_updates import UpdatesSurviveRounding, is_another_update
-from traindiff.analyse.rules.replay import REPLAYED, replayed_paths
+from traindiff.analyse.rules.replay import replayed_paths
 from traindiff.analyse.rules.run_judge import RunJudge
 from traindiff.analyse.rules.witness import GradientsFollow
-from traindiff.core.observation import WITNESS
+from traindiff.core.observation import REPLAYED, WITNESS
 from traindiff.core.site import label
 from traindiff.core.witness import EXPECTED
 

@@ -25,6 +25,7 @@ class StepInput:
         first: Whether it is the first step that is compared.
         steps_before: Number of steps of both runs before the first one, which were not compared; 0 in all others.
         drift: Relative difference of all parameters together that these may have left; infinite if it is too large.
+        searches: Whether the optimizer evaluates the loss several times, and both runs have replayed what it did.
         alignments: Size of the largest loss that sums over alignments; see `core.observation.ALIGNMENTS`.
         pairs: Aligned sites in the baseline's execution order.
         found: Findings of the step that need no measuring.
@@ -85,6 +86,7 @@ class StepInput:
     steps_before: int = 0
     drift: float = math.inf
     alignments: float = 0.0
+    searches: bool = False
     carried: float = 1.0
     leaky: bool = False
     evaluation: int | None = None

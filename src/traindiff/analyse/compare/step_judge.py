@@ -66,7 +66,7 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
         micro_steps=given.most_micro_steps, noise=given.noise, calibration=given.calibration, forced=judge.forced,
         leaky=given.leaky, classes=given.classes, holders=given.holders, unplaced=given.unplaced,
         unpaired=given.unpaired, hidden=given.hidden, computed_in=given.computed_in, other_form=given.other_form,
-        calls=given.calls, clipped=given.clip, searches=given.evaluation is not None,
+        calls=given.calls, clipped=given.clip, searches=given.searches,
         alignments=given.alignments,
     )  # fmt: skip
     is_judged = given.noise is not None or judge.findings or (given.first and given.drift == math.inf)

@@ -249,7 +249,7 @@ class GradientsTogether:
     Args:
         run: Carried from step to step.
         pairs: All pairs of the step.
-        searches: The loss is evaluated several times in the step.
+        searches: The loss is evaluated several times in the step, and replays judge what the optimizer did.
     """
 
     def __init__(self, run: RunFloors, pairs: Iterable[Pair], *, searches: bool = False) -> None:

@@ -86,7 +86,7 @@ class SiteFloors:
         calls: By module that the runs call on other parts of the batch: the most calls in a step.
         holders: Paths of modules that hold parameters and are never called.
         clipped: Factor by which clipping made the baseline's gradients smaller.
-        searches: The loss is evaluated several times in the step.
+        searches: The loss is evaluated several times in the step, and replays judge what the optimizer did.
         alignments: Size of the largest loss that sums over alignments.
     """
 
@@ -469,6 +469,7 @@ class SiteFloors:
             if key.slot not in LINEAR_STATE:
                 self._run.adaptive.add(key.path)
             in_its_basis = key.path in self._run.preconditioned and key.slot not in LINEAR_STATE and not key.group
+            in_its_basis &= norms_apart(pair) < MOST_UNSEEN  # a basis changes no norm by much, a lost state does
             if key.slot in self._run.preconditioners or in_its_basis:
                 # How far an inverse is apart, or an eigenvector, depends on the condition; the update is judged.
                 return math.inf
@@ -525,7 +526,7 @@ class SiteFloors:
         u = max(UNIT_ROUNDOFF.get(one.dtype, 0.0) for one in (pair.baseline, pair.candidate))
         carried = self._run.carried.get(pair.baseline.key, 0.0)
         if u <= UNIT_ROUNDOFF["float32"]:
-            unseen = own * min(self._run.unseen_steps, UNSEEN_TERMS) if own < 1.0 else math.inf
+            unseen = min(own * min(self._run.unseen_steps, UNSEEN_TERMS), MOST_UNSEEN) if own < 1.0 else math.inf
             carried = max(carried, unseen if self._run.unseen_steps else 0.0)
             return carried if carried > own else 0.0
         return carried + min(UNSEEN_ROUNDINGS * u * self._run.unseen_steps, MOST_UNSEEN)

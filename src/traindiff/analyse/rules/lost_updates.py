@@ -9,8 +9,9 @@ from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.site import StepTable
-from traindiff.analyse.rules.replay import LIMIT, LOST_SHARE, REPLAYED, Replayed, replayed
+from traindiff.analyse.rules.replay import LIMIT, LOST_SHARE, Replayed, replayed
 from traindiff.analyse.rules.rule import Contents, Limit, Rule
+from traindiff.core.observation import REPLAYED
 from traindiff.core.summary import UNIT_ROUNDOFF, distance, norm_of
 
 SHORT = UNIT_ROUNDOFF["float16"]

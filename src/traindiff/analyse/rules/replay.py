@@ -16,6 +16,7 @@ from traindiff.analyse.rules.optimizers import learning_rates
 from traindiff.analyse.rules.orthogonal import divided_updates
 from traindiff.analyse.rules.replayed_mistakes import is_a_method, meaning
 from traindiff.analyse.rules.rule import Limit, Rule
+from traindiff.core.observation import REPLAYED
 from traindiff.core.summary import distance, finite_count, largest, norm_of
 
 LIMIT = 2.0
@@ -30,9 +31,6 @@ LOST_SHARE = 0.5
 
 MOST_OTHERS = 3
 """Further mistakes that a message mentions, if they would do the same in this step."""
-
-REPLAYED = "replayed"
-"""Stage of the update that a formula gives, and of findings about it."""
 
 COMPILED = "compiled"
 """What stands behind an optimizer whose step ran in compiled code."""

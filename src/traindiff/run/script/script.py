@@ -6,6 +6,7 @@ import builtins
 import importlib.util
 import io
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,10 +68,10 @@ class Script:
             ConfigError: It does not, or it is a program that starts scripts.
         """
         launching = _LAUNCHERS.get(self.name if self.is_module else Path(self.name).name)
-        if launching is not None:
+        if launching is not None and (self.is_module or _is_program(self.name)):
             what = "starts the processes of a training, and each of them has to be recorded."
             raise _unusable(self.name, what, f"Put it first: {launching} traindiff run -o DIR SCRIPT.")
-        if not self.is_module and _PYTHON.fullmatch(self.name):
+        if not self.is_module and _PYTHON.fullmatch(self.name) and _is_program(self.name):
             raise _unusable(self.name, "is no script.", "Leave it out: traindiff run -o DIR SCRIPT.")
         if not self.is_module and not Path(self.name).is_file():
             found = "is a directory" if Path(self.name).is_dir() else "does not exist"
@@ -111,6 +112,12 @@ class Script:
         if spec is None or spec.origin is None:
             raise _unusable(f"-m {self.name}", "is no module, and no package with a __main__.", fix)
         return spec
+
+
+def _is_program(name: str) -> bool:
+    """True for the name or the path of a program that the shell finds, and for a name that is no file."""
+    path, found = Path(name), shutil.which(Path(name).name)
+    return not path.is_file() or (found is not None and path.resolve() == Path(found).resolve())
 
 
 def is_script_itself(argument: str) -> bool:

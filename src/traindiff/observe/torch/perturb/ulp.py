@@ -189,7 +189,7 @@ class UlpReplica:
         key = self._key(sink, "forward", path, slot)
         if tensor.requires_grad and torch.is_grad_enabled():
             rounded: Tensor
-            if in_place and type(tensor) is Tensor and not (is_view_of_another(tensor) or inside_transform()):
+            if in_place and _saves_its_output(tensor) and not (is_view_of_another(tensor) or inside_transform()):
                 # Of what the operation saved of its output (Tanh, Softmax), a gradient that is differentiated
                 # again goes to this tensor, and so it is seen there, as without the replica.
                 rounded = tensor
@@ -222,6 +222,17 @@ class UlpReplica:
                     if hasattr(held, "to_local"):
                         held = held.to_local()  # this rank's part of a DTensor, as a view
                     held.copy_(randomly_rounded(held, self._key(sink, "grad", path)))
+
+
+_SAVING = frozenset(
+    {"Elu", "Exp", "Expm1", "LogSoftmax", "Reciprocal", "Rsqrt", "Sigmoid", "Softmax", "Sqrt", "Tan", "Tanh"}
+)
+"""Operators of torch that save their output, and compute their gradient from it smoothly."""
+
+
+def _saves_its_output(tensor: Tensor) -> bool:
+    """True for the output of such an operator, which no other tensor holds."""
+    return type(tensor) is Tensor and type(tensor.grad_fn).__name__.removesuffix("Backward0") in _SAVING
 
 
 class _Rounded(torch.autograd.Function):
