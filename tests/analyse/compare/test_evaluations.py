@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -380,3 +381,17 @@ def test_a_search_that_moves_further_than_it_says_is_found_by_its_replay(tmp_pat
 
     assert first is not None
     assert (first.kind, first.phase) == ("update-rule", "update")
+
+
+def test_a_search_that_is_not_replayed_is_judged_by_how_far_it_moves(tmp_path: Path) -> None:
+    """The replay is not observed."""
+    for name, stretched in (("baseline", 1.0), ("candidate", 1.5)):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(
+                traindiff, "record", partial(traindiff.record, observe=["loss", "grad", "param", "optimizer"])
+            )
+            fitted(tmp_path / name, 1, stretched=stretched)
+    first = traindiff.compare(tmp_path / "baseline", tmp_path / "candidate").first_divergence
+
+    assert first is not None
+    assert first.phase == "update"

@@ -172,3 +172,54 @@ def test_calls_under_vmap_are_rounded_sample_by_sample(tmp_path: Path) -> None:
 
     assert ((actual - expected).norm(dim=1) > 0).all()
     assert torch.allclose(actual, expected, rtol=1e-4, atol=1e-6)
+
+
+class Largest(nn.Module):
+    """Its gradient compares the input with the output that was saved."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.amax(dim=1, keepdim=True)
+
+
+class _Attached(torch.autograd.Function):
+    @staticmethod
+    def forward(_: object, x: Tensor, parameter: Tensor) -> Tensor:
+        return x.detach() if parameter.requires_grad else x.clone()
+
+    @staticmethod
+    def backward(_: object, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return gradient, gradient.sum()
+
+
+class Attached(nn.Module):
+    """Returns its input's storage as a result of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = _Attached.apply(x, self.scale)  # type: ignore[no-untyped-call]
+        return found
+
+
+def test_a_replica_writes_to_nothing_that_others_hold(tmp_path: Path) -> None:
+    """A rounded output is no element of the input any more, and may share its storage with the data."""
+
+    def train(path: Path, replica: str | None) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        data = torch.randn(4, 6)
+        model = nn.Sequential(Attached(), nn.Linear(6, 8), Largest(), nn.Linear(1, 2))
+        optimizer = SGD(model.parameters(), lr=0.01)
+        with traindiff.record(path, model, optimizer, strict=True, replica=replica):
+            model(data).square().mean().backward()
+            optimizer.step()
+        weight = model[1].weight
+        assert weight.grad is not None
+        return data, weight.grad
+
+    (data, expected), (same, actual) = train(tmp_path / "base", None), train(tmp_path / "run", "ulp:1")
+
+    assert torch.equal(data, same)
+    assert expected.any()
+    assert torch.allclose(actual, expected, rtol=1e-4)
