@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from traindiff.core.observation import (
@@ -133,3 +134,16 @@ _BY_STAGE = {loss: name for tap in TAPS for name in tap.own for loss in tap.lose
 def asked_for_as(phase: str, stage: str) -> str:
     """The name in `record(observe=...)` that a run needs to observe this stage of a phase."""
     return _BY_STAGE.get((phase, stage), phase)
+
+
+def shows(observe: frozenset[str], what: str) -> bool:
+    """True if a run that was asked for some names in `record(observe=...)` shows what another name asks for.
+
+    Updates show the parameters, too. Without names it is not known what was asked for, and the answer is True.
+    """
+    return shows_any(observe, (what, "update") if what == "param" else (what,))
+
+
+def shows_any(observe: frozenset[str], names: Iterable[str]) -> bool:
+    """True if a run was asked for one of some names in `record(observe=...)`, or if that is not known."""
+    return not observe or not observe.isdisjoint(names)

@@ -229,7 +229,7 @@ def _place_in(steps: Iterable[Beginning], first: Beginning | None) -> Continuati
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Apart:
-    """How far a step of the baseline begins from the parameters with which a candidate begins.
+    """How far from the parameters with which another run begins a step of a run begins.
 
     Attributes:
         step: Its number.
@@ -250,7 +250,7 @@ class _Apart:
         """Of a step that begins so.
 
         Args:
-            first: What the candidate begins with.
+            first: What the other run begins with.
             wanted: Its parameters that tell one step from another.
             one: What the step begins with.
         """
@@ -454,12 +454,13 @@ def with_beginning(side: SideStep, other: SideStep, *, begins: bool) -> SideStep
     if 2 * sum(size == 0.0 for size in apart.values()) > len(telling):
         # In a short dtype, rounding parts a few of many parameters.
         rounded = {key.path for key in telling if apart[key.path] and rounding(found[key].dtype) > _LONG} & near
-        return replace(side, table={**{key: entry for key, entry in found.items() if key.path not in rounded}, **table})
-    if 2 * len(near) <= len(telling):
+        held = {key.path for key in found} - rounded
+    elif 2 * len(near) > len(telling):
+        held = _lost(side, {key.path: found[key] for key in telling}, apart, moved)
+        held |= {key.path for key in telling if apart[key.path] and _is_as_begun(side, other.table[key])}
+    else:
         return side
-    lost = _lost(side, {key.path: found[key] for key in telling}, apart, moved)
-    lost |= {key.path for key in telling if apart[key.path] and _is_as_begun(side, other.table[key])}
-    return replace(side, table={**{key: entry for key, entry in found.items() if key.path in lost}, **table})
+    return replace(side, table={**{key: entry for key, entry in found.items() if key.path in held}, **table})
 
 
 def _is_as_begun(side: SideStep, entry: MergedSite) -> bool:

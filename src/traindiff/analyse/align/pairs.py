@@ -15,7 +15,7 @@ from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, finding
 from traindiff.core.observation import MASTER, NO_GRADIENT, NOT_CALLED, SKIPPED
 from traindiff.core.site import ROOT, label
 from traindiff.core.summary import norm_of
-from traindiff.core.tap_registry import asked_for_as
+from traindiff.core.tap_registry import asked_for_as, shows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,9 +247,9 @@ class Presence:
 
     def _not_recorded(self, entry: MergedSite, *, side: int) -> str:
         """Name of the observation that the run `side` was not asked to record; empty if it was."""
-        key, recorded = entry.key, self._runs[side].recorded
+        key = entry.key
         what = "evaluation" if key.stage == "evaluation" else asked_for_as(key.phase, key.stage)
-        return what if recorded and what not in recorded and not (what == "param" and "update" in recorded) else ""
+        return "" if shows(self._runs[side].recorded, what) else what
 
     def _exists_there(self, entry: MergedSite, *, side: int) -> bool:
         """True if the run `side` has the module or parameter, so that a missing site is a difference.

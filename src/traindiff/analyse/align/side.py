@@ -43,6 +43,7 @@ from traindiff.core.observation import (
 )
 from traindiff.core.site import ROOT
 from traindiff.core.steps import StepSelection, parse_steps
+from traindiff.core.tap_registry import shows_any
 from traindiff.errors import ConfigError, Problem
 from traindiff.storage import Run, ended
 
@@ -228,7 +229,7 @@ class Side:
     @property
     def shows_evaluations(self) -> bool:
         """True if it recorded something that each evaluation of the loss has, so that their number is known."""
-        return not self.recorded or not self.recorded.isdisjoint(_OF_EACH_EVALUATION)
+        return shows_any(self.recorded, _OF_EACH_EVALUATION)
 
     @property
     def data_parallel(self) -> int:

@@ -92,6 +92,7 @@ from traindiff.analyse.story import representation_note
 from traindiff.core.maps.accepted import NONE_ACCEPTED, AcceptedDifferences
 from traindiff.core.site import label
 from traindiff.core.summary import rounding
+from traindiff.core.tap_registry import shows_any
 from traindiff.storage import Run
 
 
@@ -180,7 +181,6 @@ class RunningComparison:
         )  # fmt: skip
         self._counts_in_float32 = counts_in_float32(chain(*contents))
         self._settings = SettingChanges()
-        self._is_replayed = False  # whether both runs have computed the updates of this step a second time
         self._knows_buffers = False  # whether buffers that start with other values may explain the first finding
         self._remarks = ""  # on the first finding, and the evidence for them
         self._evidence: dict[str, Any] = {}
@@ -306,7 +306,6 @@ class RunningComparison:
     def _step(self, given: AlignedStep, turns: Sequence[Finding], own: Sequence[Finding]) -> list[Finding]:
         self._judge.run.mixing = self._judge.run.mixing or is_mixing(given.tables[0])
         self._judge.run.corrections = correction_error(given.tables[0], self._counts_in_float32)
-        self._is_replayed = are_replayed(given.recorded)
         last = self._noise(given)
         noise = dict(enumerate(self._measured.earlier if given.recorded[0].earlier else ()))
         # What is of the whole step, and was before its first forward pass, comes first.
@@ -316,12 +315,13 @@ class RunningComparison:
         begins = [min((e.order for k, e in one.items() if k.phase == "batch"), default=0) for one in first.tables]
         extra += [one for one in own if one.order < begins[_is_of_candidate(one)]]
         extra += without_gradients(given)
+        searches = any(side.earlier for side in given.recorded) and are_replayed(given.recorded)
         found = []
         for one in (*given.earlier, given):
             if one is given:
                 extra += [finding for finding in own if finding.order >= begins[_is_of_candidate(finding)]]
             of_one = noise.get(one.evaluation or 0, last) if noise else last
-            found += self._evaluation(one, of_one, extra, whole=one is given)
+            found += self._evaluation(one, of_one, extra, whole=one is given, searches=searches)
             extra = []
         same_bits = self._judge.all_equal and not self._judge.findings
         others = self._other_evaluations.see(given, same_bits=same_bits)
@@ -341,7 +341,7 @@ class RunningComparison:
         ]
 
     def _evaluation(
-        self, given: AlignedStep, noise: StepNoise | None, extra: Sequence[Finding], *, whole: bool
+        self, given: AlignedStep, noise: StepNoise | None, extra: Sequence[Finding], *, whole: bool, searches: bool
     ) -> list[Finding]:
         """Judge one evaluation of a step, with further findings.
 
@@ -350,6 +350,7 @@ class RunningComparison:
             noise: Differences of replicas in it.
             extra: Further findings.
             whole: It is the last one, with all that is of the whole step.
+            searches: The step has several, and both runs have replayed what the optimizer did in it.
         """
         step, tables, pairs = given.step, given.tables, given.pairs
         before = steps_before(self.runs.runs, step, pairs) if given.first else 0
@@ -364,7 +365,7 @@ class RunningComparison:
         clipped = (clips(tables[0]), clips(tables[1]))
         scales = (loss_scale(tables[0]), loss_scale(tables[1]))
         found = [*given.findings, *extra]
-        if all(one.observes_any(SHOW_LOSS_SCALES) for one in self._facts) and (note := scale_note(*scales)):
+        if all(shows_any(one.observed, SHOW_LOSS_SCALES) for one in self._facts) and (note := scale_note(*scales)):
             self._notes.setdefault(note)
         if all(one.observes("grad") for one in self._facts):
             found += clipping_findings(*clipped, pairs, step=step)
@@ -389,7 +390,7 @@ class RunningComparison:
                 steps_before=before,
                 drift=drift(given.parameters.values(), before),
                 alignments=size_of_alignments(tables),
-                searches=given.evaluation is not None and self._is_replayed,
+                searches=searches,
                 pairs=tuple(sorted(pairs, key=lambda pair: pair.baseline.order)),
                 found=tuple(found),
                 contributions=contributions(tables[1]),

@@ -413,8 +413,7 @@ class BothRuns:
         if one.stage == REPLAYED and path not in map(common[1], replayed_paths(both[1])):
             self._note_alone(one, run, f"update was not replayed in step {one.step}")
             return False
-        lacks = _not_recorded(one, self._facts[1 - run])
-        if lacks:
+        if lacks := _not_recorded(one, self._facts[1 - run]):
             self._note_alone(one, run, lacks)
             return False
         if one.kind == GradientsFollow.name and not _is_witnessed(both[1], common[1], path):

@@ -526,8 +526,8 @@ class SiteFloors:
         u = max(UNIT_ROUNDOFF.get(one.dtype, 0.0) for one in (pair.baseline, pair.candidate))
         carried = self._run.carried.get(pair.baseline.key, 0.0)
         if u <= UNIT_ROUNDOFF["float32"]:
-            unseen = min(own * min(self._run.unseen_steps, UNSEEN_TERMS), MOST_UNSEEN) if own < 1.0 else math.inf
-            carried = max(carried, unseen if self._run.unseen_steps else 0.0)
+            if terms := min(self._run.unseen_steps, UNSEEN_TERMS):
+                carried = max(carried, min(own * terms, MOST_UNSEEN) if own < 1.0 else math.inf)
             return carried if carried > own else 0.0
         return carried + min(UNSEEN_ROUNDINGS * u * self._run.unseen_steps, MOST_UNSEEN)
 

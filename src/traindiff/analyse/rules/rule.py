@@ -14,7 +14,7 @@ from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.site import MergedSite, StepTable, finding_at
 from traindiff.analyse.products import ProductCheck
 from traindiff.core.maps.accepted import Accepted, names_of
-from traindiff.core.tap_registry import OBSERVABLE, asked_for_as
+from traindiff.core.tap_registry import OBSERVABLE, asked_for_as, shows
 from traindiff.storage import Joined, Run, ended, joined
 
 
@@ -72,11 +72,7 @@ class RunFacts:
     def observes(self, phase: str, stage: str = "") -> bool:
         """True if this stage of a phase was recorded, as far as it is known what was."""
         what = asked_for_as(phase, stage)
-        return what not in OBSERVABLE or self.observes_any((what, "update") if what == "param" else (what,))
-
-    def observes_any(self, names: Iterable[str]) -> bool:
-        """True if one of these names in `record(observe=...)` was chosen, as far as it is known which were."""
-        return not self.observed or not self.observed.isdisjoint(names)
+        return what not in OBSERVABLE or shows(self.observed, what)
 
     def ignores(self, path: str, slot: str) -> bool:
         """True if the user ignores what is found at a site."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from torch.autograd.graph import GradientEdge
 from traindiff.core.observation import ALIGNMENTS, BROADCAST
 from traindiff.core.torch_compat.execution import exclude_from_compilation, inside_backward, inside_transform
 from traindiff.observe.common.listeners import Listeners
-from traindiff.observe.torch.hooks.broadcast_losses import broadcast_outputs, size_of_alignments
 from traindiff.observe.torch.hooks.context import TapContext
+from traindiff.observe.torch.hooks.loss_operators import broadcast_outputs, operators_of, size_of_alignments
 from traindiff.observe.torch.hooks.nested import as_tensor
 
 _IN_PYTHON: type[Any] = BackwardCFunction
@@ -116,21 +116,12 @@ class _Listener:
             if root.numel() == 1:
                 call = progress.next_call("loss", "")
                 self._sink.emit(root.reshape(()), phase="loss", path="loss", slot="backward", call=call, merge="sum")
-                if shape := broadcast_outputs(root):
-                    self._sink.emit(
-                        as_tensor(shape[0]), phase="forward", path="", slot="column" if len(shape) > 1 else "vector",
-                        stage=BROADCAST, call=call, merge="mean",
-                    )  # fmt: skip
-                if size := size_of_alignments(root):
-                    self._sink.emit(
-                        as_tensor(size),
-                        phase="forward",
-                        path="",
-                        slot="size",
-                        stage=ALIGNMENTS,
-                        call=call,
-                        merge="mean",
-                    )
+                mark = partial(self._sink.emit, phase="forward", path="", call=call, merge="mean")
+                operators = operators_of(root)
+                if shape := broadcast_outputs(operators):
+                    mark(as_tensor(shape[0]), slot="column" if len(shape) > 1 else "vector", stage=BROADCAST)
+                if size := size_of_alignments(operators):
+                    mark(as_tensor(size), slot="size", stage=ALIGNMENTS)
 
 
 def _kept(given: Any) -> Any:

@@ -1,9 +1,9 @@
-"""What a loss does with the outputs of a model: whether shapes are broadcast, and whether it sums over alignments."""
+"""The operators of a loss, and what they tell: whether shapes are broadcast, and whether it sums over alignments."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -25,16 +25,34 @@ _OF_LOSSES = frozenset({
 _OF_ALIGNMENTS = frozenset({"CtcLoss", "CudnnCtcLoss"})
 
 
-def broadcast_outputs(loss: Tensor) -> tuple[int, ...]:
+def operators_of(loss: Tensor) -> list[Any]:
+    """The nodes of a loss, from its end through operators of losses to the first one of another kind.
+
+    Args:
+        loss: The tensor on which `backward` is called. Nothing is computed, and nothing is read from a device.
+    """
+    waiting, found, looked_at = [loss.grad_fn], [], 0
+    while waiting and looked_at < MOST_NODES:
+        node = waiting.pop()
+        if node is None:
+            continue
+        found.append(node)
+        if _kind(node) in _OF_LOSSES:
+            looked_at += 1
+            waiting += [one for one, _ in node.next_functions]
+    return found
+
+
+def broadcast_outputs(operators: Iterable[Any]) -> tuple[int, ...]:
     """The shape of N outputs that a loss compares with N numbers each; empty if there is no such place in it.
 
     That is an operator whose result has the shape (N, N), where one operand with the shape (N, 1) or (N,) has a
     gradient and the other has none. Looks from the loss through operators of losses, so not into the model.
 
     Args:
-        loss: The tensor on which `backward` is called. Nothing is computed, and nothing is read from a device.
+        operators: See `operators_of`.
     """
-    for node in _nodes(loss):
+    for node in operators:
         if _kind(node) not in _OF_LOSSES:
             continue
         following = [one for one in node.next_functions if one[0] is not None]
@@ -47,31 +65,18 @@ def broadcast_outputs(loss: Tensor) -> tuple[int, ...]:
     return ()
 
 
-def size_of_alignments(loss: Tensor) -> float:
+def size_of_alignments(operators: Iterable[Any]) -> float:
     """Positions x ln(classes) of the CTC loss in a loss, of the largest if it has several; 0 without one.
 
     Args:
-        loss: As for `broadcast_outputs`.
+        operators: See `operators_of`.
     """
     sizes = [0.0]
-    for node in _nodes(loss):
+    for node in operators:
         if _kind(node) in _OF_ALIGNMENTS:
             positions, *_, classes = result_shape(*node.next_functions[0])
             sizes.append(positions * math.log(max(2, classes)))
     return max(sizes)
-
-
-def _nodes(loss: Tensor) -> Iterator[Any]:
-    """The nodes of a loss, from its end through operators of losses to the first one of another kind."""
-    waiting, looked_at = [loss.grad_fn], 0
-    while waiting and looked_at < MOST_NODES:
-        node = waiting.pop()
-        if node is None:
-            continue
-        yield node
-        if _kind(node) in _OF_LOSSES:
-            looked_at += 1
-            waiting += [one for one, _ in node.next_functions]
 
 
 def _kind(node: Any) -> str:
