@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -164,12 +164,12 @@ class Code:
         for_reading, second_level, data = (ir.Constant(I32, number) for number in (0, 2, 1))
         self.builder.call(function, [pointer.ir, for_reading, second_level, data])
 
-    def intrinsic(self, name: str, value: Value) -> Value:
-        """Result of the LLVM intrinsic `name`, which maps a type to itself."""
-        kind = value.type
+    def intrinsic(self, name: str, *values: Value, flags: Sequence[str] = ()) -> Value:
+        """Result of the LLVM intrinsic `name`, of which arguments and result have one type."""
+        kind = values[0].type
         short = f"v{LANES}{_short(kind.element)}" if isinstance(kind, ir.VectorType) else _short(kind)
-        function = self._declared(f"{name}.{short}", ir.FunctionType(kind, [kind]))
-        return Value(self, self.builder.call(function, [value.ir]))
+        function = self._declared(f"{name}.{short}", ir.FunctionType(kind, [kind] * len(values)))
+        return Value(self, self.builder.call(function, [value.ir for value in values], fastmath=flags))
 
     def call(self, function: ir.Function, *arguments: Value) -> None:
         """Run a function of the same module that returns nothing."""

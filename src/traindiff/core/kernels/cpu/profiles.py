@@ -46,27 +46,45 @@ def profiles_function(module: ir.Module, dtype: FloatDtype) -> ir.Function:
     code = Code(function)
     x, first, stop, state, columns, row_block, column_block = code.arguments
     place = {name: code.variable(code.load(FIELDS[name].pointer(code, state), I64)) for name in _PLACE}
-    zero = code.constant(VECTOR_F64, 0.0)
+    zero, none = code.constant(VECTOR_F64, 0.0), code.constant(I64, 0)
     nothing = code.constant(vector(dtype.number), 0.0)
     row_squares, row_largest = code.variable(zero), code.variable(nothing)
     single = columns <= column_block
     here = code.variable(first)
     usual = code.load(FIELDS["usual"].pointer(code, state), I64) > 0
-    with code.repeat(here, stop):
-        length = _least(place["left"].value, stop - here.value)
-        squares, largest = _segment(code, dtype, code.at(x, here.value, dtype.stored), length, usual)
+
+    def add(squares: Value, largest: Value, length: Value) -> None:
+        """Add a segment, which begins `here`, to the profiles of its row and column buckets."""
         row_squares.value = row_squares.value + squares
         row_largest.value = row_largest.value.larger(largest)
         _merge(code, state, "column", place["column_bucket"].value, squares, largest)
         here.value = here.value + length
+
+    def end_row() -> None:
+        """Go to the next row bucket if the rows of this one have ended."""
+        with code.when(place["row_in_bucket"].value >= row_block):
+            _merge(code, state, "row", place["row_bucket"].value, row_squares.value, row_largest.value)
+            row_squares.value, row_largest.value = zero, nothing
+            place["row_in_bucket"].value = none
+            place["row_bucket"].value = (place["row_bucket"].value + 1) & (BUCKETS - 1)
+
+    # Most matrices have whole column buckets, of finite numbers. Then no segment is asked where it ends.
+    even = usual & single.inverted() & (columns % column_block).equals(0)
+    last = (stop < column_block).choose(none, stop - column_block + 1)  # no whole segment begins here or later
+    with code.repeat(here, stop):
+        with code.when(even & place["left"].value.equals(column_block)), code.repeat(here, last):
+            add(*_whole_segment(code, dtype, code.at(x, here.value, dtype.stored), column_block), column_block)
+            place["column_bucket"].value = place["column_bucket"].value + 1
+            with code.when((place["column_bucket"].value * column_block).equals(columns)):
+                place["column_bucket"].value = none
+                place["row_in_bucket"].value = place["row_in_bucket"].value + 1
+                end_row()
+        length = _least(place["left"].value, stop - here.value)
+        add(*_segment(code, dtype, code.at(x, here.value, dtype.stored), length, usual), length)
         place["left"].value = place["left"].value - length
         with code.when(place["left"].value.equals(0)):
             _advance(code, place, single, columns, row_block, column_block)
-            with code.when(place["row_in_bucket"].value >= row_block):
-                _merge(code, state, "row", place["row_bucket"].value, row_squares.value, row_largest.value)
-                row_squares.value, row_largest.value = zero, nothing
-                place["row_in_bucket"].value = code.constant(I64, 0)
-                place["row_bucket"].value = (place["row_bucket"].value + 1) & (BUCKETS - 1)
+            end_row()
     _merge(code, state, "row", place["row_bucket"].value, row_squares.value, row_largest.value)
     for name, variable in place.items():
         code.store(FIELDS[name].pointer(code, state), variable.value)
@@ -89,6 +107,22 @@ def _advance(
             place["column_bucket"].value = bucket
             place["row_in_bucket"].value = place["row_in_bucket"].value + ends.widened(I64)
             place["left"].value = _least((bucket + 1) * column_block, columns) - bucket * column_block
+
+
+def _whole_segment(code: Code, dtype: FloatDtype, x: Value, length: Value) -> tuple[Value, Value]:
+    """`_segment` of finite elements, of which there are as many as in one or more vectors."""
+
+    def taken(start: Value | int) -> tuple[Value, Value]:
+        value = dtype.value(code.load(code.at(x, start, dtype.stored), vector(dtype.stored)))
+        return value.widened(F64), magnitude(value)
+
+    long, size = taken(0)
+    squares, largest = code.variable(long * long), code.variable(size)
+    with code.loop(code.constant(I64, LANES), length, LANES) as start:
+        long, size = taken(start)
+        squares.value = squares.value.plus_product(long, long, exact=dtype.bits < 64)
+        largest.value = size.larger(largest.value)
+    return squares.value, largest.value
 
 
 def _segment(code: Code, dtype: FloatDtype, x: Value, length: Value, usual: Value) -> tuple[Value, Value]:
@@ -126,10 +160,10 @@ def _segment(code: Code, dtype: FloatDtype, x: Value, length: Value, usual: Valu
 
 def _merge(code: Code, state: Value, axis: str, bucket: Value, squares: Value, largest: Value) -> None:
     place = FIELDS[f"{axis}_squares"].vector_pointer(code, state, bucket)
-    code.store(place, code.load(place, VECTOR_F64) + squares)
+    code.merge(place, squares, Value.__add__)
     number = element_of(largest.type)
     place = FIELDS[f"{axis}_largest_{number}"].vector_pointer(code, state, bucket)
-    code.store(place, largest.larger(code.load(place, vector(number))))
+    code.merge(place, largest, Value.larger_magnitude)
 
 
 def _least(left: Value, right: Value) -> Value:
