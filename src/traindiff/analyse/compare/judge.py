@@ -134,7 +134,7 @@ class Judge:
             return None, 0.0 if equal_bits(pair) else difference(pair) or 0.0, exact.rounding_apart(pair)
         rows = ((key, row) for key, row in self.sites.weightiest.items() if key.phase == "forward")
         noise = max((row.difference for _, row in rows if row.ratio <= 1.0 or self._found), default=0.0)
-        found = check_state(pair, finding, given.sources, noise=noise)
+        found = check_state(pair, finding, given.sources, noise=noise, pairs=given.pairs)
         if isinstance(found, Finding):
             return found, math.inf, 0.0
         self.computed.setdefault(label(pair.baseline.key.path, pair.baseline.key.slot), (given.step, found))
