@@ -206,3 +206,59 @@ def test_an_input_that_only_one_run_ever_gives_is_no_lost_state(tmp_path: Path) 
     )
 
     assert "misaligned" not in found.verdict
+
+
+class Rate(nn.Module):
+    """The right-hand side of a differential equation, of a state and of a sum beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4))
+
+    def forward(self, state: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        rate: Tensor = self.layers(state)
+        return rate, rate.square().sum(1)
+
+
+def solved(path: Path, *, last: Change = unchanged, replica: str | None = None) -> Path:
+    """Solves the equation without gradients, and then backwards, where the sum comes back to almost nothing."""
+    torch.manual_seed(0)
+    model = Rate()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = torch.Generator().manual_seed(1)
+    with traindiff.record(path, model, optimizer, replica=replica, observe=["batch", "loss", "grad", "update"]):
+        for _ in range(2):
+            state, total, rates = torch.randn(16, 4, generator=data), torch.zeros(16), []
+            with torch.no_grad():
+                for _ in range(6):
+                    rates.append(model(state, total))
+                    state, total = state + 0.1 * rates[-1][0], total + 0.1 * rates[-1][1]
+            losses = []
+            for rate, sums in reversed(rates):
+                state, total = state - 0.1 * rate, total - 0.1 * sums
+                changed = last(total) if rate is rates[0][0] else total
+                assert changed is not None
+                given, by = model(state, changed)
+                losses.append(given.square().mean() + by.mean())
+            torch.stack(losses).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return path
+
+
+def test_a_sum_that_comes_back_to_almost_nothing_is_no_other_batch(tmp_path: Path) -> None:
+    baseline, candidate = solved(tmp_path / "baseline"), solved(tmp_path / "candidate", replica="ulp:3")
+    noise = [solved(tmp_path / str(number), replica=f"ulp:{number}") for number in (1, 2)]
+
+    assert traindiff.compare(baseline, candidate).verdict == "equivalent"
+    assert traindiff.compare(baseline, candidate, noise=noise).verdict == "equivalent"
+
+
+def test_a_wrong_sum_is_another_batch(tmp_path: Path) -> None:
+    baseline = solved(tmp_path / "baseline")
+    first = traindiff.compare(
+        baseline, solved(tmp_path / "candidate", last=lambda total: total + 1e-4)
+    ).first_divergence
+
+    assert first is not None
+    assert (first.step, first.phase, first.slot) == (0, "batch", "input[1]")

@@ -200,6 +200,59 @@ def test_indices_of_packed_sequences_are_no_finding_and_hide_no_lost_gradient(tm
     assert first.path.startswith("recurrent.")
 
 
+class Membrane(nn.Module):
+    """Keeps the state of a spiking layer, with a row for each sample, as a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("state", torch.zeros(0))
+        self.register_buffer("table", torch.ones(4, 3))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.state = self.layer(rows).detach()
+        return self.layer(rows).sigmoid()
+
+
+def train_membrane(path: Path, *, cut: int, longer: bool = False, twice: bool = False) -> None:
+    torch.manual_seed(0)
+    model = Membrane()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.Generator().manual_seed(1)
+    with traindiff.record(path, model, optimizer):
+        for _ in range(3):
+            if longer:
+                model.table = torch.ones(5, 3)
+            for rows in torch.randn(12, 6, generator=data).chunk(cut):
+                loss = model(rows).mean() / cut
+                (loss * 2 if twice else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_buffer_with_a_row_for_each_sample_of_a_micro_batch_is_no_finding(tmp_path: Path) -> None:
+    train_membrane(tmp_path / "baseline", cut=1)
+    train_membrane(tmp_path / "candidate", cut=2)
+    result = traindiff.compare(tmp_path / "baseline", tmp_path / "candidate")
+
+    assert result.verdict == "equivalent", str(result)
+    assert any("state buffer cannot be compared" in note for note in result.notes)
+
+
+@pytest.mark.parametrize(
+    ("fault", "site"), [({"longer": True}, ("param", "buffer")), ({"twice": True}, ("loss", "backward"))]
+)
+def test_such_a_buffer_hides_no_other_one_and_no_loss(
+    fault: dict[str, bool], site: tuple[str, str], tmp_path: Path
+) -> None:
+    train_membrane(tmp_path / "baseline", cut=1)
+    train_membrane(tmp_path / "candidate", cut=2, **fault)
+    first = traindiff.compare(tmp_path / "baseline", tmp_path / "candidate").first_divergence
+
+    assert first is not None
+    assert (first.phase, first.slot) == site
+
+
 class SequenceFirst(nn.Module):
     """Works on [positions, samples, channels]."""
 

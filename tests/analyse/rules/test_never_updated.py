@@ -333,3 +333,37 @@ def test_an_optimizer_of_torch_that_moves_nothing_is_a_finding(tmp_path: Path, m
     verdict = checked(tmp_path / "run", model, torch.optim.SGD(model.parameters(), lr=0.1), observe=WITHOUT_REPLAY)
 
     assert {one.path for one in verdict.findings} == {*dict(model.named_parameters())}
+
+
+class Adapts(torch.optim.Optimizer):
+    """Finds its own learning rate, beginning with a millionth, as D-Adaptation and Prodigy do."""
+
+    def __init__(self, parameters: Any, *, lr: float = 1.0, found: float = 1e-6, leaves_out: Any = None) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.found, self.leaves_out = found, leaves_out
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter is not self.leaves_out:
+                    parameter.sub_(parameter.grad.sign(), alpha=group["lr"] * self.found)
+
+
+def test_a_parameter_that_is_larger_than_an_optimizer_has_moved_any_is_not_judged(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    with torch.no_grad():
+        model.first.weight.fill_(100.0)
+    verdict = checked(tmp_path / "run", model, Adapts(model.parameters()))
+
+    assert not verdict.findings
+
+
+def test_a_parameter_that_such_an_optimizer_leaves_out_is_found(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = Adapts(model.parameters(), leaves_out=model.second.weight)
+    (finding,) = checked(tmp_path / "run", model, optimizer).findings
+
+    assert (finding.kind, finding.path) == ("never-updated", "second.weight")

@@ -223,3 +223,29 @@ def test_a_replica_writes_to_nothing_that_others_hold(tmp_path: Path) -> None:
     assert torch.equal(data, same)
     assert expected.any()
     assert torch.allclose(actual, expected, rtol=1e-4)
+
+
+def test_a_backward_pass_for_an_input_is_no_micro_step_in_a_replica_either(tmp_path: Path) -> None:
+    def train(path: Path, replica: str | None = None) -> Path:
+        torch.manual_seed(0)
+        energy = nn.Sequential(nn.Linear(2, 16), nn.SiLU(), nn.Linear(16, 1))
+        optimizer = SGD(energy.parameters(), lr=0.01)
+        data = torch.Generator().manual_seed(1)
+        with traindiff.record(path, energy, optimizer, replica=replica):
+            for _ in range(3):
+                energy.requires_grad_(False)
+                fakes = torch.randn(8, 2, generator=data).requires_grad_()
+                energy(fakes).sum().backward()  # a Langevin step: only the samples move
+                assert fakes.grad is not None
+                fakes = (fakes - fakes.grad).detach()
+                energy.requires_grad_(True)
+                optimizer.zero_grad()
+                (energy(torch.randn(8, 2, generator=data)).mean() - energy(fakes).mean()).backward()
+                optimizer.step()
+        return path
+
+    baseline, replica = train(tmp_path / "baseline"), train(tmp_path / "replica", "ulp:1")
+    found = traindiff.compare(baseline, train(tmp_path / "again"), noise=[replica, train(tmp_path / "other", "ulp:2")])
+
+    assert found.verdict == "identical"
+    assert not rows(replica, phase="loss", micro_step=1)

@@ -108,6 +108,9 @@ class Unplaced:
                     del table[entry.key]
             axis = None if others else _undeclared_axis(both, cuts)
             self._pool(site, both, (baseline, candidate), axis=axis, named=not others, is_moved=site in moved)
+        for key in _buffers_of_rows(tables, cuts):
+            del baseline[key], candidate[key]
+            self.left_out[label(key.path, key.slot)] = None
         self.latest = tuple(sorted(unplaced, key=lambda entry: entry.order))
         return baseline, candidate
 
@@ -168,7 +171,7 @@ class Unplaced:
         if self.left_out:
             notes.append(
                 f"The runs cut or pad the batch differently, so {_named(self.left_out)} cannot be compared (padding, "
-                "or numbers that count within a micro-batch)."
+                "numbers that count within a micro-batch, or a buffer with a row for each of its samples)."
             )
         return notes
 
@@ -320,3 +323,16 @@ def _undeclared_axis(sides: Sides, cuts: tuple[Cut, Cut]) -> int | None:
             if any(length * other != first * samples for length, samples in seen for first, other in seen):
                 return None
     return found.pop() if len(found) == 1 else None
+
+
+def _buffers_of_rows(tables: Tables, cuts: tuple[Cut, Cut]) -> list[SiteKey]:
+    """Buffers with a row for each sample of a micro-batch, such as the state of a spiking layer, if the runs cut it."""
+    found = []
+    for key, entry in tables[0].items():
+        other = tables[1].get(key)
+        if key.phase != "param" or key.slot != "buffer" or other is None or len(entry.shape) != len(other.shape):
+            continue
+        sizes = [both for both in zip(entry.shape, other.shape, strict=True) if both[0] != both[1]]
+        if len(sizes) == 1 and all(size in cut.values() for size, cut in zip(sizes[0], cuts, strict=True)):
+            found.append(key)
+    return found

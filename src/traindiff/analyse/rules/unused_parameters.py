@@ -269,7 +269,9 @@ class ParametersMove(Rule):
     size of the gradient. So these do not count: gradients that are mathematically zero, groups with a learning rate of
     0, and steps that a loss scaler skips (a fused optimizer skips them itself, and does not say so). Short dtypes that
     round small updates away do not count either; `UpdatesFollowSettings` judges those better. If an optimizer that
-    steps by code of its own moves none of its parameters, that is a warning: it may gather gradients, or warm up.
+    steps by code of its own moves none of its parameters, that is a warning: it may gather gradients, or warm up. If it
+    moves all others by less than the rounding of a parameter (D-Adaptation and Prodigy begin with steps of a
+    millionth of the learning rate), that parameter is not judged in the step.
     If a parameter requires a gradient and no optimizer holds it, each step that is not skipped should change it. If
     most parameters of a model are like this, as when only its head is trained, the rule gives a note. If others of
     the same part of the model change, the training writes to that part itself (a moving average of the weights),
@@ -305,9 +307,12 @@ class ParametersMove(Rule):
         after = dict(parameters_of(table, stage=""))
         moving: set[str] = set()
         if not may_be_left_out(table):
-            moving = {
-                path for path, one in after.items() if should_move(table, one, largest_rate(path, rates, self.facts))
-            }
+            reach = self._reach(table, rates)
+            for path, one in after.items():
+                rate = largest_rate(path, rates, self.facts)
+                by = min((reach[name] for name in self._optimizers_of(path) if name in reach), default=math.inf)
+                if should_move(table, one, rate) and _is_within(rate * by, one):
+                    moving.add(path)
             if any(rates.values()):
                 moving |= self._unheld
         if self._unheld:
@@ -321,6 +326,20 @@ class ParametersMove(Rule):
             self._resting[path].pass_over(step)
         for path, entry in after.items():
             self._see(path, entry)
+
+    def _reach(self, table: StepTable, rates: Mapping[str, float]) -> Mapping[str, float]:
+        """How far optimizers move elements by code of their own, as a multiple of the learning rate, by name.
+
+        It is the largest root mean square of an update. D-Adaptation and Prodigy begin at a millionth. An optimizer
+        that moves nothing is left out.
+        """
+        found: dict[str, float] = {}
+        for key, update in sites(table, "update", stage=""):
+            rate, size = largest_rate(key.path, rates, self.facts), norm_of(update.summary)
+            for name in self._optimizers_of(key.path) & self.facts.own_steps if rate and size else ():
+                by = size / math.sqrt(int(update.summary["count"])) / rate
+                found[name] = max(found.get(name, 0.0), by)
+        return found
 
     def _newly_replaced(self, table: StepTable) -> set[str]:
         """Parameters whose place in the model another tensor took, while the optimizer goes on with the old one."""
@@ -440,6 +459,12 @@ def parameters_of(table: StepTable, *, stage: str) -> Iterator[tuple[str, Merged
         known = master or entry
         if known.exact and not known.unobserved and not known.apart:
             yield key.path, known
+
+
+def _is_within(step: float, parameter: MergedSite) -> bool:
+    """True if moving each element of a parameter so far is more than rounding could undo."""
+    u, count = UNIT_ROUNDOFF.get(parameter.dtype, math.inf), int(parameter.summary["count"])
+    return step * math.sqrt(count) > 2.0 * u * norm_of(parameter.summary)
 
 
 def should_move(table: StepTable, parameter: MergedSite, rate: float) -> bool:

@@ -25,7 +25,7 @@ def may_reach(roots: Iterable[Tensor], parameter_ids: Collection[int]) -> bool:
     """True if a backward pass from `roots` may bring a gradient to one of the parameters.
 
     Walks through the graph until it finds a parameter, as a rule after a few nodes. A function written in Python
-    (reentrant checkpointing) may hide parameters, so it counts as reaching them.
+    (reentrant checkpointing) may hide parameters, so it counts as reaching them, except where it `hides_nothing`.
 
     Args:
         roots: Tensors on which backward is called.
@@ -36,7 +36,7 @@ def may_reach(roots: Iterable[Tensor], parameter_ids: Collection[int]) -> bool:
     """
     reaches_others = False
     for node in nodes_of(roots):
-        if isinstance(node, _IN_PYTHON):
+        if isinstance(node, _IN_PYTHON) and not getattr(node, "hides_nothing", False):
             return True
         variable = getattr(node, "variable", None)
         if variable is not None:
