@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import Tensor, nn
 
 from traindiff.core.kernels.extent import Extent, extent, stored_values
-from traindiff.core.torch_compat.training import own_parameters
+from traindiff.core.torch_compat.training import modules_by_name, modules_in, own_parameters
 from traindiff.errors import NonFiniteError, StoppedError, UnsupportedTensorError
 from traindiff.observe.torch.nonfinite.calls import within
 from traindiff.observe.torch.nonfinite.frames import HEAD
@@ -88,11 +88,11 @@ class DebugUnderflowOverflow:
 
     def analyse_model(self) -> None:
         """Find the path of each module; a module in several places has its first one."""
-        self.module_names = {module: name for name, module in self.model.named_modules()}
+        self.module_names = {module: name for name, module in modules_by_name(self.model).items()}
 
     def register_forward_hook(self) -> None:
         """Follow every module of the model, each once."""
-        for module in self.model.modules():
+        for module in modules_in(self.model):
             self._register_forward_hook(module)
 
     def _register_forward_hook(self, module: nn.Module) -> None:

@@ -207,19 +207,67 @@ def test_a_run_goes_on_at_a_recorded_step_of_a_baseline_that_left_out_others(
     assert {one.path for one in comparison.findings if one.kind == "initial-parameter"} == {changed} - {""}
 
 
-def test_a_run_that_begins_between_two_recorded_steps_is_at_none_of_them(tmp_path: Path) -> None:
-    """It is nearer to the next one than half of what three steps change."""
+@pytest.mark.parametrize(("begins", "numbered"), [(1, {}), (5, {}), (5, {"first_step": 1})])
+@pytest.mark.parametrize(("changed", "verdict"), [("", "equivalent"), ("3.weight", "misaligned")])
+def test_a_run_that_begins_between_two_recorded_steps_is_compared_from_the_later_one_on(
+    tmp_path: Path, begins: int, changed: str, verdict: str, numbered: Mapping[str, int]
+) -> None:
+    """Neither the candidate says where it begins, nor a baseline that is recorded from its step 1 on."""
     parts = begun()
     parts.scheduler = torch.optim.lr_scheduler.ConstantLR(parts.optimizer, 1.0)
-    with traindiff.record(tmp_path / "b", parts.model, parts.optimizer, every=3):
-        parts.train(0, 5)
-        late = traindiff.record(tmp_path / "c", parts.model, parts.optimizer)
-        parts.train(5, 10)
-        late.close()
+    first = numbered.get("first_step", 0)
+    parts.train(0, first)
+    with traindiff.record(tmp_path / "b", parts.model, parts.optimizer, every=3, **numbered):
+        parts.train(first, begins)
+        saved = copy.deepcopy((parts.model, parts.optimizer.state_dict(), torch.get_rng_state()))
+        parts.train(begins, 10)
+    late = begun()
+    late.model.load_state_dict(saved[0].state_dict())
+    late.optimizer.load_state_dict(saved[1])
+    torch.set_rng_state(saved[2])
+    late.scheduler = torch.optim.lr_scheduler.ConstantLR(late.optimizer, 1.0)
+    with torch.no_grad():
+        rounded_otherwise(late)
+        if changed:
+            other_values(late.model.get_parameter(changed))
+    with traindiff.record(tmp_path / "c", late.model, late.optimizer):
+        late.train(begins, 10)
     comparison = traindiff.compare(tmp_path / "b", tmp_path / "c")
 
-    assert comparison.verdict == "misaligned"
-    assert not [note for note in comparison.notes if "begins with" in note]
+    later = next(step for step in (3, 6, 9) if step >= begins)
+    assert comparison.verdict == verdict
+    if not changed:  # otherwise the steps that it takes to the next recorded one part all parameters
+        assert comparison.steps[0] == later
+        assert f"Step {later - begins} of the candidate begins with" in comparison.notes[0]
+
+
+@pytest.mark.parametrize(("first", "second"), [(3, 0), (1, 3)])
+def test_a_run_that_counts_from_0_is_placed_beside_one_that_says_where_it_begins(
+    tmp_path: Path, first: int, second: int
+) -> None:
+    """Either run may be the one that was recorded late, and either the one that says so."""
+    for name, begins, numbered in (("b", first, first if first == 3 else 0), ("c", second, second)):
+        parts = begun()
+        parts.train(0, begins)
+        with traindiff.record(tmp_path / name, parts.model, parts.optimizer, first_step=numbered):
+            parts.train(begins, 8)
+    comparison = traindiff.compare(tmp_path / "b", tmp_path / "c")
+
+    steps = (3, 4, 5, 6, 7) if first == 3 else (2, 3, 4, 5, 6)
+    assert (comparison.verdict, comparison.steps) == ("identical", steps)
+
+
+def test_a_run_that_says_where_it_begins_is_not_moved_to_a_step_that_changes_nothing(tmp_path: Path) -> None:
+    """The first step has a learning rate of 0, as a warmup begins, and the baseline did not record the second."""
+    for name, begins in (("b", 0), ("c", 1)):
+        parts = begun()
+        parts.scheduler = torch.optim.lr_scheduler.LambdaLR(parts.optimizer, float)
+        parts.train(0, begins)
+        with traindiff.record(tmp_path / name, parts.model, parts.optimizer, first_step=begins, every=3 - 2 * begins):
+            parts.train(begins, 8)
+    comparison = traindiff.compare(tmp_path / "b", tmp_path / "c")
+
+    assert (comparison.verdict, comparison.steps) == ("identical", (3, 6))
 
 
 def test_a_baseline_that_was_recorded_from_the_middle_on_begins_at_a_later_step_of_the_candidate(

@@ -1,4 +1,4 @@
-"""Models whose `parameters` and `named_parameters` are not torch's: they take other arguments, or return groups."""
+"""Models whose `parameters`, `modules` and the like take other arguments than torch's, or return something else."""
 
 from __future__ import annotations
 
@@ -31,12 +31,39 @@ class GroupsFor(nn.Sequential):
         return [{"params": list(super().parameters()), "lr": lr}]
 
 
+class ModulesOf(nn.Sequential):
+    """As a model with parts of several tasks."""
+
+    def modules(self, task: str) -> list[str]:  # type: ignore[override]
+        return [task]
+
+    def named_modules(self, task: str) -> dict[str, str]:  # type: ignore[override]
+        return {task: "head"}
+
+    def named_children(self, depth: int) -> int:  # type: ignore[override]
+        return depth
+
+    def named_buffers(self, device: str) -> str:  # type: ignore[override]
+        return device
+
+
+class Attributes(nn.Sequential):
+    """As a tree with children, and an agent with buffers of what it has seen."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__(*parts)
+        vars(self).update(children=[], buffers=[0.0], modules=("encoder",), parameters={"lr": 0.1})
+
+
+KINDS = [Named, Groups, GroupsFor, ModulesOf, Attributes]
+
+
 class Inside(nn.Module):
     """Another model around one."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, head: nn.Module) -> None:
         super().__init__()
-        self.inner, self.head = inner, nn.Linear(2, 2)
+        self.inner, self.head = inner, head
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.inner(x))
@@ -44,7 +71,7 @@ class Inside(nn.Module):
 
 @pytest.mark.parametrize("replica", [None, "ulp:1", "reorder:1", "float64"])
 @pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("kind", [Named, Groups, GroupsFor])
+@pytest.mark.parametrize("kind", KINDS)
 def test_all_parameters_are_observed(
     kind: type[nn.Sequential],
     inside: bool,
@@ -52,27 +79,32 @@ def test_all_parameters_are_observed(
     tmp_path: Path,
 ) -> None:
     torch.manual_seed(0)
-    model: nn.Module = kind(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-    model = Inside(model) if inside else model
-    parameters = dict(nn.Module.named_parameters(model))
+    plain: nn.Module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2))
+    model: nn.Module = kind(*plain.children())
+    if inside:
+        head = nn.Linear(2, 2)
+        model, plain = Inside(model, head), Inside(plain, head)
+    parameters = dict(plain.named_parameters())
     optimizer = torch.optim.SGD(list(parameters.values()), lr=0.1)
-    observe = ("grad", "optimizer", "update", "param", "witness", "replay")
+    observe = ("forward", "grad", "optimizer", "update", "param", "witness", "replay")
     with traindiff.record(tmp_path / "run", model, optimizer, observe=observe, replica=replica, strict=True):
         for _ in range(2):
             optimizer.zero_grad()
             model(torch.randn(4, 4)).square().sum().backward()
             optimizer.step()
 
-    steps = open_recording(str(tmp_path / "run")).steps(0)
+    steps = list(open_recording(str(tmp_path / "run")).steps(0))
     seen = [{one.path for one in step.observations if one.phase == "grad"} for step in steps]
     assert seen[:2] == [set(parameters)] * 2
+    called = [{one.path for one in step.observations if one.phase == "forward"} for step in steps]
+    assert called[:2] == [{name for name, _ in plain.named_modules()}] * 2
     verdict = traindiff.check(tmp_path / "run")
     assert verdict.verdict == "healthy", str(verdict)
 
 
-@pytest.mark.parametrize("kind", [Named, Groups, GroupsFor])
+@pytest.mark.parametrize("kind", KINDS)
 def test_watch_takes_them(kind: type[nn.Sequential]) -> None:
-    model = Inside(kind(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)))
+    model = Inside(kind(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), nn.Linear(2, 2))
     found: list[Any] = []
     with traindiff.watch(model, on_detect=found.append):
         model(torch.full((4, 4), torch.inf)).square().sum().backward()

@@ -173,7 +173,8 @@ def find_continuation(baseline: Recording, candidate: Recording, rename: Rename)
     """The step of the baseline at which a candidate begins that counts its steps from 0.
 
     If it begins nowhere in the baseline, the step of the candidate at which such a baseline begins: one that was
-    recorded from the middle of its training on.
+    recorded from the middle of its training on. If one of them begins between two recorded steps of the other one, the
+    step at which it comes to the later one of these.
 
     Args:
         baseline: The run that is trusted.
@@ -181,50 +182,107 @@ def find_continuation(baseline: Recording, candidate: Recording, rename: Rename)
         rename: Turns the candidate's paths into the baseline's.
 
     Returns:
-        The place; None if both runs begin with the same step, or neither begins in the other one.
+        The place; None if both runs begin with the same step, neither begins in the other one, both say with
+        `first_step` where they begin, or one says so and the other one has not recorded that step.
     """
-    found = _place_in(beginnings(baseline), next(beginnings(candidate, rename), None))
-    if found is None:
-        found = _place_in(beginnings(candidate, rename), next(beginnings(baseline), None))
-        found = found and replace(found, own=found.step, step=found.own)
-    return found
+    runs = _Run(baseline, str), _Run(candidate, rename)
+    numbered = any(one.begun and other.leaves_out(one.begun) for one, other in (runs, runs[::-1]))
+    if numbered or all(one.begun for one in runs):
+        return None
+    return _place_of(runs[1], runs[0]) or _turned(_place_of(runs[0], runs[1]))
 
 
-def _place_in(steps: Iterable[Beginning], first: Beginning | None) -> Continuation | None:
-    """The step of a run at which another one begins that counts its steps from 0.
+def _turned(found: Continuation | None) -> Continuation | None:
+    """The place where the baseline begins in the candidate, from the place of the candidate in the baseline."""
+    return found and replace(found, own=found.step, step=found.own)
 
-    The parameters with which its first step begins are looked for before the step of the same number, and if they are
+
+class _Run:
+    """A recording, and with what its steps begin.
+
+    Args:
+        recording: The run.
+        rename: Turns its paths into the baseline's.
+
+    Attributes:
+        begun: Number of the step in which it was attached.
+        first: What that step begins with; None if it was not recorded.
+    """
+
+    def __init__(self, recording: Recording, rename: Rename) -> None:
+        self._recording, self._rename = recording, rename
+        self.begun = recording.run.get("first_step") or 0
+        first = next(self.steps(), None)
+        self.first = first if first is not None and first.step == self.begun else None
+
+    def leaves_out(self, step: int) -> bool:
+        """True if it recorded steps before and after a step, but not this one."""
+        recorded = [number for _, number, _ in self._recording.order()]
+        return bool(recorded) and min(recorded) < step < max(recorded) and step not in recorded
+
+    def steps(self) -> Iterator[Beginning]:
+        """What its steps begin with."""
+        return beginnings(self._recording, self._rename)
+
+
+def _place_of(run: _Run, other: _Run) -> Continuation | None:
+    """Where a run begins in another one; `own` is a step of the run.
+
+    Args:
+        run: The run that may continue the other one.
+        other: The other run.
+    """
+    if run.first is None:
+        return None
+    found, between = _place_in(other.steps(), run.first)
+    if found is not None or between is None:
+        return found
+    later = next((one for one in other.steps() if (one.optimizer, one.step) == (run.first.optimizer, between)), None)
+    return _turned(_place_in(run.steps(), later)[0])
+
+
+def _place_in(steps: Iterable[Beginning], first: Beginning | None) -> tuple[Continuation | None, int | None]:
+    """The step of a run that begins as a step of another one does.
+
+    The parameters with which that step begins are looked for before the step of the same number, and if they are
     not there, before every other one. They are there if they are the same, or much nearer (`NEAR`) than one step away
     from it. Only parameters with several different elements count, because constant ones (of norms, biases) are the
     same in many trainings; and more than half of them must be there, and more than at the step of the same number.
 
     Args:
         steps: The steps of the run.
-        first: The first step of the other one, if it has any.
+        first: The step of the other one, if it has any: the first.
+
+    Returns:
+        The step, and if there is none, the number of the later one of the two steps between which the other run may
+        begin: the nearest one, or the one after it.
     """
-    if first is None or first.step:
-        return None
+    if first is None:
+        return None, None
     wanted = {path: entry for path, entry in first.parameters.items() if _tells(entry)}
     own = 0
     found: list[tuple[int, _Apart]] = []
+    gaps: list[tuple[float, int]] = []
     aparts = (_Apart.of_step(first, wanted, one) for one in steps if one.optimizer == first.optimizer)
     for before, one, after in _between(aparts):
         # Beside it may be a step some steps away, if not all are recorded.
         beside = [other.sizes / abs(other.step - one.step) for other in (before, after) if other is not None]
         same = one.num_near([NEAR * sizes for sizes in beside])
+        if before is not None and one.step > before.step + 1:
+            gaps.append((float(np.median(np.nan_to_num(before.sizes + one.sizes, nan=math.inf))), one.step))
         if one.step == first.step:
             own = same
             if same == one.known:
-                return None
+                return None, None
         elif same and 2 * same > one.known:
             found.append((same, one))
     most = max((same for same, _ in found), default=0)
     if most <= own:
-        return None
+        return None, None if 2 * own > len(wanted) else min(gaps, default=(0.0, None))[1]
     best = [one for same, one in found if same == most]
     one = next((one for one in best if one.same_batch), best[0])
     exact = most == one.num_near([])
-    return Continuation(own=first.step, step=one.step, same=most, of=one.of, exact=exact)
+    return Continuation(own=first.step, step=one.step, same=most, of=one.of, exact=exact), None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,9 +82,11 @@ def _names(targets: Targets, model: nn.Module | Sequence[nn.Module]) -> Mapping[
 
     Of several, which are parts of one model, the paths are the names.
     """
+    from traindiff.core.torch_compat.training import parameters_by_name
+
     if isinstance(model, Sequence):
         return {}
-    found = canonical_paths([name for name, _ in model.named_parameters()])
+    found = canonical_paths(parameters_by_name(model))
     return {path: name for name, path in found.items() if path in targets.parameters}
 
 

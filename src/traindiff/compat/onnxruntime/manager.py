@@ -19,7 +19,7 @@ from traindiff.compat.onnxruntime.run_context import (
 )
 from traindiff.core.site import canonical_paths
 from traindiff.core.torch_compat.execution import not_traced
-from traindiff.core.torch_compat.training import is_data_parallel_copy
+from traindiff.core.torch_compat.training import is_data_parallel_copy, modules_by_name
 from traindiff.errors import ConfigError, Problem, type_of
 from traindiff.observe.common.circumstances import close_at_exit
 from traindiff.observe.torch.hooks.nested import replaced, tensors
@@ -69,8 +69,8 @@ class SubscriberManager:
         root = _inside_ortmodule(module)
         self._run_ctx = RuntimeStates()
         self._run_ctx.number(root)
-        named = canonical_paths([path for path, _ in root.named_modules()])
-        by_module = {one: named[path] for path, one in root.named_modules() if path in named}
+        named = canonical_paths(modules := modules_by_name(root))
+        by_module = {one: named[path] for path, one in modules.items() if path in named}
         model = Model(modules={path: type(one).__name__ for one, path in by_module.items()}, sites={})
         for one in subscribers:
             one.begin(model)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from traindiff.compat.onnxruntime.statistics import called
 from traindiff.core.torch_compat.execution import can_tell_backward, inside_backward, version_of
+from traindiff.core.torch_compat.training import live_children_of
 from traindiff.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ class RuntimeStates:
         index = len(states.module_to_module_index)
         states.module_to_module_index[module] = index
         states.module_index_to_depth[index] = depth
-        for child in module.children():
+        for child in live_children_of(module):
             if child not in states.module_to_module_index:
                 self.number(child, depth + 1)
 

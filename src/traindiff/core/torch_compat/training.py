@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from functools import cache, partial
 from operator import attrgetter
 from types import CellType, CodeType, FrameType, FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from traindiff.core.torch_compat.execution import version_of
+
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
 # Modules
 
@@ -96,7 +98,7 @@ def has_communication_hook(model: nn.Module) -> bool:
     Args:
         model: The wrapper, or a module that holds the wrapper.
     """
-    hooks = [hook for one in (model, *model.children()) for hook in _communication_hooks(one)]
+    hooks = [hook for one in (model, *live_children_of(model)) for hook in _communication_hooks(one)]
     return any(hook not in _dtypes_by_hook() for hook in hooks)
 
 
@@ -161,17 +163,43 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: one for name, one in module._parameters.items() if one is not None}
 
 
-def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
-    """All parameters of a module and of those inside it by name, tied ones under each name.
+def modules_by_name(module: nn.Module, *, tied: bool = False) -> dict[str, nn.Module]:
+    """A module, under the empty name, and all modules inside it by name, each once.
 
-    This is torch's own method. Those of some models take other arguments, or return something else.
+    Methods such as `modules` and `named_parameters` of some models take other arguments, or return something else. So
+    this and the functions below call none of them, and give what torch's own ones do.
+
+    Args:
+        module: The module.
+        tied: True to get a module that is in several places under each of its names.
     """
-    return dict(nn.Module.named_parameters(module, remove_duplicate=False))
+    return dict(_named(module, "", None if tied else set()))
+
+
+def _named(module: nn.Module, name: str, seen: set[int] | None) -> Iterator[tuple[str, nn.Module]]:
+    if seen is not None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+    yield name, module
+    for own, child in children_of(module).items():
+        if child is not None:
+            yield from _named(child, f"{name}.{own}" if name else own, seen)
+
+
+def modules_in(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and all modules inside it, each once; see `modules_by_name`."""
+    return (one for _, one in _named(module, "", set()))
+
+
+def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
+    """All parameters of a module and of those inside it by name, tied ones under each name; see `modules_by_name`."""
+    return dict(_held(module, own_parameters, tied=True))
 
 
 def parameters_in(module: nn.Module) -> Iterator[nn.Parameter]:
-    """All parameters of a module and of those inside it, each once; see `parameters_by_name`."""
-    return (one for _, one in nn.Module.named_parameters(module))
+    """All parameters of a module and of those inside it, each once; see `modules_by_name`."""
+    return (one for _, one in _held(module, own_parameters))
 
 
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -179,12 +207,38 @@ def own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: one for name, one in module._buffers.items() if one is not None}
 
 
+def buffers_by_name(module: nn.Module, *, tied: bool = False) -> dict[str, torch.Tensor]:
+    """All buffers of a module and of those inside it by name, each once; see `modules_by_name`.
+
+    Args:
+        module: The module.
+        tied: True to get a buffer that is in several places under each of its names.
+    """
+    return dict(_held(module, own_buffers, tied=tied))
+
+
+def buffers_in(module: nn.Module) -> Iterator[torch.Tensor]:
+    """All buffers of a module and of those inside it, each once; see `modules_by_name`."""
+    return (one for _, one in _held(module, own_buffers))
+
+
+def _held(
+    module: nn.Module, own: Callable[[nn.Module], dict[str, _Tensor]], *, tied: bool = False
+) -> Iterator[tuple[str, _Tensor]]:
+    seen = set[int]()
+    for path, inner in _named(module, "", None if tied else set()):
+        for name, one in own(inner).items():
+            if tied or id(one) not in seen:
+                seen.add(id(one))
+                yield f"{path}.{name}" if path else name, one
+
+
 def left_to_each_rank(model: nn.Module) -> Iterator[nn.Parameter]:
     """The parameters that DistributedDataParallel was told to ignore, such as the experts of each rank.
 
     The names are set by a private function of torch, or by the attribute itself, which its documentation names.
     """
-    for module in model.modules():
+    for module in modules_in(model):
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         yield from (one for name, one in parameters_by_name(module).items() if ignored and name in ignored)
 

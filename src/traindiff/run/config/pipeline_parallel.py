@@ -13,7 +13,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, SplitPoint, pipeline
 
 from traindiff.core.site import canonical_path
-from traindiff.core.torch_compat.training import parameters_in
+from traindiff.core.torch_compat.training import parameters_by_name, parameters_in
 from traindiff.run.config.precision import autocast, dtype_of
 from traindiff.run.config.request import Request
 from traindiff.run.config.sharded import ParameterNames, follow, names_of, repeated_modules
@@ -130,7 +130,7 @@ def shared_parameters(part: nn.Module, names: ParameterNames) -> list[Shared]:
     """
     mine = {
         names.first[name]: parameter
-        for path, parameter in part.named_parameters()
+        for path, parameter in parameters_by_name(part).items()
         if (name := canonical_path(path)) in names.first
     }
     everyones: list[Any] = [None] * distributed.get_world_size()

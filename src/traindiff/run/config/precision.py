@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from traindiff.core.torch_compat.training import parameters_of
+from traindiff.core.torch_compat.training import modules_in, parameters_of
 from traindiff.run.config.setup import Setup
 
 _INITIAL_SCALE = 2.0**16
@@ -58,7 +58,7 @@ def computing_in(model: nn.Module, setup: Setup) -> None:
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         rounded: dict[int, Tensor] = {}
-        for module in model.modules():
+        for module in modules_in(model):
             for name, parameter in parameters_of(module).items():
                 if parameter is not None and parameter.is_floating_point():
                     own.append((parameters_of(module), name, parameter))

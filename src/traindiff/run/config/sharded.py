@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.optim import Optimizer
 
 from traindiff.core.site import canonical_path
-from traindiff.core.torch_compat.training import parameters_by_name, parameters_in
+from traindiff.core.torch_compat.training import live_children_of, parameters_by_name, parameters_in
 from traindiff.run.config.precision import autocast, dtype_of, loss_scaler
 from traindiff.run.config.request import Request
 from traindiff.run.config.stepping import Parts, compiled, stepped, with_optimizer
@@ -92,7 +92,7 @@ def repeated_modules(model: nn.Module) -> Sequence[nn.Module]:
     A stage of a pipeline may have None in the place of a layer.
     """
     found: list[nn.Module] = []
-    for child in model.children():
+    for child in live_children_of(model):
         if isinstance(child, nn.ModuleList):
             found += [layer for layer in child if layer is not None and any(True for _ in parameters_in(layer))]
         else:

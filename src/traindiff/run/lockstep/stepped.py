@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from traindiff.core.torch_compat.training import parameters_in
+from traindiff.core.torch_compat.training import modules_in, parameters_in
 from traindiff.errors import ConfigError, Problem, type_of
 from traindiff.observe.torch.perturb.replica import compiled_parts
 from traindiff.observe.torch.sharding.deepspeed_optimizer import find_engine
@@ -182,7 +182,7 @@ def follow_settings(baseline: Training, copies: list[Training]) -> None:
 
 def _is_flattened(model: nn.Module) -> bool:
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(one, fsdp.FullyShardedDataParallel) for one in model.modules())
+    return fsdp is not None and any(isinstance(one, fsdp.FullyShardedDataParallel) for one in modules_in(model))
 
 
 def _process_group(model: nn.Module) -> Any:

@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 import traindiff
-from traindiff.core.torch_compat.training import parameters_in
+from traindiff.core.torch_compat.training import buffers_in, modules_by_name, modules_in, parameters_in
 from traindiff.run.config.training import Training
 
 MOST_DEPTH = 6
@@ -71,7 +71,7 @@ def find_held(training: Training) -> dict[str, Any]:
         looked.visit(str(name), value)
     for name in ("step", "loss", "save", "load", "batches"):
         looked.visit(name, getattr(training, name))
-    for path, module in training.model.named_modules():
+    for path, module in modules_by_name(training.model).items():
         if not (_is_users(module) or type(module).__module__.startswith("torch.nn.modules.")):
             continue  # an engine's, which counts for itself
         for name, value in vars(module).items():
@@ -99,8 +99,8 @@ class _Search:
         optimizers = (
             given.values() if isinstance(given, Mapping) else given if isinstance(given, (list, tuple)) else [given]
         )
-        self._known = {id(one) for one in (model, *optimizers, *parameters_in(model), *model.buffers())}
-        self._known |= {id(one) for one in model.modules()}
+        self._known = {id(one) for one in (model, *optimizers, *parameters_in(model), *buffers_in(model))}
+        self._known |= {id(one) for one in modules_in(model)}
         self._seen: set[int] = set()
 
     def visit(self, name: str, value: Any, depth: int = 0) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from traindiff.core.site import canonical_path
-from traindiff.core.torch_compat.training import parameters_in
+from traindiff.core.torch_compat.training import buffers_by_name, buffers_in, parameters_by_name, parameters_in
 from traindiff.run.config.training import Training
 from traindiff.run.resume.held import find_held, get_state, global_generators, kind_of
 
@@ -25,11 +25,11 @@ def leaves_of(training: Training) -> list[Leaf]:
     Reading it draws no random number and changes nothing.
     """
     found: list[Leaf] = []
-    for path, buffer in training.model.named_buffers():
+    for path, buffer in buffers_by_name(training.model).items():
         found.append({"what": "buffer", "object": canonical_path(path), "type": "", "leaf": "", **_tensor(buffer)})
     for name, (get, _) in global_generators().items():
         found.append({"what": "generator", "object": name, "type": "", "leaf": "", **_digest_of(get())})
-    known = {id(one) for one in (*parameters_in(training.model), *training.model.buffers())}
+    known = {id(one) for one in (*parameters_in(training.model), *buffers_in(training.model))}
     for name, value in find_held(training).items():
         what, kind = kind_of(value), type(value).__name__
         found += [
@@ -47,7 +47,7 @@ def _of(value: Any, known: set[int]) -> Iterator[tuple[str, Leaf]]:
     elif kind == "counter":
         yield "", {"value": value}
     elif isinstance(value, nn.Module):
-        tensors = [*value.named_parameters(), *value.named_buffers()]
+        tensors = [*parameters_by_name(value).items(), *buffers_by_name(value).items()]
         yield from ((f".{path}", _tensor(one)) for path, one in tensors if id(one) not in known)
     else:
         yield from _leaves("", value.state_dict())

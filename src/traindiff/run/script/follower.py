@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from traindiff.core.settings import RecordSettings
-from traindiff.core.torch_compat.training import is_loader_worker, is_nested_step, parameters_in
+from traindiff.core.torch_compat.training import is_loader_worker, is_nested_step, modules_in, parameters_in
 from traindiff.errors import ConfigError, TraindiffWarning
 from traindiff.observe.torch.hooks.out_of_sight import out_of_sight
 from traindiff.observe.torch.hooks.step_hooks import has_closure, inner_optimizer
@@ -242,7 +242,7 @@ class Follower:
             self._until_attached.close()
             return
         names = named_models(models, frame) if len(models) > 1 else {"": models[0]}
-        around = next((one for one in models if any(inner is called for inner in one.modules())), None)
+        around = next((one for one in models if any(inner is called for inner in modules_in(one))), None)
         if stepping is None:
             roots = [root for one in models for root in called_of(one, called if one is around else None)]
         else:
@@ -263,7 +263,7 @@ class Follower:
         self._while_recording.enter_context(recorder_made.attach(self._give_way))
         self._account.models += [_seen(name, model) for name, model in names.items()]
         self._account.without_module = isinstance(models[0], NoModule)
-        inside = {id(one) for model in models for one in model.modules()}
+        inside = {id(one) for model in models for one in modules_in(model)}
         others = [one for one in live if id(one) not in inside and not _is_only_a_shape(one)]
         every = {id(parameter) for one in others for parameter in parameters_in(one)}
         self._account.untrained += [_seen("", one) for one in outermost(others, every)]
@@ -311,7 +311,7 @@ _SCRIPTED = (
 
 
 def _seen(name: str, model: nn.Module) -> SeenModel:
-    modules = list(model.modules())
+    modules = list(modules_in(model))
     inner = unwrapped(model)
     kind = type(inner).__name__ if inner is model else f"{type(inner).__name__} ({type(model).__name__})"
     return SeenModel(

@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from traindiff.core.torch_compat.training import modules_in
+
 DROPOUT, ALGORITHMS, THREADS = "dropout", "algorithms", "threads"
 
 CONTROLS: Mapping[str, str] = {
@@ -80,7 +82,7 @@ def controlled(controls: Sequence[str]) -> Iterator[None]:
 
 def take_out_dropout(model: nn.Module) -> None:
     """Set the dropout probability of torch's own modules to zero."""
-    for module in model.modules():
+    for module in modules_in(model):
         if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
             module.dropout = 0.0
         elif isinstance(module, _DROPPING):

@@ -49,6 +49,8 @@ def _state_of(value: Any) -> Any:
 
 def _of_flat(model: Any, flat: Any) -> Iterator[tuple[str, Any]]:
     """What this rank holds of a model under FSDP1, whose own `state_dict()` gathers all of it."""
+    from traindiff.core.torch_compat.training import buffers_by_name, parameters_by_name
+
     views = {id(one.tensor) for one in flat} | {id(member.parameter) for one in flat for member in one.members}
     for one in flat:
         local = one.tensor.detach().reshape(-1)
@@ -58,7 +60,7 @@ def _of_flat(model: Any, flat: Any) -> Iterator[tuple[str, Any]]:
             if (piece := pieces.get(member.path)) is not None:
                 held = _Held(local[piece.first : piece.first + piece.shard.size], piece.shard)
             yield from ((path, held) for path in (member.path, *member.others))
-    for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for path, tensor in (*parameters_by_name(model).items(), *buffers_by_name(model).items()):
         if id(tensor) not in views:
             yield path, tensor
 

@@ -30,6 +30,7 @@ from traindiff.core.torch_compat.execution import (
     keep_out_of_cuda_graphs,
     register_ordered_effect,
 )
+from traindiff.core.torch_compat.training import own_parameters
 from traindiff.observe.torch.hooks.followed_modules import HeldHooks
 from traindiff.observe.torch.hooks.inert_on_copy import NUMBER, InertOnCopy, has_hooks_of_others, is_first_hook
 from traindiff.observe.torch.hooks.nested import tensors
@@ -234,7 +235,7 @@ def _layer_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     is_computed = hasattr(type(module), "weight") or hasattr(type(module), "bias")  # to read it runs code
     if isinstance(module, nn.Linear) and not is_computed:
         torch.ops.traindiff.observe_product(given[0], module.weight, module.bias, output, number)
-    own = dict(module.named_parameters(recurse=False))
+    own = own_parameters(module)
     if any(one.requires_grad for one in own.values()) and output.requires_grad and not output.is_leaf:
         weight = own.get("weight")
         x = given[0] if weight is not None and weight.requires_grad else None

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from traindiff.core.site import canonical_path
+from traindiff.core.torch_compat.training import parameters_by_name
 from traindiff.observe.torch.hooks.context import TapContext
 
 
@@ -23,7 +24,7 @@ def follow_gathered(context: TapContext, tap: str, found: Callable[[str, Tensor]
     gathered: dict[int, Tensor] = {}  # keeps the tensors alive, so that no other gets the id of one
 
     def before_forward(prefix: str, module: nn.Module, *_: Any) -> None:
-        for name, parameter in module.named_parameters():
+        for name, parameter in parameters_by_name(module).items():
             path = context.targets.first_name(canonical_path(f"{prefix}.{name}" if prefix else name))
             if id(parameter) in gathered or not parameter.requires_grad or not context.targets.selects(path):
                 continue

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from traindiff.core.torch_compat.execution import script_compiler
-from traindiff.core.torch_compat.training import FORWARD_HOOKS, FORWARD_PRE_HOOKS
+from traindiff.core.torch_compat.training import FORWARD_HOOKS, FORWARD_PRE_HOOKS, modules_in
 from traindiff.observe.common.listeners import Listeners
 
 NUMBER = "_traindiff_number"
@@ -202,7 +202,7 @@ def _scripted_without_hooks(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def create_script_module(nn_module: Any, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as undo:
-            for module in nn_module.modules() if isinstance(nn_module, nn.Module) else ():
+            for module in modules_in(nn_module) if isinstance(nn_module, nn.Module) else ():
                 undo.enter_context(_as_it_was(module))
             return original(nn_module, *args, **kwargs)
 

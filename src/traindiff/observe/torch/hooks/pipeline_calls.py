@@ -11,6 +11,7 @@ from torch import Tensor
 
 from traindiff.core.torch_compat.training import (
     PREPARES_STAGES,
+    modules_in,
     num_chunks_of,
     pipeline_classes,
     runs_backward,
@@ -48,7 +49,7 @@ class _Listener:
     def __init__(self, context: TapContext) -> None:
         self._sink = context.sink
         self._observe_loss = "loss" in context.observe
-        self._ours = {id(module) for module in context.targets.root.modules()}
+        self._ours = {id(module) for module in modules_in(context.targets.root)}
         self._count = 1
         self._events = context.events
         self.begin_schedule = self._sink.guarded("pipeline_calls", self._begin_schedule)
@@ -81,7 +82,7 @@ class _Listener:
                 self._sink.emit(loss.reshape(()), phase="loss", path="loss", slot="backward", merge="sum")
 
     def _holds_ours(self, stage: Any) -> bool:
-        return any(id(module) in self._ours for module in stage.submod.modules())
+        return any(id(module) in self._ours for module in modules_in(stage.submod))
 
 
 def _install() -> None:

@@ -21,6 +21,7 @@ from traindiff.core.observation import (
     WORST_ROW,
 )
 from traindiff.core.torch_compat.execution import is_capturing, is_compiled
+from traindiff.core.torch_compat.training import modules_in
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.nested import tensors
 from traindiff.observe.torch.hooks.operator_calls import ModuleCall, Schema, inputs_of, outputs_of
@@ -45,7 +46,9 @@ def attach(context: TapContext) -> None:
     vectors, and its result is the error of each row of Y. The signs come from a generator of the tap's own. Bits that
     flip in a tensor between two operators are recorded, too (stage `flipped`).
     """
-    compiled = {id(one) for module in context.targets.root.modules() if is_compiled(module) for one in module.modules()}
+    compiled = {
+        id(one) for module in modules_in(context.targets.root) if is_compiled(module) for one in modules_in(module)
+    }
     tap = _Products(context)
     shown = ShownOperators(context, tap)
     context.events.before_backward.append(context.sink.guarded("products", tap.look_again))

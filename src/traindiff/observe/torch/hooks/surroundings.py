@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
 from traindiff.core.torch_compat.execution import cuda_matmul_tf32, float32_matmul_precision
-from traindiff.core.torch_compat.training import own_parameters
+from traindiff.core.torch_compat.training import modules_in, own_parameters
 from traindiff.observe.common.listeners import Listeners
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.loss_scale import ScalerListener, tap_loss_scaler
@@ -119,7 +119,7 @@ class _SurroundingsTap:
 
 def _rounding(roots: Iterable[nn.Module]) -> dict[str, Callable[[], object]]:
     """Whether each of `_ROUNDING` is in effect."""
-    on_gpu = [one for root in roots for one in root.modules() if _is_on_gpu(one)]
+    on_gpu = [one for root in roots for one in modules_in(root) if _is_on_gpu(one)]
     return {
         name: read if any(isinstance(one, kinds) for one in on_gpu) else lambda: False
         for name, (read, kinds) in _ROUNDING.items()

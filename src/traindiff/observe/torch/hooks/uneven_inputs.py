@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from traindiff.core.torch_compat.training import counting_iterations, divides_by_active_ranks, join_class, joined_by
+from traindiff.core.torch_compat.training import (
+    counting_iterations,
+    divides_by_active_ranks,
+    join_class,
+    joined_by,
+    modules_in,
+)
 from traindiff.observe.common.listeners import Listeners
 from traindiff.observe.torch.hooks.context import TapContext
 
@@ -34,7 +40,7 @@ class _Listener:
         self._context = context
         self._progress = context.sink.progress
         self._guarded = partial(context.sink.guarded, "uneven_inputs")
-        self._ours = {id(module) for module in context.targets.root.modules()}
+        self._ours = {id(module) for module in modules_in(context.targets.root)}
         self._passes = 0  # forward passes with gradients, of this step so far
         self._passes_before = 0  # of the step before
         self._joined: list[dict[str, Any]] = []
@@ -58,7 +64,7 @@ class _Listener:
 
     def _is_ours(self, joined: Any) -> bool:
         if isinstance(joined, nn.Module):
-            return any(id(module) in self._ours for module in joined.modules())
+            return any(id(module) in self._ours for module in modules_in(joined))
         return any(tap.optimizer is joined for tap in self._context.optimizers.values())
 
     def _end(self, first: int, iterations: Sequence[None], *, by_active: bool) -> None:

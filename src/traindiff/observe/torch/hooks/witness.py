@@ -20,7 +20,12 @@ from traindiff.core.torch_compat.execution import (
     node_number,
     version_of,
 )
-from traindiff.core.torch_compat.training import ACCUMULATION_HOOKS, GRADIENT_HOOKS, has_communication_hook
+from traindiff.core.torch_compat.training import (
+    ACCUMULATION_HOOKS,
+    GRADIENT_HOOKS,
+    has_communication_hook,
+    own_parameters,
+)
 from traindiff.core.witness import EXPECTED, GIVEN, LAYERS, SIZE
 from traindiff.errors import UnsupportedTensorError
 from traindiff.observe.torch.hooks.compiled import LayerObserver, tap_compiled_layer
@@ -205,7 +210,7 @@ class _Witness:
         if not self._running:
             return
         if not is_as_called(module, training=training):
-            for name, own in module.named_parameters(recurse=False):
+            for name, own in own_parameters(module).items():
                 self._expect(self._layers.name_of(path, name, own)).sees_layers = False
             return
         x = gradient if given is None else given  # of a bias, nothing depends on it

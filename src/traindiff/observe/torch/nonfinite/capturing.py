@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from traindiff.core.torch_compat.execution import DRAWING, TorchDispatchMode, operator_schema, without_onednn
-from traindiff.core.torch_compat.training import parameters_by_name, parameters_in
+from traindiff.core.torch_compat.training import (
+    buffers_by_name,
+    buffers_in,
+    modules_in,
+    parameters_by_name,
+    parameters_in,
+)
 from traindiff.observe.torch.hooks.nested import replaced, tensors
 from traindiff.observe.torch.hooks.out_of_sight import with_functions
 from traindiff.observe.torch.nonfinite.allowed_operators import RefusedOperatorError, check
@@ -82,7 +88,7 @@ def capture(
         if isinstance(one, Tensor):
             call.inputs[slot] = writer.number(by_id[id(one)])
     trained = parameters_by_name(copied)
-    named = (*trained.items(), *copied.named_buffers(remove_duplicate=False))
+    named = (*trained.items(), *buffers_by_name(copied, tied=True).items())
     call.weights.update((name, writer.number(one)) for name, one in named)
     if gradients:
         differentiated = (*call.inputs.values(), *(call.weights[name] for name in trained))
@@ -107,14 +113,14 @@ def capture(
 def _copy(module: nn.Module) -> nn.Module:
     """A copy without hooks. Parameters are plain copies: what an engine has attached to them is not copied."""
     memo: dict[int, Any] = {}
-    for one in (*parameters_in(module), *module.buffers()):
+    for one in (*parameters_in(module), *buffers_in(module)):
         if type(one) not in (nn.Parameter, Tensor):
             raise NotWritableError(f"a parameter is a {type(one).__name__}, which holds only a part of it here")
         if hasattr(one, "ds_shape"):
             raise NotWritableError("DeepSpeed holds only a part of a parameter here")
         value = _copied(one)
         memo[id(one)] = nn.Parameter(value, requires_grad=False) if isinstance(one, nn.Parameter) else value
-    held = (item for inner in module.modules() for item in vars(inner).items())
+    held = (item for inner in modules_in(module) for item in vars(inner).items())
     memo |= {id(hooks): type(hooks)() for name, hooks in held if name.endswith("_hooks") and hooks}
     try:
         return copy.deepcopy(module, memo)

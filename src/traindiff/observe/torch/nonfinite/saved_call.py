@@ -16,7 +16,7 @@ from torch import Tensor
 
 from traindiff.core.kernels.extent import stored_values
 from traindiff.core.site import printable
-from traindiff.core.torch_compat.training import own_parameters, parameters_in
+from traindiff.core.torch_compat.training import buffers_in, own_parameters, parameters_in
 from traindiff.core.untrusted.demands import ANYTHING, TEXT, demanded, listed, mapped, nullable, parse, shaped, whole
 from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import CorruptRecordingError, NotARecordingError, RecordingError
@@ -225,7 +225,7 @@ def _captured(found: Found) -> tuple[CapturedCall | None, str]:
     args, kwargs = found.arguments
     module = found.call.module
     given = [one for _, one in tensors((list(args), dict(kwargs)), "")]
-    size = sum(one.numel() * one.element_size() for one in (*parameters_in(module), *module.buffers(), *given))
+    size = sum(one.numel() * one.element_size() for one in (*parameters_in(module), *buffers_in(module), *given))
     if size > _LARGEST_BYTES:
         return None, f"the module and its inputs have {size / 2**30:.1f} GiB, and copying them may not fit into memory"
     try:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from traindiff.core.setting_checks import ReplicaSetting
+from traindiff.core.torch_compat.training import modules_in
 from traindiff.errors import ConfigError, Problem
 from traindiff.observe.torch.perturb.channel import ChannelReplica
 from traindiff.observe.torch.perturb.precision import PrecisionReplica
@@ -42,7 +43,7 @@ def make_replica(setting: ReplicaSetting, root: nn.Module, names: Mapping[int, s
         return ChannelReplica(setting.seed)
     if setting.kind == "ulp":
         return UlpReplica(setting.seed, root, names)
-    wrappers = {type(module).__name__ for module in root.modules()}
+    wrappers = {type(module).__name__ for module in modules_in(root)}
     if keepers := sorted(name for name in wrappers if name in _KEEPERS or name.startswith("FSDP")):
         raise _refused(
             setting,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from traindiff.core.torch_compat.execution import operator_schema
-from traindiff.core.torch_compat.training import buffers_of, own_buffers, parameters_in
+from traindiff.core.torch_compat.training import buffers_of, modules_in, own_buffers, parameters_in
 from traindiff.observe.common.containers import mapped
 from traindiff.observe.torch.hooks.nested import tensors
 
@@ -102,7 +102,7 @@ class Conversion:
                 self._parameters[parameter] = parameter.dtype
                 _set(parameter, self._dtype)
                 self._converted(parameter, self._parameters[parameter])
-        for module in self._root.modules():
+        for module in modules_in(self._root):
             for name, buffer in own_buffers(module).items():
                 if is_shorter(buffer.dtype, self._dtype):
                     self._buffers.append((module, name, buffer.dtype))
@@ -143,7 +143,7 @@ class Conversion:
 
     def _flatten(self) -> None:
         """Put the weights of recurrent layers back into one piece of memory, as cuDNN needs them."""
-        for module in self._root.modules():
+        for module in modules_in(self._root):
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
 

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from traindiff.core.observation import ITSELF
 from traindiff.core.torch_compat.execution import DRAWING, inside_backward, operator_schema, storage_key
-from traindiff.core.torch_compat.training import parameters_in
+from traindiff.core.torch_compat.training import modules_in, parameters_in
 from traindiff.observe.common.containers import mapped
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.nested import replaced, tensors
@@ -134,7 +134,7 @@ class PrecisionReplica:
             undo.callback(register_optimizer_step_pre_hook(optimizers).remove)
             inputs = sink.altering(INPUTS, self._promoted_inputs)
             undo.callback(self._root.register_forward_pre_hook(inputs, with_kwargs=True).remove)
-            for module in self._root.modules():
+            for module in modules_in(self._root):
                 noted = sink.guarded(INPUTS, self._note_autocast)
                 undo.callback(module.register_forward_pre_hook(noted).remove)
             undo.enter_context(Dispatching(self._compute, sink, ends=False).enter())

@@ -10,6 +10,7 @@ from torch import nn
 
 from traindiff.core.site import ROOT, canonical_paths
 from traindiff.core.torch_compat.execution import TorchDispatchMode, is_compiled
+from traindiff.core.torch_compat.training import modules_by_name
 from traindiff.errors import NotPerturbedError
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.compiled import ModuleObserver, tap_compiled_module
@@ -33,14 +34,14 @@ class Replica(Protocol):
 
 def compiled_parts(root: nn.Module) -> str:
     """Names of a few compiled modules of a model; empty if there are none."""
-    compiled = [name or ROOT for name, module in root.named_modules() if is_compiled(module)]
+    compiled = [name or ROOT for name, module in modules_by_name(root).items() if is_compiled(module)]
     return ", ".join(compiled[:3]) + (", ..." if len(compiled) > 3 else "")
 
 
 def notice_compiled(root: nn.Module, sink: Sink) -> ExitStack:
     """Report a fault if a module runs in compiled code. The training may compile a function around it at any time."""
     observer = ModuleObserver(output=sink.guarded(NAME, _fault))
-    modules = dict(root.named_modules())
+    modules = modules_by_name(root)
     with ExitStack() as undo:
         for name in canonical_paths(modules):
             if takes_hooks(modules[name]):

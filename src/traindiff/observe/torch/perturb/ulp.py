@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from traindiff.core.site import canonical_paths
 from traindiff.core.torch_compat.execution import inside_transform, is_view_of_another, version_of
-from traindiff.core.torch_compat.training import own_buffers, own_parameters, parameters_in
+from traindiff.core.torch_compat.training import modules_by_name, own_buffers, own_parameters, parameters_in
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.followed_modules import takes_hooks
 from traindiff.observe.torch.hooks.inspect import alter_inspected
@@ -141,7 +141,7 @@ class UlpReplica:
     def attach(self, sink: Sink) -> ExitStack:
         """Put the hooks on; see `Replica.attach`."""
         altering = partial(sink.altering, NAME)
-        modules = dict(self._root.named_modules())
+        modules = modules_by_name(self._root)
         with ExitStack() as undo:
             for name, path in canonical_paths(modules).items():
                 if takes_hooks(module := modules[name]):

@@ -18,8 +18,11 @@ from traindiff.core.settings import RecordSettings
 from traindiff.core.site import canonical_paths, path_in_whole
 from traindiff.core.tap_registry import TAPS
 from traindiff.core.torch_compat.training import (
+    buffers_by_name,
     buffers_of,
     children_of,
+    modules_by_name,
+    modules_in,
     parameters_by_name,
     parameters_in,
     parameters_of,
@@ -125,7 +128,7 @@ class Attachment:
             self.optimizers.attach()  # whose steps are to be known before the rest is looked at
             undo.enter_context(trace_hooks())
             undo.enter_context(swapped_tensors.attach(self))
-            undo.enter_context(leave_hooks_behind([*targets.root.modules(), *targets.optimizers.values()]))
+            undo.enter_context(leave_hooks_behind([*modules_in(targets.root), *targets.optimizers.values()]))
             on_error.pop_all()
         report = partial(_report_unused, context.batch_axis, targets.layout)
         self._events.at_end.append(sink.guarded("batch_axis", report))
@@ -259,7 +262,7 @@ class Upkeep:
 
         Other tensors in the place of parameters, for one call, are not: they hold a graph.
         """
-        self._tree = [*self._targets.root.modules()]
+        self._tree = [*modules_in(self._targets.root)]
         self._counts, self._parts = self._look()
         self._for_a_call = {index: id(one) for index, one in enumerate(self._parts) if _is_for_a_call(one)}
         for index in self._for_a_call:
@@ -286,7 +289,7 @@ class Upkeep:
 
     def _new_modules(self) -> bool:
         modules: Any = self._targets.modules
-        present = dict(self._targets.root.named_modules(remove_duplicate=False))
+        present = modules_by_name(self._targets.root, tied=True)
         alive = {id(one) for one in present.values()}
         known = {id(one) for one in modules.values()}
         changed = False
@@ -309,7 +312,7 @@ class Upkeep:
     def _new_buffers(self) -> bool:
         buffers: Any = self._targets.buffers
         kept = {id(module): path for path, module in self._targets.modules.items()}
-        present = dict(self._targets.root.named_buffers())
+        present = buffers_by_name(self._targets.root)
         known = present.keys() & buffers.values()
         changed = False
         for name, path in canonical_paths(present).items():

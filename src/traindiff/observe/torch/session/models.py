@@ -12,7 +12,13 @@ from torch import nn
 
 from traindiff.core.site import WRAPPERS, canonical_paths, part_name
 from traindiff.core.torch_compat.execution import is_compiled
-from traindiff.core.torch_compat.training import live_children_of, parameters_by_name, parameters_in
+from traindiff.core.torch_compat.training import (
+    children_of,
+    live_children_of,
+    modules_in,
+    parameters_by_name,
+    parameters_in,
+)
 from traindiff.errors import ConfigError, Problem, type_of
 from traindiff.observe.common.user_input import examples, is_selected, near
 from traindiff.observe.torch.hooks.followed_modules import has_forward
@@ -50,7 +56,7 @@ def distinct(models: Sequence[nn.Module], called: nn.Module | None = None) -> li
         models: Modules that are part of no other.
         called: The module that is called; the model around it is preferred to others with the same parameters.
     """
-    preferred = sorted(models, key=lambda model: all(one is not called for one in model.modules()))
+    preferred = sorted(models, key=lambda model: all(one is not called for one in modules_in(model)))
     largest_first = sorted(preferred, key=lambda model: -len(list(parameters_in(model))))
     held: list[set[int]] = []
     kept: set[int] = set()
@@ -66,14 +72,14 @@ def outermost_around(module: nn.Module) -> nn.Module:
     """The module that the training loop calls for `module`: itself, or the outermost wrapper around it."""
     parameter_ids = {id(one) for one in parameters_in(module)}
     for one in outermost(live_modules(), parameter_ids):
-        if any(inner is module for inner in one.modules()):
+        if any(inner is module for inner in modules_in(one)):
             return one
     return module
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside the wrappers around it."""
-    children = list(model.named_children())
+    children = [(name, child) for name, child in children_of(model).items() if child is not None]
     if not children or any(name not in WRAPPERS for name, _ in children):
         return model
     return unwrapped(children[0][1])
@@ -249,7 +255,7 @@ def zoomed_modules(patterns: Sequence[str], modules: Mapping[str, nn.Module], ro
     ]
     chosen = [path for path in modules if is_selected(patterns, path)]
     found = {path: module for path, module in modules.items() if any(_holds(outer, path) for outer in chosen)}
-    compiled = (one for module in root.modules() if is_compiled(module) for one in module.modules())
+    compiled = (one for module in modules_in(root) if is_compiled(module) for one in modules_in(module))
     if not {id(module) for module in found.values()}.isdisjoint(map(id, compiled)):
         problems.append(
             Problem(

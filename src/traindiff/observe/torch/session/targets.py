@@ -14,7 +14,14 @@ from torch.optim import Optimizer
 from traindiff.core.kernels.torch_arrays import shape_of
 from traindiff.core.shards import DeclaredShard, Piece
 from traindiff.core.site import canonical_path, canonical_paths, path_in_whole
-from traindiff.core.torch_compat.training import STEP_POST_HOOKS, is_fully_sharded, left_to_each_rank, parameters_in
+from traindiff.core.torch_compat.training import (
+    STEP_POST_HOOKS,
+    buffers_by_name,
+    is_fully_sharded,
+    left_to_each_rank,
+    modules_by_name,
+    parameters_in,
+)
 from traindiff.errors import ConfigError, Problem, TraindiffWarning, level_of_caller, type_of
 from traindiff.observe.common.containers import is_of
 from traindiff.observe.common.user_input import (
@@ -112,7 +119,7 @@ class Targets:
         """
         if isinstance(self.root, ModelParts):
             return {id(root): "" for root in self.roots}
-        paths = {id(module): canonical_path(name) for name, module in self.root.named_modules()}
+        paths = {id(module): canonical_path(name) for name, module in modules_by_name(self.root).items()}
         return {id(root): paths.get(id(root), "") for root in self.roots}
 
     @cached_property
@@ -121,8 +128,8 @@ class Targets:
         if len(self.roots) > 1:
             return {}  # the called modules are known
         parts = {id(one) for one in trained_parts(unwrapped(self.root))}
-        modules = self.root.named_modules()
-        return {canonical_path(name): module for name, module in modules if id(module) in parts}
+        modules = modules_by_name(self.root)
+        return {canonical_path(name): module for name, module in modules.items() if id(module) in parts}
 
     @property
     def primary(self) -> str:
@@ -203,8 +210,8 @@ class Targets:
     @cached_property
     def gathering(self) -> dict[str, nn.Module]:
         """Modules whose parameters FSDP2 replaces by gathered ones to compute with, by canonical path."""
-        modules = self.root.named_modules()
-        return {canonical_path(name): module for name, module in modules if is_fully_sharded(module)}
+        modules = modules_by_name(self.root)
+        return {canonical_path(name): module for name, module in modules.items() if is_fully_sharded(module)}
 
     @property
     def several_roots(self) -> bool:
@@ -321,7 +328,7 @@ def find_targets(
     regions = regions_of_parameters(layout, parameters.tensors)
     every_name = [*parameters.tensors, *parameters.tied]
     selected = {parameters.tied.get(path, path) for path in every_name if is_selected(select, path)}
-    buffers = _canonical({name: name for name, _ in model.named_buffers()})
+    buffers = _canonical({name: name for name in buffers_by_name(model)})
     chosen_modules, chosen_buffers = (
         {path: item for path, item in found.items() if is_selected(select, path)} for found in (modules, buffers)
     )
@@ -377,12 +384,12 @@ def _held(optimizer: Optimizer) -> list[Tensor]:
 def _named_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Modules by canonical path; with several parts of a model, also by the names of the parts."""
     if isinstance(model, NamedModels):
-        return {path: module for path, module in _canonical(dict(model.named_modules())).items() if path}
+        return {path: module for path, module in _canonical(modules_by_name(model)).items() if path}
     if not isinstance(model, ModelParts):
-        return _canonical(dict(model.named_modules()))
+        return _canonical(modules_by_name(model))
     found: dict[str, nn.Module] = {}
     for name, part in model.named_children():
-        for path, module in _canonical(dict(part.named_modules())).items():
+        for path, module in _canonical(modules_by_name(part)).items():
             found[path if path and path not in found else f"{name}.{path}".rstrip(".")] = module
     return found
 

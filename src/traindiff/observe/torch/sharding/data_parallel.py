@@ -10,7 +10,13 @@ from torch import distributed, nn
 
 from traindiff.core.observation import BY_HAND
 from traindiff.core.site import canonical_path, enclosing
-from traindiff.core.torch_compat.training import has_communication_hook, localized_layout, num_chunks_of, parameters_in
+from traindiff.core.torch_compat.training import (
+    has_communication_hook,
+    localized_layout,
+    modules_by_name,
+    num_chunks_of,
+    parameters_in,
+)
 from traindiff.observe.torch.sharding.declarations import Declarations
 from traindiff.observe.torch.sharding.distributed_tensor import MeshAxis, is_distributed, mesh_of
 from traindiff.observe.torch.sharding.registry import ENGINES
@@ -156,7 +162,7 @@ class Divisors:
     def __init__(self, model: nn.Module) -> None:
         self._readers = {
             canonical_path(name): read
-            for name, module in model.named_modules()
+            for name, module in modules_by_name(model).items()
             for engine in ENGINES
             if (read := engine.divisor(module)) is not None
         }

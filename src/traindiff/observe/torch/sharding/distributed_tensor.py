@@ -12,7 +12,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from traindiff.core.shards import Region
-from traindiff.core.torch_compat.training import data_mesh_of, is_fully_sharded, parameters_in, root_mesh
+from traindiff.core.torch_compat.training import data_mesh_of, is_fully_sharded, modules_in, parameters_in, root_mesh
 
 
 def is_distributed(tensor: Tensor) -> bool:
@@ -124,6 +124,6 @@ def _meshes(model: nn.Module) -> Iterable[Any]:
 
 def sharding_meshes(model: nn.Module) -> Iterator[Any]:
     """The meshes over which FSDP2 divides modules of a model."""
-    for module in model.modules():
+    for module in modules_in(model):
         if is_fully_sharded(module) and (mesh := data_mesh_of(module)) is not None:
             yield mesh

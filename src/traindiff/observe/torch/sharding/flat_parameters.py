@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from traindiff.core.shards import Piece, Shard
 from traindiff.core.site import canonical_path
-from traindiff.core.torch_compat.training import FLAT_PARAMETER, FlatLayout, flat_layout
+from traindiff.core.torch_compat.training import FLAT_PARAMETER, FlatLayout, flat_layout, modules_by_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ def find_flat_parameters(model: nn.Module) -> list[FlatParameter]:
         return []
     return [
         _flat_parameter(name, layout)
-        for name, module in model.named_modules()
+        for name, module in modules_by_name(model).items()
         if isinstance(module, fsdp.FullyShardedDataParallel) and (layout := flat_layout(module)) is not None
     ]
 

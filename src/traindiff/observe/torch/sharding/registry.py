@@ -19,6 +19,8 @@ from traindiff.core.torch_compat.training import (
     compressed_to,
     divisor_of,
     is_fully_sharded,
+    modules_by_name,
+    modules_in,
     reduction_dtype,
     replicating_group,
 )
@@ -98,7 +100,7 @@ def _divisor_of_fsdp2(module: nn.Module) -> Callable[[], float | None] | None:
 
 def _of_wrapper(name: str, model: nn.Module) -> list[int] | None:
     """For FSDP1 with copies: the ranks among which it shards, and their copies."""
-    for module in model.modules():
+    for module in modules_in(model):
         if type(module).__qualname__ == name:
             group: Any = module.process_group
             ranks, copies = distributed.get_process_group_ranks(group), replicating_group(module)
@@ -151,7 +153,7 @@ def reduction_dtypes(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict
     """
     by_module = {
         canonical_path(name): dtype
-        for name, module in model.named_modules()
+        for name, module in modules_by_name(model).items()
         for engine in ENGINES
         if (dtype := engine.reduction_dtype(module)) is not None
     }
