@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -28,6 +29,17 @@ def test_a_kernel_whose_package_is_missing_is_passed_over(monkeypatch: pytest.Mo
 
     assert missing.load() is None
     assert summarize(torch.ones(3), Shard.whole((3,)))["sum"] == 3.0
+
+
+def test_a_kernel_whose_package_is_too_old_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    binding = pytest.importorskip("llvmlite.binding")
+    for name in [name for name in sys.modules if name.startswith("traindiff.core.kernels.cpu")]:
+        monkeypatch.delitem(sys.modules, name)
+    package = sys.modules["traindiff.core.kernels"]
+    monkeypatch.delattr(package, "cpu", raising=False)
+    monkeypatch.setattr(binding, "llvm_version_info", (15, 0, 7))
+
+    assert replace(AT_ONCE[0]).load() is None
 
 
 def test_a_kernel_that_cannot_be_imported_for_another_reason_says_so() -> None:

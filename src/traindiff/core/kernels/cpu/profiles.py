@@ -163,7 +163,7 @@ def _merge(code: Code, state: Value, axis: str, bucket: Value, squares: Value, l
     code.merge(place, squares, Value.__add__)
     number = element_of(largest.type)
     place = FIELDS[f"{axis}_largest_{number}"].vector_pointer(code, state, bucket)
-    code.merge(place, largest, Value.larger_magnitude)
+    code.merge(place, largest, Value.larger)
 
 
 def _least(left: Value, right: Value) -> Value:

@@ -132,14 +132,6 @@ class Value:
         """The larger one of two; `other` where this is NaN."""
         return (self > other).choose(self, other)
 
-    def larger_magnitude(self, other: Value) -> Value:
-        """The larger one of two that are neither NaN nor negative.
-
-        For one that is read from memory and written back there: of a comparison and a choice LLVM makes a masked store,
-        which takes a processor without AVX-512 some 13 cycles.
-        """
-        return self.code.intrinsic("llvm.maxnum", self, other, flags=("nnan", "nsz"))
-
     def _cast(self, element: ir.Type, how: str) -> Value:
         kind = ir.VectorType(element, self.type.count) if isinstance(self.type, ir.VectorType) else element
         return self if kind == self.type else Value(self.code, getattr(self.code.builder, how)(self.ir, kind))
