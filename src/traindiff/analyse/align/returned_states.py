@@ -11,7 +11,7 @@ from traindiff.analyse.merge.distance import Pair, difference, differs_at_random
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable
 from traindiff.core.observation import ITSELF, SAMPLE
 from traindiff.core.site import label
-from traindiff.core.summary import UNIT_ROUNDOFF, merge, norm_of, rounding
+from traindiff.core.summary import UNIT_ROUNDOFF, merge, rounding
 
 _Elements = tuple[int, int]
 """Number of elements, and a fingerprint of them that does not depend on their order."""
@@ -63,7 +63,7 @@ COMPUTED = " by no more than what the model returned before does, and may be com
 """Why inputs differ that are no other batch, after "differ from step 1 on"."""
 
 
-def check_state(pair: Pair, other: Finding, sources: Sources, *, noise: float, pairs: Iterable[Pair]) -> Finding | str:
+def check_state(pair: Pair, other: Finding, sources: Sources, *, noise: float) -> Finding | str:
     """Compare an input of the root that may be an output of it, or computed from one, or from the data.
 
     Args:
@@ -72,8 +72,6 @@ def check_state(pair: Pair, other: Finding, sources: Sources, *, noise: float, p
         sources: What is known of both runs' inputs.
         noise: Largest relative difference of what the model returned so far, where that is within its floor; infinite
             after a divergence.
-        pairs: All of the step. A solver of differential equations adds up what the model returns, call after call, and
-            may come back to almost nothing: then the error is that of the largest sum.
 
     Returns:
         The finding; or why it is none, as one of the constants above. Each run may hand the model what it returned
@@ -92,9 +90,6 @@ def check_state(pair: Pair, other: Finding, sources: Sources, *, noise: float, p
             "state lost, or changed on its way?"
         )
         return replace(other, message=message)
-    site_of_all = pair.baseline.key.of_calls
-    calls = [norm_of(one.baseline.summary) for one in pairs if one.baseline.key.of_calls == site_of_all]
-    size *= norm_of(pair.baseline.summary) / max(calls) if any(calls) else 1.0
     if placed and _is_rounded(pair, size):
         return ROUNDED
     return COMPUTED if size <= min(_MOST, GAIN * noise) else other

@@ -183,7 +183,7 @@ class Calibrating:
         noise = self._seen[index].returned
         for pair in pairs:
             if pair.baseline.key.phase == "batch":
-                found += filter(None, [self._check_batch(index, pair, step=step, noise=noise, pairs=pairs)])
+                found += filter(None, [self._check_batch(index, pair, step=step, noise=noise)])
             elif pair.baseline.key.phase == "forward" and math.isfinite(size := size_of(pair)):
                 noise = max(noise, size)
             elif first and pair.baseline.key[:2] == ("param", "before") and pair.baseline.key.slot == "value":
@@ -199,12 +199,12 @@ class Calibrating:
             raise ConfigError("compare(noise=...)", [problem], consequence="nothing was compared")
         self._seen[index].returned = noise
 
-    def _check_batch(self, index: int, pair: Pair, *, step: int, noise: float, pairs: Sequence[Pair]) -> Finding | None:
+    def _check_batch(self, index: int, pair: Pair, *, step: int, noise: float) -> Finding | None:
         """What is wrong with an input of a replica; a state, or what is computed, may differ by its noise."""
         other = check_batch(pair, step=step)
         if other is None:
             return None
-        found = check_state(pair, other, (self._state.sources, self._states[index].sources), noise=noise, pairs=pairs)
+        found = check_state(pair, other, (self._state.sources, self._states[index].sources), noise=noise)
         return found if isinstance(found, Finding) else None
 
 

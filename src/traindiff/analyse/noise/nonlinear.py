@@ -1,26 +1,18 @@
-"""Updates and states that are no averages of gradients, such as orthogonalized ones, signs and quotients."""
+"""Updates that are no linear combination of gradients, states and parameters, such as orthogonalized ones and signs."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
 
 from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.noise.run_floors import RunFloors
-from traindiff.core.summary import UNIT_ROUNDOFF, largest, norm_of
+from traindiff.core.summary import UNIT_ROUNDOFF, norm_of
 
 LEFT_OVER = 0.1
 """A linear update leaves less than this of its norm beside its terms, apart from the rounding of the parameter.
 Measured on the CPU in float32: SGD with momentum, weight decay and Nesterov at most 1e-4, Muon at least 0.4."""
-
-ALIKE = 0.01
-"""A multiple of the gradient, or of its square, is one to this part: some are kept in bfloat16."""
-
-STEPS = ("step",)
-"""States that count."""
 
 FEW = 16
 """With fewer elements, three terms explain too much of anything."""
@@ -34,7 +26,7 @@ class NonlinearUpdates:
     a matrix equally long, also those that hold only noise, and a sign does the same with each element.
 
     Args:
-        run: Carried from step to step; its `nonlinear`, `quotients`, `preconditioned`, `preconditioners` are written.
+        run: Carried from step to step; its `nonlinear`, `preconditioned` and `preconditioners` are written.
         parameters: By path: the parameters as the step found them.
         pairs: All pairs of the step.
     """
@@ -78,48 +70,10 @@ class NonlinearUpdates:
             return False
         terms = np.stack([one.baseline.summary["sketch"] for one in (before, *gradients)], axis=1)
         update = pair.baseline.summary["sketch"]
+        sizes = np.sqrt(np.square(terms).sum(axis=0))
         if not np.isfinite(terms).all() or not np.isfinite(update).all():
             return False
+        used = terms[:, sizes > 0.0] / sizes[sizes > 0.0]
+        left = update - used @ np.linalg.lstsq(used, update, rcond=None)[0]
         most = LEFT_OVER + UNIT_ROUNDOFF.get(pair.baseline.dtype, 0.0) * storage
-        return self._run.nonlinear.setdefault(key.path, _left_over(update, terms) > most * size)
-
-    def has_state(self, pair: Pair) -> bool:
-        """True for a state of an optimizer of the user's own that may not average gradients or their squares.
-
-        LaProp averages quotients, AdaMod averages learning rates, SPlus averages parameters; a name does not tell.
-        It is decided in the first step that has the state: an average is a multiple of the gradient then, perhaps with
-        weight decay, or of its square, whose largest element and whose sum have the same ratio.
-        """
-        key = pair.baseline.key
-        if key.phase != "optimizer" or key.group or key.path not in self._run.own_code or key.slot in STEPS:
-            return False
-        known = self._run.quotients.get(key)
-        if known is None and norm_of(pair.baseline.summary):
-            known = self._run.quotients[key] = not self._is_average(pair)
-        return bool(known)
-
-    def _is_average(self, pair: Pair) -> bool:
-        state = pair.baseline
-        before = self._parameters.get(state.key.path)
-        gradient = next(
-            (one.baseline for one in self._terms.get(state.key.path, ()) if one.baseline.key.slot == "grad"), None
-        )
-        if gradient is None or before is None or gradient.shape != state.shape:
-            return False
-        power, size = float(gradient.summary["sum_of_squares"]), float(largest(gradient.summary))
-        if not (power and math.isfinite(power)):
-            return False
-        if int(state.summary["negative"]) == 0:
-            ratio = float(largest(state.summary)) / abs(float(state.summary["sum"])) * power / size**2
-            if abs(ratio - 1.0) < ALIKE:
-                return True
-        terms = np.stack([before.baseline.summary["sketch"], gradient.summary["sketch"]], axis=1)
-        return _left_over(state.summary["sketch"], terms) <= ALIKE * norm_of(state.summary)
-
-
-def _left_over(vector: Any, terms: Any) -> float:
-    """Norm of what remains of a vector beside the best fit of some terms, its columns."""
-    sizes = np.sqrt(np.square(terms).sum(axis=0))
-    used = terms[:, sizes > 0.0] / sizes[sizes > 0.0]
-    left = vector - used @ np.linalg.lstsq(used, vector, rcond=None)[0]
-    return float(np.sqrt(left @ left))
+        return self._run.nonlinear.setdefault(key.path, float(np.sqrt(left @ left)) > most * size)

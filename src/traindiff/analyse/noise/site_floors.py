@@ -22,7 +22,7 @@ from traindiff.analyse.noise.gradients import (
 )
 from traindiff.analyse.noise.lost import lost_in_rounding, lost_rows, subnormal_error
 from traindiff.analyse.noise.measured import ALONE, FEW, SAFETY, Calibration, StepNoise, basis
-from traindiff.analyse.noise.moments import MomentFloors, Moved, alike
+from traindiff.analyse.noise.moments import MomentFloors, Moved
 from traindiff.analyse.noise.nonlinear import NonlinearUpdates
 from traindiff.analyse.noise.run_floors import (
     FIRST_MOMENTS,
@@ -360,10 +360,6 @@ class SiteFloors:
         incoming = max(left_over, self._lost_inputs.get(key, self._lost_flow if key in self._lost else 0.0))
         derived = self._floors.factor(key.path, dtypes, left_over=incoming, storage=self.storage(pair))
         derived += self._run.correction(pair.baseline.key) + self._run.approximated(pair) + self._together.length(pair)
-        if self._nonlinear.has_state(pair):  # one element whose gradient is almost 0 may be most of it
-            derived = max(
-                derived, self._of_optimizer(pair, self._floors) / math.sqrt(max(1.0, alike(pair.baseline.summary)))
-            )
         return self._joined(pair, self.measured(pair), derived) + subnormal_error(pair)
 
     @property
@@ -433,11 +429,7 @@ class SiteFloors:
         key = pair.baseline.key
         few = int(finite_count(pair.baseline.summary)) < FEW
         alone = len((self._noise or {}).get(key, ())) < min(2, len(self._calibration.replicas))
-        return few or alone or self._is_quotient(pair) or self._nonlinear.has(pair, self.storage(pair))
-
-    def _is_quotient(self, pair: Pair) -> bool:
-        """True if an optimizer has divided this by a moment, or may have."""
-        return is_quotient(pair.baseline.key, self._run.adaptive) or self._nonlinear.has_state(pair)
+        return few or alone or is_quotient(key, self._run.adaptive) or self._nonlinear.has(pair, self.storage(pair))
 
     def _coherent_floor(self, pair: Pair, floors: Floors) -> float:
         inputs, own = max(floors.flow, floors.parameters), floors.own.get(pair.baseline.key.path, 0.0)
@@ -483,31 +475,17 @@ class SiteFloors:
                 return math.inf
             if key.slot.endswith("]") and int(pair.baseline.summary["count"]) == 1:
                 return math.inf  # LBFGS keeps lists of inner products, which may cancel; their vectors are judged
-            if not self._is_quotient(pair):
+            if not is_quotient(key, self._run.adaptive):
                 own = floors.state(key.path, dtypes)
                 return max((own + self._carried(pair, own)) * self._shrunk(pair), self._together.floor(pair))
         adaptive = key.path in self._run.adaptive or self._nonlinear.has(pair, self.storage(pair))
-        adaptive |= self._nonlinear.has_state(pair)
         is_seen = self._forced or key.phase != "update" or key.path in self._seen
         unseen = 0.0 if is_seen else gradient_floor(pair, self._terms, floors, accumulated=self._micro_steps)
         if key.path in self._run.preconditioned:  # what the optimizer rounds itself counts like a gradient's error
             unseen = max(unseen, UNIT_ROUNDOFF.get(pair.baseline.dtype, 0.0))
         floor = floors.update(key.path, dtypes[0], adaptive=adaptive, storage=self.storage(pair), unseen=unseen)
         turned = self._turned(pair, floors) if adaptive and not self._forced else 0.0
-        if adaptive and key.path in self._run.own_code and len(pair.baseline.shape) > 1 and not self._forced:
-            floor = max(floor, self._orthogonalized(pair, floors))
-        floor = max(floor, turned, self._together.floor(pair)) + self._run.correction(pair.baseline.key)
-        return floor * (2.0 + floor) if key.phase == "optimizer" else floor  # it may average squares: (1 + e)^2 - 1
-
-    def _orthogonalized(self, pair: Pair, floors: Floors) -> float:
-        """Floor of the update of a matrix that may be orthogonalized in bfloat16, as in most code of Muon and SCION.
-
-        A difference of one rounding in float32 turns roundings there, which the iterations enlarge. If neither the
-        gradient nor a state differs, nothing turns.
-        """
-        path = pair.baseline.key.path
-        differs = floors.gradients.get(path, 0.0) or floors.states.get(path, 0.0)
-        return GAIN * UNIT_ROUNDOFF["bfloat16"] if differs else 0.0
+        return max(floor, turned, self._together.floor(pair)) + self._run.correction(pair.baseline.key)
 
     def _cancellation(self, pair: Pair) -> float:
         """How much cancels in an output, the gradient of one or of a parameter; at least 1."""
