@@ -311,7 +311,7 @@ class ParametersMove(Rule):
             for path, one in after.items():
                 rate = largest_rate(path, rates, self.facts)
                 by = min((reach[name] for name in self._optimizers_of(path) if name in reach), default=math.inf)
-                if should_move(table, one, rate) and _is_within(rate * by, one):
+                if should_move(table, one, rate) and _outweighs_rounding(rate * by, one):
                     moving.add(path)
             if any(rates.values()):
                 moving |= self._unheld
@@ -461,7 +461,7 @@ def parameters_of(table: StepTable, *, stage: str) -> Iterator[tuple[str, Merged
             yield key.path, known
 
 
-def _is_within(step: float, parameter: MergedSite) -> bool:
+def _outweighs_rounding(step: float, parameter: MergedSite) -> bool:
     """True if moving each element of a parameter so far is more than rounding could undo."""
     u, count = UNIT_ROUNDOFF.get(parameter.dtype, math.inf), int(parameter.summary["count"])
     return step * math.sqrt(count) > 2.0 * u * norm_of(parameter.summary)
