@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,6 +41,15 @@ def test_a_kernel_whose_package_is_too_old_is_passed_over(monkeypatch: pytest.Mo
     monkeypatch.setattr(binding, "llvm_version_info", (15, 0, 7))
 
     assert replace(AT_ONCE[0]).load() is None
+
+
+def test_a_kernel_whose_library_cannot_be_loaded_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kernel_without_library.py").write_text("raise OSError('libLLVM.so: cannot open shared object file')")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    assert replace(AT_ONCE[0], module="kernel_without_library").load() is None
 
 
 def test_a_kernel_that_cannot_be_imported_for_another_reason_says_so() -> None:

@@ -27,7 +27,7 @@ class Kernel:
     needs: str
 
     def load(self) -> ModuleType | None:
-        """The module; None where the package that it needs is not installed."""
+        """The module; None where the package that it needs is not installed, too old, or cannot be loaded."""
         return _loaded(self)
 
 
@@ -109,6 +109,8 @@ def installed(kernels: tuple[Kernel, ...]) -> tuple[tuple[frozenset[str], Module
 def _loaded(kernel: Kernel) -> ModuleType | None:
     try:
         return import_module(kernel.module)
+    except OSError:  # the package is there, and its library cannot be loaded
+        return None
     except ModuleNotFoundError as error:
         if error.name and error.name.partition(".")[0] == kernel.needs:
             return None
