@@ -198,7 +198,7 @@ def _turned(found: Continuation | None) -> Continuation | None:
 
 
 class _Run:
-    """A recording, and with what its steps begin.
+    """A recording, and what its steps begin with.
 
     Args:
         recording: The run.
@@ -242,16 +242,16 @@ def _place_of(run: _Run, other: _Run) -> Continuation | None:
 
 
 def _place_in(steps: Iterable[Beginning], first: Beginning | None) -> tuple[Continuation | None, int | None]:
-    """The step of a run that begins as a step of another one does.
+    """The step of a run that begins with the same parameters as a given step of another run.
 
-    The parameters with which that step begins are looked for before the step of the same number, and if they are
+    The parameters with which the given step begins are looked for before the step of the same number, and if they are
     not there, before every other one. They are there if they are the same, or much nearer (`NEAR`) than one step away
     from it. Only parameters with several different elements count, because constant ones (of norms, biases) are the
     same in many trainings; and more than half of them must be there, and more than at the step of the same number.
 
     Args:
         steps: The steps of the run.
-        first: The step of the other one, if it has any: the first.
+        first: What that step of the other run begins with; None if it was not recorded.
 
     Returns:
         The step, and if there is none, the number of the later one of the two steps between which the other run may
@@ -287,7 +287,7 @@ def _place_in(steps: Iterable[Beginning], first: Beginning | None) -> tuple[Cont
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Apart:
-    """How far from the parameters with which another run begins a step of a run begins.
+    """How far the parameters with which a step of a run begins are from those with which another run begins.
 
     Attributes:
         step: Its number.

@@ -307,11 +307,10 @@ class ParametersMove(Rule):
         after = dict(parameters_of(table, stage=""))
         moving: set[str] = set()
         if not may_be_left_out(table):
-            reach = self._reach(table, rates)
+            reach = self._reach(table, rates) if self.facts.own_steps else {}
             for path, one in after.items():
                 rate = largest_rate(path, rates, self.facts)
-                by = min((reach[name] for name in self._optimizers_of(path) if name in reach), default=math.inf)
-                if should_move(table, one, rate) and _outweighs_rounding(rate * by, one):
+                if should_move(table, one, rate) and (not reach or self._is_within_reach(path, one, rate, reach)):
                     moving.add(path)
             if any(rates.values()):
                 moving |= self._unheld
@@ -340,6 +339,11 @@ class ParametersMove(Rule):
                 by = size / math.sqrt(int(update.summary["count"])) / rate
                 found[name] = max(found.get(name, 0.0), by)
         return found
+
+    def _is_within_reach(self, path: str, one: MergedSite, rate: float, reach: Mapping[str, float]) -> bool:
+        """True if a step as long as others of a parameter's optimizers would change more than rounding could."""
+        by = min((reach[name] for name in self._optimizers_of(path) & reach.keys()), default=math.inf)
+        return _outweighs_rounding(rate * by * math.sqrt(int(one.summary["count"])), one)
 
     def _newly_replaced(self, table: StepTable) -> set[str]:
         """Parameters whose place in the model another tensor took, while the optimizer goes on with the old one."""
@@ -461,17 +465,16 @@ def parameters_of(table: StepTable, *, stage: str) -> Iterator[tuple[str, Merged
             yield key.path, known
 
 
-def _outweighs_rounding(step: float, parameter: MergedSite) -> bool:
-    """True if moving each element of a parameter so far is more than rounding could undo."""
-    u, count = UNIT_ROUNDOFF.get(parameter.dtype, math.inf), int(parameter.summary["count"])
-    return step * math.sqrt(count) > 2.0 * u * norm_of(parameter.summary)
-
-
 def should_move(table: StepTable, parameter: MergedSite, rate: float) -> bool:
     """True if a step would change more of a parameter than rounding could."""
     gradient = table.get(SiteKey("grad", "", parameter.key.path, "grad"))
     if gradient is None or gradient.unobserved:
         return False
-    u = UNIT_ROUNDOFF.get(parameter.dtype, math.inf)
     size = min(norm_of(gradient.summary), math.sqrt(int(gradient.summary["count"])))
-    return rate * size > 2.0 * u * norm_of(parameter.summary)
+    return _outweighs_rounding(rate * size, parameter)
+
+
+def _outweighs_rounding(step: float, parameter: MergedSite) -> bool:
+    """True if a step whose L2 norm is this changes more of a parameter than rounding could."""
+    u = UNIT_ROUNDOFF.get(parameter.dtype, math.inf)
+    return step > 2.0 * u * norm_of(parameter.summary)

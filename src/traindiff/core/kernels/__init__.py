@@ -95,7 +95,7 @@ def summarize_array(array: NDArray[Any], shard: Shard, elements: Callable[[], El
 def cpu_kernel_in_use() -> tuple[str, str]:
     """Which kernel summarizes tensors on the CPU, and why it is not the fast one; empty if it is."""
     if not any(kernel.load() for kernel in AT_ONCE):
-        missing = "llvmlite 0.45 or newer is not installed (pip install -U llvmlite)"
+        missing = "llvmlite 0.45 or newer is not installed, or cannot be loaded (pip install -U llvmlite)"
         return "NumPy reference", f"the NumPy reference, far slower: {missing}"
     from traindiff.core.kernels.cpu.code import host
     from traindiff.core.kernels.cpu.module import frame

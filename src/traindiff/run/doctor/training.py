@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.optim import AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from traindiff.core.torch_compat.training import modules_by_name
 from traindiff.errors import ConfigError, Problem, TraindiffError
 from traindiff.observe.torch.hooks.nested import tensors
 from traindiff.observe.torch.session.record import record
@@ -162,7 +163,7 @@ def returning_modules(recipe: Recipe) -> set[str]:
     training = prepare(recipe, backend=None)
     found: set[str] = set()
     with ExitStack() as stack:
-        for name, module in training.model.named_modules():
+        for name, module in modules_by_name(training.model).items():
 
             def note(_: object, __: object, output: object, name: str = name) -> None:
                 if any(True for _ in tensors(output, "output")):

@@ -150,8 +150,7 @@ class Code:
         processor without AVX-512 some 13 cycles. A fence between them, which is no instruction, keeps it from that.
         """
         combined = combine(self.load(pointer, value.type), value)
-        is_float = not isinstance(element_of(value.type), ir.IntType)
-        self.store(pointer, self.intrinsic("llvm.arithmetic.fence", combined) if is_float else combined)
+        self.store(pointer, self.intrinsic("llvm.arithmetic.fence", combined) if combined.is_float else combined)
 
     def load_first(self, pointer: Value, kind: ir.VectorType, count: Value) -> Value:
         """Read the first `count` lanes; the others are zero and their memory is not touched."""

@@ -111,15 +111,11 @@ def _advance(
 
 def _whole_segment(code: Code, dtype: FloatDtype, x: Value, length: Value) -> tuple[Value, Value]:
     """`_segment` of finite elements, of which there are as many as in one or more vectors."""
-
-    def taken(start: Value | int) -> tuple[Value, Value]:
-        value = dtype.value(code.load(code.at(x, start, dtype.stored), vector(dtype.stored)))
-        return value.widened(F64), magnitude(value)
-
-    long, size = taken(0)
+    kind = vector(dtype.stored)
+    long, size = _numbers(dtype, code.load(x, kind), finite=True)
     squares, largest = code.variable(long * long), code.variable(size)
     with code.loop(code.constant(I64, LANES), length, LANES) as start:
-        long, size = taken(start)
+        long, size = _numbers(dtype, code.load(code.at(x, start, dtype.stored), kind), finite=True)
         squares.value = squares.value.plus_product(long, long, exact=dtype.bits < 64)
         largest.value = size.larger(largest.value)
     return squares.value, largest.value
@@ -139,11 +135,7 @@ def _segment(code: Code, dtype: FloatDtype, x: Value, length: Value, usual: Valu
     largest = code.variable(code.constant(vector(dtype.number), 0.0))
 
     def take(raw: Value, *, finite: bool = False) -> None:
-        value = dtype.value(raw)
-        size = magnitude(value)
-        if not finite:
-            size = (size < float("inf")).choose(size, 0.0)
-        long = (value if finite else size).widened(F64)
+        long, size = _numbers(dtype, raw, finite=finite)
         squares.value = squares.value.plus_product(long, long, exact=dtype.bits < 64)
         largest.value = size.larger(largest.value)
 
@@ -156,6 +148,16 @@ def _segment(code: Code, dtype: FloatDtype, x: Value, length: Value, usual: Valu
     with code.when(whole < length):
         take(code.load_first(code.at(x, whole, dtype.stored), kind, length - whole))
     return squares.value, largest.value
+
+
+def _numbers(dtype: FloatDtype, raw: Value, *, finite: bool) -> tuple[Value, Value]:
+    """Elements in float64, as far as their squares tell, and their magnitudes; 0 for those that are not finite."""
+    value = dtype.value(raw)
+    size = magnitude(value)
+    if finite:
+        return value.widened(F64), size
+    size = (size < float("inf")).choose(size, 0.0)
+    return size.widened(F64), size
 
 
 def _merge(code: Code, state: Value, axis: str, bucket: Value, squares: Value, largest: Value) -> None:

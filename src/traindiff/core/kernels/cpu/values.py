@@ -52,11 +52,12 @@ class Value:
         return isinstance(self.type, ir.VectorType)
 
     @property
-    def _is_float(self) -> bool:
+    def is_float(self) -> bool:
+        """True if it is a floating-point number, or a vector of them."""
         return not isinstance(element_of(self.type), ir.IntType)
 
     def _binary(self, other: Operand, integer: str, floating: str) -> Value:
-        operation = getattr(self.code.builder, floating if self._is_float else integer)
+        operation = getattr(self.code.builder, floating if self.is_float else integer)
         return Value(self.code, operation(self.ir, self.code.like(self, other).ir))
 
     def __add__(self, other: Operand) -> Value:
@@ -94,7 +95,7 @@ class Value:
 
     def _compare(self, how: str, other: Operand) -> Value:
         builder, right = self.code.builder, self.code.like(self, other).ir
-        compare = builder.fcmp_ordered if self._is_float else builder.icmp_unsigned
+        compare = builder.fcmp_ordered if self.is_float else builder.icmp_unsigned
         return Value(self.code, compare(how, self.ir, right))
 
     def __lt__(self, other: Operand) -> Value:
@@ -138,7 +139,7 @@ class Value:
 
     def widened(self, element: ir.Type) -> Value:
         """Integers zero-extended, floats made longer, exactly."""
-        return self._cast(element, "fpext" if self._is_float else "zext")
+        return self._cast(element, "fpext" if self.is_float else "zext")
 
     def sign_extended(self, element: ir.Type) -> Value:
         """Integers made longer, with copies of the first bit: a mask becomes all ones or zero."""
