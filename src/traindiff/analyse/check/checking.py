@@ -13,6 +13,7 @@ from traindiff.analyse.blocks.steps import steps_of
 from traindiff.analyse.blocks.tasks import Workers, refuse_workers
 from traindiff.analyse.check.chosen_rules import CONSEQUENCE, chosen_rules
 from traindiff.analyse.check.ignored_sites import IgnoredSites
+from traindiff.analyse.collecting import few_collections
 from traindiff.analyse.findings import Finding, also_text, grouped, phase_text, ranks_text, steps_text, where_text
 from traindiff.analyse.merge.history import RunHistory
 from traindiff.analyse.merge.indexed import indexed
@@ -138,6 +139,7 @@ class Verdict(Shown):
         return f"{len(self.rules)} rule{'s' if len(self.rules) > 1 else ''}: {said}{also}."
 
 
+@few_collections()
 def check(
     recording: str | os.PathLike[str],
     *,

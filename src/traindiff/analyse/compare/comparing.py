@@ -8,16 +8,15 @@ factor of 2 keeps it. The verdict rests on floors.
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
 from traindiff.analyse.align.site_map import SideNames, SiteMap
 from traindiff.analyse.align.two_runs import AlignedStep
 from traindiff.analyse.blocks.tasks import Workers, refuse_workers, tasks_of
+from traindiff.analyse.collecting import few_collections
 from traindiff.analyse.compare.earlier_states import with_earlier_states
 from traindiff.analyse.compare.incremental import Noise, RunningComparison
 from traindiff.analyse.compare.opened import ToCompare
@@ -194,22 +193,6 @@ def compare(
     found = with_earlier_states(found, opened.recordings, named)
     notes = [*follower.notes(), *([] if opened.continuation is None else [opened.continuation.note])]
     return replace(found, notes=(*notes, *found.notes)) if notes else found
-
-
-_NEW_OBJECTS = 10_000
-"""Objects after which the garbage collector looks for cycles, in place of 700. Until then, what cycles hold stays."""
-
-
-@contextmanager
-def few_collections() -> Iterator[None]:
-    """Inside this context, Python looks for cycles less often: a step makes many objects, and no cycles."""
-    before = gc.get_threshold()
-    if 0 < before[0] < _NEW_OBJECTS:
-        gc.set_threshold(_NEW_OBJECTS, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def _compared(

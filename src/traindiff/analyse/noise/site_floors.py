@@ -32,7 +32,7 @@ from traindiff.analyse.noise.run_floors import (
     at_the_beginning,
     is_quotient,
 )
-from traindiff.analyse.noise.uncalibrated import BEYOND, GAIN, SEEN_FLIPS, Floors
+from traindiff.analyse.noise.uncalibrated import BEYOND, Floors
 from traindiff.analyse.noise.unseen import HiddenPath, UnplacedNoise, UnseenNoise
 from traindiff.core.summary import UNIT_ROUNDOFF, finite_count, norm_of, rounding
 
@@ -126,9 +126,6 @@ class SiteFloors:
         moments: Mapping[SiteKey, float] = noise.moments if noise else {}
         self._moments = MomentFloors(lambda key: SAFETY * calibration.constant(key.phase) * moments.get(key, 0.0))
         self._calibration = calibration
-        self.choices = TurnedChoices(
-            pairs, unplaced, most=lambda rows, computed: self.turned_rows(rows, computed=computed)
-        )
         self._lost = {**lost_in_rounding(pairs), **lost_rows(pairs)}
         # The largest difference of such gradients so far, from which only others of them follow; and as each was seen.
         self._lost_flow, self._lost_inputs = 0.0, dict[SiteKey, float]()
@@ -152,6 +149,10 @@ class SiteFloors:
         if not forced:
             self._floors, self._calm = at_the_beginning(parameters, run)
         run.begin(pairs, (self._alone, self._floors, self._calm))
+        floors = self._floors  # not `self`, which would be in a cycle with its choices, and outlive the step
+        self.choices = TurnedChoices(
+            pairs, unplaced, most=lambda rows, computed: floors.turned_rows(rows, computed=computed)
+        )
         self._unseen = UnseenNoise()
         self._unplaced = UnplacedNoise(sorted((*unplaced, *hidden), key=lambda entry: entry.order))
         self._hidden = HiddenPath(pairs, hidden, unplaced, computed_in, other_form=other_form, holders=holders)
@@ -180,19 +181,14 @@ class SiteFloors:
         apart = drift or (self._floors.parameters if self._run.unseen_steps and not self._forced else 0.0)
         return apart if apart > rounded else 0.0
 
-    def turned_rows(self, rows: int, *, undisturbed: bool = False, computed: bool = False) -> float:
-        """Number of rows of a choice that may change because of differences at its inputs.
-
-        A choice is a gate (see `Floors.gated`): about a share e of its decisions lies within e of the threshold.
+    def turned_rows(self, rows: int, *, undisturbed: bool = False) -> float:
+        """Number of rows of a choice that may change, of so many; see `Floors.turned_rows`.
 
         Args:
             rows: Number of rows in the baseline.
             undisturbed: Count differences within noise only.
-            computed: What is compared with the threshold is computed inside a module, and rounded there.
         """
-        floors = self._calm if undisturbed else self._floors
-        hidden = rows * max(floors.flow, floors.parameters, floors.precision if computed else 0.0)
-        return max(1.0, GAIN * hidden) if hidden >= SEEN_FLIPS else 0.0
+        return (self._calm if undisturbed else self._floors).turned_rows(rows)
 
     def of(self, pair: Pair) -> float:
         """Floor of a pair: the largest relative difference that is not a finding."""

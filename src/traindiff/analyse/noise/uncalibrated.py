@@ -109,6 +109,18 @@ class Floors:
     def _gain(self, later: float) -> float:
         return later if self.parameters and self.precision <= rounding("float32") else GAIN
 
+    def turned_rows(self, rows: int, *, computed: bool = False) -> float:
+        """Number of rows of a choice that may change because of differences at its inputs.
+
+        A choice is a gate (see `gated`): about a share e of its decisions lies within e of the threshold.
+
+        Args:
+            rows: Number of rows in the baseline.
+            computed: What is compared with the threshold is computed inside a module, and rounded there.
+        """
+        hidden = rows * max(self.flow, self.parameters, self.precision if computed else 0.0)
+        return max(1.0, GAIN * hidden) if hidden >= SEEN_FLIPS else 0.0
+
     def gated(self, baseline: Any, candidate: Any, turned: int | None = None) -> float:
         """Floor of a gradient that came back through gates: ReLU, max pooling, a router.
 
