@@ -4,7 +4,7 @@ from traindiff.storage.following import Follower, not_following, open_followed
 from traindiff.storage.gap import Gap
 from traindiff.storage.manifest import Ended, Joined, ended, joined
 from traindiff.storage.places import Places
-from traindiff.storage.reader import Recording, Run, open_recording
+from traindiff.storage.reader import Recording, Run, open_recording, read_in_turns
 from traindiff.storage.shifted import ShiftedRecording
 from traindiff.storage.stream import RankStatus, StepObservations
 from traindiff.storage.writer import RecordingWriter
@@ -26,4 +26,5 @@ __all__ = [
     "not_following",
     "open_followed",
     "open_recording",
+    "read_in_turns",
 ]

@@ -11,6 +11,7 @@ import pyarrow as pa
 from traindiff.core.observation import Observation
 from traindiff.core.summary import Summaries
 from traindiff.storage.batch_metadata import LAYOUT, buffers_of
+from traindiff.storage.same_steps import SameSteps
 from traindiff.storage.schema import (
     ABOUT_COLUMNS,
     SCHEMA,
@@ -60,12 +61,19 @@ class _Known(NamedTuple):
 
 
 class SharedColumns:
-    """What columns about observations say, for the decoders of all ranks of a recording.
+    """What columns about observations say, for the decoders of all ranks of a recording, or of two.
 
     Most ranks say the same about their observations, except for the elements that they have.
+
+    Args:
+        same_steps: Steps that two recordings hold in the same bytes; None if one is read alone.
+
+    Attributes:
+        same_steps: As above.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, same_steps: SameSteps | None = None) -> None:
+        self.same_steps = same_steps
         self._known: dict[str, list[tuple[int, tuple[bytes, ...], list[Any]]]] = {}  # the latest first
 
     def known(self, rows: int, said: _Said) -> dict[str, list[Any]]:

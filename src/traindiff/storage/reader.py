@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any, Literal, Protocol
@@ -26,6 +26,7 @@ from traindiff.storage.manifest import ended
 from traindiff.storage.node_files import with_nodes
 from traindiff.storage.part import Part
 from traindiff.storage.places import PlaceLists
+from traindiff.storage.same_steps import SameSteps
 from traindiff.storage.stream import RankStatus, RankStream, StepObservations
 
 
@@ -148,6 +149,15 @@ class Recording(Shown):
         stream = self._merged_stream() if self.is_compact else self._stream(min(self.ranks))
         for one in stream.order():
             yield one.optimizer, one.step, one.after
+
+    def share(self, columns: SharedColumns) -> None:
+        """Decode steps with what is known of another recording, which is read in turns with this one.
+
+        Args:
+            columns: What is known of both.
+        """
+        self._columns = columns
+        self._streams.clear()
 
     def says_more(self) -> bool:
         """True if `rank_content` may have changed since this was asked last, because the run goes on."""
@@ -378,6 +388,13 @@ class Recording(Shown):
             folder = segments.of_rank(self._folder.within(rank_directory(rank), ahead=ahead))
             self._streams[rank] = RankStream(folder, rank, self._columns)
         return self._streams[rank]
+
+
+def read_in_turns(recordings: Sequence[Recording]) -> None:
+    """Decode once what several recordings hold in the same bytes. Call it before a step of each is read in turns."""
+    shared = SharedColumns(SameSteps())
+    for one in recordings if len(recordings) > 1 else ():
+        one.share(shared)
 
 
 def open_recording(path: str) -> Recording:

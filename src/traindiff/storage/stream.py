@@ -25,6 +25,7 @@ from traindiff.storage.batch_metadata import MOST_MESSAGE_BYTES, buffers_of, che
 from traindiff.storage.decoder import Decoder, SharedColumns, read_columns
 from traindiff.storage.location import DATA, SEALS
 from traindiff.storage.part import WHOLE, Part, first_message
+from traindiff.storage.same_steps import digest_of
 from traindiff.storage.schema import (
     NOTHING_STORED,
     SCHEMA,
@@ -44,7 +45,7 @@ _SEAL_BYTES = 24
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class StepObservations:
     """All observations of one step of one optimizer on one rank; `summaries[i]` belongs to `observations[i]`.
 
@@ -135,6 +136,7 @@ class RankStream:
     def __init__(self, folder: Folder, rank: int, shared: SharedColumns | None = None) -> None:
         self._folder = folder
         self._rank = rank
+        self._same = None if shared is None else shared.same_steps
         self._starts: dict[Part, Start] = {}
         self._decoder = Decoder(shared)
 
@@ -233,8 +235,14 @@ class RankStream:
         return found.optimizer, found.step
 
     def _unpacked(self, packed: PackedStep) -> StepObservations:
+        digest = digest_of(packed.messages) if self._same else b""
+        if self._same and (found := self._same.find(self._rank, digest)) is not None:
+            return replace(found, after=packed.after)
         with self._checking(f"step {packed.step}"):
-            return unpacked(packed, self._rank, self._decoder)
+            step = unpacked(packed, self._rank, self._decoder)
+        if self._same:
+            self._same.note(self._rank, digest, step)
+        return step
 
     @contextmanager
     def _checking(self, what: str) -> Iterator[None]:

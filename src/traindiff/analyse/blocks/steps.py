@@ -20,7 +20,7 @@ from traindiff.analyse.merge.parameters import NO_COPIES, Copies
 from traindiff.analyse.merge.rank_steps import rank_steps
 from traindiff.analyse.merge.run_steps import MergedAlone, RunStep, StepMerger, run_steps
 from traindiff.analyse.merge.span import WHOLE_RUN, Span
-from traindiff.storage import Recording
+from traindiff.storage import Recording, read_in_turns
 
 BLOCK_BYTES = 1 << 27
 """A block has as many steps as this is their size on disk, over all ranks and runs; and at least one."""
@@ -66,6 +66,7 @@ class Readers:
         self.packer = Packer()
         self.mergers: list[StepMerger] = []
         self._kept: dict[object, Any] = {}
+        read_in_turns(recordings)
         for recording, own in zip(recordings, copies, strict=True):
             self.mergers.append(StepMerger(recording, own, like=self.mergers[0] if self.mergers else None))
 
@@ -121,6 +122,7 @@ def pairs_of(
             this process too: compact ones, and those in which a rank has several optimizers.
     """
     divided = [tasks is not None and is_divided(one) for one in recordings]
+    read_in_turns(recordings)
     first = StepMerger(recordings[0], copies[0])
     second = StepMerger(recordings[1], copies[1], like=None if any(divided) else first)
     if tasks is not None and all(divided):  # those of one number come together, so none has to wait for the other run
