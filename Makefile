@@ -13,13 +13,14 @@ DOCS := .venv-docs
 # The tests start hundreds of processes. With compiled modules each starts in two thirds of the time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: corruption bench-gpu test-gpu help demo docs test test-all lint format unit no-torch package mindspore-if-installed \
+.PHONY: documents corruption bench-gpu test-gpu help demo docs test test-all lint format unit no-torch package mindspore-if-installed \
 	test-release test-deepspeed test-browser test-integrations test-scale test-stores test-mindspore test-ortmodule test-campaigns \
 	campaigns bench faults zoo mutation seeds clean
 
 help:
 	@echo "make demo                train a small GPT three times, record it, and name the first divergence"
 	@echo "make format              format the code"
+	@echo "make documents           write anew what is made from the code: quotes, rules, glossary, symptoms, messages (minutes)"
 	@echo "make docs                build the documentation site in site/, and check its links"
 	@echo
 	@echo "Before a commit (this is what CI runs):"
@@ -115,6 +116,14 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# What is made from the code: read the difference, then commit it.
+documents: $(VENV)/ready
+	$(BIN)/python -m tests.quotes
+	$(BIN)/python -m tests.present.glossary_document
+	$(BIN)/python -m tests.analyse.check.rules_document
+	$(BIN)/python -m tests.examples.symptom_pages
+	$(BIN)/python -m tests.messages.generate
 
 format: $(VENV)/ready
 	$(BIN)/ruff format .

@@ -97,6 +97,24 @@ def resumed(baseline: tuple[Path, Saved], tmp_path: Path) -> Resumed:
     return run
 
 
+@pytest.mark.parametrize(("first_step", "verdict"), [(0, "misaligned"), (4, "identical")])
+def test_a_run_that_goes_on_between_recorded_steps_of_both_is_told_to_say_where(
+    tmp_path: Path, first_step: int, verdict: str
+) -> None:
+    paths = tmp_path / "whole", tmp_path / "resumed"
+    for path, first in zip(paths, (0, 4), strict=True):
+        parts = begun()
+        parts.train(0, first)
+        with traindiff.record(path, parts.model, parts.optimizer, every=3, first_step=first_step if first else 0):
+            parts.train(first, 10)
+
+    comparison = traindiff.compare(*paths)
+
+    assert comparison.verdict == verdict
+    hints = [note for note in comparison.notes if "record it with first_step=N: both record one step in 3" in note]
+    assert len(hints) == (verdict == "misaligned")
+
+
 def first_words(comparison: Comparison) -> tuple[str, str, str]:
     first = comparison.first_divergence
     assert first is not None

@@ -191,7 +191,7 @@ def compare(
     directions = compare_directions(*opened.recordings, rename=named, selection=selection)
     found = with_directions(comparison.result(), directions)
     found = with_earlier_states(found, opened.recordings, named)
-    notes = [*follower.notes(), *([] if opened.continuation is None else [opened.continuation.note])]
+    notes = [*follower.notes(), *opened.notes(found.findings)]
     return replace(found, notes=(*notes, *found.notes)) if notes else found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
@@ -11,6 +11,7 @@ from traindiff.analyse.align.optimizer_names import with_names_of
 from traindiff.analyse.align.two_runs import TwoRuns
 from traindiff.analyse.blocks.steps import pairs_of
 from traindiff.analyse.blocks.tasks import Tasks
+from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.renames import Rename, Renaming
 from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.span import WHOLE_RUN, span_of
@@ -28,12 +29,28 @@ class Opened:
         runs: Brings their steps together.
         pairs: Their steps, those of the baseline first; None for a run that does not have the step.
         continuation: The step of the baseline at which the candidate begins, if it was looked for and found.
+        begins_nowhere: It was looked for, and not found.
     """
 
     recordings: tuple[Recording, Recording]
     runs: TwoRuns
     pairs: Iterator[tuple[RunStep | None, RunStep | None]]
     continuation: Continuation | None = None
+    begins_nowhere: bool = False
+
+    def notes(self, findings: Iterable[Finding]) -> list[str]:
+        """A sentence about where the candidate begins, if what was found shows that it matters."""
+        if self.continuation is not None:
+            return [self.continuation.note]
+        every = [int(one.run["settings"].get("every", 1)) for one in self.recordings]
+        is_other = self.begins_nowhere and any(one.kind == "initial-parameter" for one in findings)
+        if not is_other or min(every) == 1:
+            return []
+        return [
+            "The candidate begins with the parameters of no recorded step of the baseline. If it continues that "
+            f"training, record it with first_step=N: both record one step in {min(every)} only, and N, the number of "
+            "steps before it, tells which of them belong together."
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +91,7 @@ class ToCompare:
         alike = bool(first) and begin_alike(*first[0], self.named)
         found = None if alike else find_continuation(self.baseline, self.candidate, self.named)
         if found is None:
-            return replace(opened, pairs=chain(first, opened.pairs))
+            return replace(opened, pairs=chain(first, opened.pairs), begins_nowhere=bool(first) and not alike)
         return replace(self._opened(tasks, found.step - found.own), continuation=found)
 
     def _opened(self, tasks: Tasks | None, shift: int) -> Opened:
