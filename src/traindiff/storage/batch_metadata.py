@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -39,29 +39,39 @@ def too_much(num_bytes: int, packed_bytes: int) -> bool:
     return num_bytes > FREE_BYTES + EXPANSION * packed_bytes
 
 
-def checked_size(message: bytes) -> int:
-    """Bytes of all columns of a record batch message when they are decoded.
+class Message(NamedTuple):
+    """A record batch message whose metadata have been checked.
+
+    Attributes:
+        content: Its bytes.
+        rows: Number of its rows.
+        places: Where each of its buffers begins in it, and its size.
+        decoded_bytes: Bytes of all columns when they are decoded.
+    """
+
+    content: bytes
+    rows: int
+    places: NDArray[np.int64]
+    decoded_bytes: int
+
+    def buffers(self) -> list[bytes]:
+        """All buffers, as they are."""
+        return [self.content[begin : begin + size] for begin, size in self.places.tolist()]
+
+
+def checked(message: bytes) -> Message:
+    """A record batch message, after a look at its metadata.
 
     Raises:
         Malformed: It is not such a message, or decoding it would read outside of it or take too much memory.
     """
     try:
-        return _checked_size(message)
+        return _checked(message)
     except (struct.error, IndexError, OverflowError, ValueError) as error:
         raise Malformed(f"its metadata cannot be read ({error})") from None
 
 
-def buffers_of(message: bytes) -> tuple[int, list[tuple[int, int]]]:
-    """Number of rows of a message whose size was checked, and where each of its buffers begins and ends in it."""
-    (length,) = struct.unpack_from("<i", message, 4)
-    begin = 8 + length
-    batch = _Table.root(message[8:begin]).table(2)
-    assert batch is not None
-    places = [(begin + offset, begin + offset + size) for offset, size in batch.pairs(2).tolist()]
-    return batch.number(0, "<q"), places
-
-
-def _checked_size(message: bytes) -> int:
+def _checked(message: bytes) -> Message:
     if message[:4] != _CONTINUATION:
         raise Malformed("it does not begin as a message of an Arrow stream does")
     (length,) = struct.unpack_from("<i", message, 4)
@@ -77,17 +87,18 @@ def _checked_size(message: bytes) -> int:
     batch = head.table(2)
     if batch is None:
         raise Malformed("it is an empty record batch")
-    rows, num_bytes = batch.number(0, "<q"), _decoded_bytes(batch, body)
+    rows, buffers = batch.number(0, "<q"), batch.pairs(2)
+    num_bytes = _decoded_bytes(batch, buffers, body)
     if not 0 < rows * SUMMARY.itemsize <= num_bytes:
         raise Malformed(f"it has {rows} rows, and its columns hold {num_bytes} bytes")
     if too_much(num_bytes, len(message)):
         raise Malformed(f"its {len(message)} bytes hold {num_bytes} bytes, more than they may ({_RULE})")
-    return num_bytes
+    return Message(message, rows, buffers + np.array([begin, 0]), num_bytes)
 
 
-def _decoded_bytes(batch: _Table, body: memoryview) -> int:
+def _decoded_bytes(batch: _Table, buffers: NDArray[np.int64], body: memoryview) -> int:
     """Size of all buffers when they are decoded."""
-    compression, nodes, buffers = batch.table(3), batch.pairs(1), batch.pairs(2)
+    compression, nodes = batch.table(3), batch.pairs(1)
     if compression is not None and compression.number(0, "<b") != _LZ4_FRAME:
         raise Malformed("its buffers are compressed, and not with LZ4")
     if (len(nodes), len(buffers)) != (_NUM_NODES, _NUM_BUFFERS):

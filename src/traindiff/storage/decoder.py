@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from traindiff.core.observation import Observation
 from traindiff.core.summary import Summaries
-from traindiff.storage.batch_metadata import LAYOUT, buffers_of
+from traindiff.storage.batch_metadata import LAYOUT, Message
 from traindiff.storage.same_steps import SameSteps
 from traindiff.storage.schema import (
     ABOUT_COLUMNS,
@@ -27,6 +27,7 @@ from traindiff.storage.schema import (
 
 _SCHEMA_MESSAGE = SCHEMA.serialize().to_pybytes()
 
+_NAMES = tuple(SCHEMA.names)
 _ENDS = list(accumulate((buffers for _, buffers in LAYOUT), initial=0))
 _SHARD_NAMES = tuple(one.name for one in SHARD)
 _GROUPS: dict[str, list[int]] = {}
@@ -107,23 +108,23 @@ class Decoder:
         self._shared = shared or SharedColumns()
         self._known: list[_Known] = []  # the latest first
 
-    def decoded(self, message: bytes, summaries: Summaries) -> tuple[About, list[Observation], Stored]:
+    def decoded(self, message: Message, summaries: Summaries) -> tuple[About, list[Observation], Stored]:
         """What a message says about its observations, these, and the optional parts.
 
         Args:
-            message: A message whose size was checked.
+            message: The message.
             summaries: An array with a place for each of its rows, to which their summaries are written.
 
         Raises:
             Malformed: Its rows cannot be observations.
         """
-        rows, places = buffers_of(message)
-        said = {name: tuple(message[slice(*places[one])] for one in numbers) for name, numbers in _GROUPS.items()}
+        rows, buffers = message.rows, message.buffers()
+        said = {name: tuple(map(buffers.__getitem__, numbers)) for name, numbers in _GROUPS.items()}
         latest = next((one for one in self._known if one.rows == rows and one.said == said), None)
         held = latest.about if latest else self._shared.known(rows, said)
         left_out = {*held, *(_SHARD_NAMES if "shard" in held else ())}
         with decoding():
-            batch = read_columns(message, [name for name in SCHEMA.names if name not in left_out])
+            batch = read_columns(message.content, [name for name in _NAMES if name not in left_out])
         check_columns(batch)
         if latest is None:
             latest = _Known(rows=rows, said=said, about=about_of(batch, held))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -21,11 +22,11 @@ from traindiff.core.untrusted.demands import damaged, quoted
 from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import CorruptRecordingError
 from traindiff.storage import gap, manifest
-from traindiff.storage.batch_metadata import MOST_MESSAGE_BYTES, buffers_of, checked_size, too_much
+from traindiff.storage.batch_metadata import MOST_MESSAGE_BYTES, Message, checked, too_much
 from traindiff.storage.decoder import Decoder, SharedColumns, read_columns
 from traindiff.storage.location import DATA, SEALS
 from traindiff.storage.part import WHOLE, Part, first_message
-from traindiff.storage.same_steps import digest_of
+from traindiff.storage.same_steps import Head
 from traindiff.storage.schema import (
     NOTHING_STORED,
     SCHEMA,
@@ -106,9 +107,8 @@ class PackedStep:
 
     optimizer: str
     step: int
-    messages: list[bytes]
-    packed_bytes: int
-    unpacked_bytes: int
+    messages: list[Message]
+    digests: list[bytes] = field(default_factory=list)
     after: Mapping[str, int] = field(default_factory=dict)
 
     def append(self, more: PackedStep) -> None:
@@ -118,10 +118,10 @@ class PackedStep:
             Malformed: Together they hold too much.
         """
         self.messages.extend(more.messages)
-        self.packed_bytes += more.packed_bytes
-        self.unpacked_bytes += more.unpacked_bytes
-        if too_much(self.unpacked_bytes, self.packed_bytes):
-            raise Malformed(f"its messages hold {self.unpacked_bytes} bytes")
+        self.digests.extend(more.digests)
+        unpacked_bytes = sum(one.decoded_bytes for one in self.messages)
+        if too_much(unpacked_bytes, sum(len(one.content) for one in self.messages)):
+            raise Malformed(f"its messages hold {unpacked_bytes} bytes")
 
 
 class RankStream:
@@ -235,14 +235,30 @@ class RankStream:
         return found.optimizer, found.step
 
     def _unpacked(self, packed: PackedStep) -> StepObservations:
-        digest = digest_of(packed.messages) if self._same else b""
-        if self._same and (found := self._same.find(self._rank, digest)) is not None:
+        if self._same is not None and (found := self._same.step(self._rank, packed.digests)) is not None:
             return replace(found, after=packed.after)
         with self._checking(f"step {packed.step}"):
             step = unpacked(packed, self._rank, self._decoder)
-        if self._same:
-            self._same.note(self._rank, digest, step)
+        if self._same is not None:
+            self._same.note_step(self._rank, packed.digests, step)
         return step
+
+    def _packed(self, content: bytes) -> PackedStep:
+        """A message as part of a step."""
+        if self._same is None:
+            return _packed(content)
+        digest = hashlib.sha256(content, usedforsecurity=False).digest()
+        if (head := self._same.head(self._rank, digest)) is None:
+            part = _packed(content)
+            (message,) = part.messages
+            head = Head(part.optimizer, part.step, message._replace(content=b""))
+            self._same.note_head(self._rank, digest, head)
+        return PackedStep(
+            optimizer=head.optimizer,
+            step=head.step,
+            messages=[head.message._replace(content=content)],
+            digests=[digest],
+        )
 
     @contextmanager
     def _checking(self, what: str) -> Iterator[None]:
@@ -315,7 +331,7 @@ class RankStream:
                     raise damaged(self._path(DATA), what)
                 else:
                     with self._checking(f"message {number}"):
-                        part = _packed(message)
+                        part = self._packed(message)
                     yield part
 
     def _message(self, file: IO[bytes], number: int, sealed: Seal, size: int) -> bytes | None:
@@ -368,7 +384,7 @@ def unpacked(packed: PackedStep, rank: int, decoder: Decoder) -> StepObservation
     Raises:
         Malformed: They are not the messages of a step.
     """
-    rows = [buffers_of(message)[0] for message in packed.messages]
+    rows = [message.rows for message in packed.messages]
     summaries = np.empty(sum(rows), dtype=SUMMARY)
     observations: list[Observation] = []
     stored = NOTHING_STORED
@@ -397,17 +413,11 @@ def _check_schema(message: bytes, where: str) -> None:
         )
 
 
-def _packed(message: bytes) -> PackedStep:
+def _packed(content: bytes) -> PackedStep:
     """A message as part of a step; only the two columns that identify the step are decoded."""
-    size = checked_size(message)
+    message = checked(content)
     with decoding():
-        batch = read_columns(message, ("step", "optimizer"))
+        batch = read_columns(content, ("step", "optimizer"))
         batch.validate(full=True)
     (optimizer,) = check_texts([batch.column("optimizer")[0].as_py()])
-    return PackedStep(
-        step=batch.column("step")[0].as_py(),
-        optimizer=printable(optimizer),
-        messages=[message],
-        packed_bytes=len(message),
-        unpacked_bytes=size,
-    )
+    return PackedStep(step=batch.column("step")[0].as_py(), optimizer=printable(optimizer), messages=[message])
