@@ -12,13 +12,13 @@ from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.merge.site import MergedSite
 from traindiff.analyse.noise.gradients import NOISE_SIZE
 from traindiff.analyse.noise.run_floors import RunFloors
-from traindiff.core.summary import largest, norm_of
+from traindiff.core.summary import largest, norm_of, rounding
 
 FEW = 4
 """With fewer elements, two terms explain too much of anything."""
 
 ALIKE = 0.01
-"""A state is what it is compared with to this part: some are kept in bfloat16."""
+"""A sketch is what it is compared with to this part: some states are kept in bfloat16."""
 
 NEAREST = math.pi / math.sqrt(6.0)
 """The norm of 1, 1/2, 1/3, ...: elements close to zero lie about evenly, and these are their relative errors."""
@@ -100,10 +100,10 @@ class OwnStates:
         power, of_gradient = float(gradient.summary["sum_of_squares"]), float(largest(gradient.summary))
         if gradient.shape != state.shape or not (size and of_gradient):
             return False
-        if int(state.summary["negative"]) == 0:  # the largest element has the same share of them
+        if int(state.summary["negative"]) == 0:  # the largest element has the same share, to rounding: it is one number
             squares = most / float(state.summary["sum"]) * power / of_gradient**2
             absolute = most / size * math.sqrt(power) / of_gradient
-            return min(abs(squares - 1.0), abs(absolute - 1.0)) < ALIKE
+            return min(abs(squares - 1.0), abs(absolute - 1.0)) < 2.0 * rounding(state.dtype)
         return _left_over(state, *self._moved(state.key.path), gradient.summary["sketch"]) <= ALIKE
 
     def _moved(self, path: str) -> list[Any]:
@@ -122,6 +122,8 @@ def _spread(entry: MergedSite) -> float:
 def _left_over(state: MergedSite, *terms: Any) -> float:
     """Norm of what remains of a state beside the best fit of some terms, as a part of its norm."""
     vector, together = state.summary["sketch"], np.stack(terms, axis=1)
+    if not (np.isfinite(vector).all() and np.isfinite(together).all()):
+        return math.inf
     sizes = np.sqrt(np.square(together).sum(axis=0))
     used = together[:, sizes > 0.0] / sizes[sizes > 0.0]
     left = vector - used @ np.linalg.lstsq(used, vector, rcond=None)[0]
