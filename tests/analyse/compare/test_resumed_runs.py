@@ -113,6 +113,54 @@ def test_a_run_whose_first_parameters_are_those_of_a_later_step_is_compared_from
     )
 
 
+class Constants(nn.Module):
+    """A fit whose parameters have one element each, as those of a Gaussian process have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate, self.offset, self.frozen = (nn.Parameter(torch.zeros(())) for _ in range(3))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, times: torch.Tensor) -> torch.Tensor:
+        return torch.exp(self.rate * times) + self.offset + self.frozen
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (lambda _: None, ("identical", (3, 4, 5))),
+        (lambda model: model.rate.zero_(), ("misaligned", (0, 1, 2))),
+        # One number is near that of a step by chance.
+        (lambda model: [one.add_(1e-4) for one in (model.rate, model.offset)], ("misaligned", (0, 1, 2))),
+    ],
+)
+def test_a_run_whose_parameters_have_one_element_each_is_compared_from_where_it_goes_on(
+    edit: Callable[[Constants], object], expected: tuple[str, tuple[int, ...]], tmp_path: Path
+) -> None:
+    def train(model: Constants, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+        for _ in range(first, last):
+            optimizer.zero_grad()
+            (model(torch.linspace(0, 1, 8)) - 2.0).square().mean().backward()
+            optimizer.step()
+
+    model = Constants()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "baseline", model, optimizer):
+        train(model, optimizer, 0, SAVED_AFTER)
+        saved = copy.deepcopy((model, optimizer.state_dict()))
+        train(model, optimizer, SAVED_AFTER, STEPS)
+    model, optimizer = saved[0], torch.optim.Adam(saved[0].parameters(), lr=0.1)
+    optimizer.load_state_dict(saved[1])
+    with torch.no_grad():
+        edit(model)
+    with traindiff.record(tmp_path / "resumed", model, optimizer):
+        train(model, optimizer, SAVED_AFTER, STEPS)
+
+    comparison = traindiff.compare(tmp_path / "baseline", tmp_path / "resumed")
+
+    assert (comparison.verdict, comparison.steps) == expected
+
+
 @pytest.mark.parametrize("numbered", [{"first_step": 3}, {"offset": 3}])
 def test_a_run_that_is_told_where_it_begins_needs_no_search(resumed: Resumed, numbered: Mapping[str, int]) -> None:
     comparison = resumed(**numbered)

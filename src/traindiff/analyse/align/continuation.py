@@ -248,6 +248,7 @@ def _place_in(steps: Iterable[Beginning], first: Beginning | None) -> tuple[Cont
     not there, before every other one. They are there if they are the same, or much nearer (`NEAR`) than one step away
     from it. Only parameters with several different elements count, because constant ones (of norms, biases) are the
     same in many trainings; and more than half of them must be there, and more than at the step of the same number.
+    Where all are constant (`_telling`), they must be the same.
 
     Args:
         steps: The steps of the run.
@@ -259,7 +260,7 @@ def _place_in(steps: Iterable[Beginning], first: Beginning | None) -> tuple[Cont
     """
     if first is None:
         return None, None
-    wanted = {path: entry for path, entry in first.parameters.items() if _tells(entry)}
+    wanted = _telling(first.parameters)
     own = 0
     found: list[tuple[int, _Apart]] = []
     gaps: list[tuple[float, int]] = []
@@ -291,7 +292,8 @@ class _Apart:
 
     Attributes:
         step: Its number.
-        sizes: L2 distance of each parameter; 0 for the same bits, NaN if it is not known, or has another shape.
+        sizes: L2 distance of each parameter; 0 for the same bits, NaN if it is not known, has another shape, or is
+            constant and another number: one number may come near another by chance.
         known: Number of parameters that both have.
         of: The same, with those that are not known yet.
         same_batch: Whether it begins with the same batch.
@@ -314,7 +316,7 @@ class _Apart:
         """
         there = [one.parameters.get(path) for path in wanted]
         sizes = [
-            math.nan if other is None else _apart(entry, other)
+            math.nan if other is None or not (_varies(entry) or same_bits(entry, other)) else _apart(entry, other)
             for entry, other in zip(wanted.values(), there, strict=True)
         ]
         return cls(
@@ -338,6 +340,7 @@ def _apart(one: MergedSite, other: MergedSite) -> float:
 
 
 _Item = TypeVar("_Item")
+_Key = TypeVar("_Key")
 
 
 def _between(items: Iterable[_Item]) -> Iterator[tuple[_Item | None, _Item, _Item | None]]:
@@ -459,7 +462,7 @@ def begin_alike(baseline: RunStep | None, candidate: RunStep | None, rename: Ren
         {path: entry for path, entry in _found_by(one.table).items() if not entry.unobserved}
         for one in (baseline, candidate)
     )
-    same, of = _num_same({rename(path): entry for path, entry in found.items() if _tells(entry)}, theirs)
+    same, of = _num_same({rename(path): entry for path, entry in _telling(found).items()}, theirs)
     return bool(found) and same == of
 
 
@@ -474,7 +477,16 @@ def _num_same(wanted: Mapping[str, MergedSite], parameters: Mapping[str, MergedS
     return sum(same_bits(wanted[path], parameters[path]) for path in of), len(of)
 
 
-def _tells(entry: MergedSite) -> bool:
+def _telling(parameters: Mapping[_Key, MergedSite]) -> dict[_Key, MergedSite]:
+    """The parameters that tell one step from another: those that hold several different numbers.
+
+    All, if none does: a Gaussian process, or a fit of some constants, has parameters of one element only.
+    """
+    known = {key: entry for key, entry in parameters.items() if not entry.unobserved}
+    return {key: entry for key, entry in known.items() if _varies(entry)} or known
+
+
+def _varies(entry: MergedSite) -> bool:
     return float(entry.summary["minimum"]) < float(entry.summary["maximum"])
 
 
@@ -505,7 +517,7 @@ def with_beginning(side: SideStep, other: SideStep, *, begins: bool) -> SideStep
         and key.path in side.before
     }  # fmt: skip
     table = {key: entry for key, entry in side.table.items() if key not in found}
-    telling = [key for key, entry in found.items() if not entry.unobserved and _tells(entry)]
+    telling = _telling(found)
     apart = {key.path: _apart(found[key], other.table[key]) for key in telling}
     moved = {one.key.path: norm_of(one.summary) for one in side.updates if not one.unobserved}
     near = {path for path, size in apart.items() if size <= NEAR * moved.get(path, 0.0)}
@@ -514,7 +526,7 @@ def with_beginning(side: SideStep, other: SideStep, *, begins: bool) -> SideStep
         rounded = {key.path for key in telling if apart[key.path] and rounding(found[key].dtype) > _LONG} & near
         held = {key.path for key in found} - rounded
     elif 2 * len(near) > len(telling):
-        held = _lost(side, {key.path: found[key] for key in telling}, apart, moved)
+        held = _lost(side, {key.path: entry for key, entry in telling.items()}, apart, moved)
         held |= {key.path for key in telling if apart[key.path] and _is_as_begun(side, other.table[key])}
     else:
         return side
