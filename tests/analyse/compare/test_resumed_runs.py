@@ -113,6 +113,60 @@ def test_a_run_whose_first_parameters_are_those_of_a_later_step_is_compared_from
     )
 
 
+class Pair:
+    """A generator and a discriminator, which steps before it."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.models = {"generator": nn.Linear(3, 4), "discriminator": nn.Linear(4, 1)}
+        self.optimizers = {name: torch.optim.Adam(model.parameters()) for name, model in self.models.items()}
+
+    def save(self) -> Saved:
+        return copy.deepcopy({
+            name: (model.state_dict(), self.optimizers[name].state_dict()) for name, model in self.models.items()
+        })  # fmt: skip
+
+    def load(self, saved: Saved) -> None:
+        for name, (model, optimizer) in saved.items():
+            self.models[name].load_state_dict(model)
+            self.optimizers[name].load_state_dict(optimizer)
+
+    def train(self, first: int, last: int) -> None:
+        generator, discriminator = self.models.values()
+        for step in range(first, last):
+            numbers = torch.Generator().manual_seed(step)
+            made = generator(torch.randn(8, 3, generator=numbers))
+            real = discriminator(torch.randn(8, 4, generator=numbers))
+            (discriminator(made.detach()).square() + (real - 1.0).square()).mean().backward()
+            self.step("discriminator")
+            (discriminator(made) - 1.0).square().mean().backward()
+            self.step("generator")
+
+    def step(self, name: str) -> None:
+        self.optimizers[name].step()
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("lost", ["", "discriminator", "generator"])
+def test_a_run_goes_on_although_its_second_optimizer_steps_first(every: int, lost: str, tmp_path: Path) -> None:
+    begun, resumed = Pair(), Pair()
+
+    with traindiff.record(tmp_path / "baseline", begun.models, [*begun.optimizers.values()], every=every):
+        begun.train(0, 4)
+        saved = begun.save()
+        begun.train(4, 8)
+    resumed.load({**saved, **({lost: (saved[lost][0], Pair().save()[lost][1])} if lost else {})})
+    with traindiff.record(tmp_path / "resumed", resumed.models, [*resumed.optimizers.values()], every=every):
+        resumed.train(4, 8)
+    comparison = traindiff.compare(tmp_path / "baseline", tmp_path / "resumed")
+
+    first = comparison.first_divergence
+    assert comparison.steps == tuple(range(4, 8, every))
+    assert (first and (first.step, first.slot, first.path.partition(".")[0])) == ((4, "step", lost) if lost else None)
+
+
 class Constants(nn.Module):
     """A fit whose parameters have one element each, as those of a Gaussian process have."""
 

@@ -54,6 +54,7 @@ class Beginning:
         batch: The inputs of the model, by path and slot.
         random: The states of random generators before the first forward pass, by slot.
         settings: The settings of the optimizers, by path and slot.
+        next_steps: The number of the next step of each optimizer, by name.
     """
 
     optimizer: str
@@ -63,10 +64,29 @@ class Beginning:
     batch: Mapping[Site, MergedSite]
     random: Mapping[str, MergedSite]
     settings: Mapping[Site, float]
+    next_steps: Mapping[str, int]
+
+    def with_found(self, found: Mapping[str, MergedSite], step: int, holders: Mapping[str, str]) -> Beginning:
+        """The same with parameters that only a later step has recorded, as the next step of their optimizer finds them.
+
+        Args:
+            found: The parameters, by path.
+            step: The number of that next step.
+            holders: Name of the optimizer of each parameter, by path.
+        """
+        further = {
+            path: entry for path, entry in found.items()
+            if path not in self.parameters and not entry.unobserved
+            and self.next_steps.get(holders.get(path, ""), step) == step
+        }  # fmt: skip
+        return replace(self, parameters={**self.parameters, **further}, late=self.late.difference(further))
 
 
 def beginnings(recording: Recording, rename: Rename = str) -> Iterator[Beginning]:
-    """What each step of a recording begins with; memory holds one step.
+    """What each step of a recording begins with; memory holds the steps until each optimizer has stepped again.
+
+    The parameters that a round of several optimizers finds are recorded with the first of them, which may be the last
+    to step: in a GAN, the discriminator may come before.
 
     Args:
         recording: The run.
@@ -74,7 +94,10 @@ def beginnings(recording: Recording, rename: Rename = str) -> Iterator[Beginning
     """
     held: dict[str, MergedSite] = {}
     latest: dict[str, int] = {}  # step, by optimizer
+    waiting: list[Beginning] = []
+    begun = recording.run.get("first_step") or 0
     groups = parameter_groups(recording, rename)
+    holders = {path: name for name, of_one in groups.items() for group in of_one for path in group}
     merged = MergedTables(recording.world_size, 0, recording.path)
     for of_ranks in rank_steps(recording):
         optimizer, step, after = of_ranks[0].optimizer, of_ranks[0].step, of_ranks[0].after
@@ -89,15 +112,21 @@ def beginnings(recording: Recording, rename: Rename = str) -> Iterator[Beginning
             ]
             table = step_table(parts)
         of_ranks.clear()
-        held.update((rename(path), entry.without_parts()) for path, entry in _found_by(table).items())
+        found = {rename(path): entry.without_parts() for path, entry in _values_at(table, BEFORE).items()}
+        waiting = [one.with_found(found, step, holders) for one in waiting]
+        num_done = max((place for place, one in enumerate(waiting, 1) if one.optimizer == optimizer), default=0)
+        yield from waiting[:num_done]
+        held.update((path, one) for path, one in found.items() if latest.get(holders.get(path, ""), -1) < step)
+        held.update((rename(path), one.without_parts()) for path, one in _values_at(table, EDITED).items())
         # A step is complete when its optimizer begins the next one, which others may do more often.
         not_yet = [name for name, number in after.items() if latest.get(name, -1) < number]
         late = frozenset(path for name in not_yet for group in groups.get(name, ()) for path in group)
-        yield Beginning(
+        beginning = Beginning(
             optimizer=optimizer,
             step=step,
             parameters={path: one for path, one in held.items() if not (one.unobserved or path in late)},
             late=late,
+            next_steps={name: max(begun, after.get(name, -1) + 1) for name in groups} | {optimizer: step},
             batch={
                 (rename(key.path), key.slot): entry
                 for key, entry in table.items()
@@ -114,10 +143,10 @@ def beginnings(recording: Recording, rename: Rename = str) -> Iterator[Beginning
                 if key.group and not entry.unobserved
             },
         )
-        for key, entry in table.items():
-            if _is_value(key) and not key.stage:
-                held[rename(key.path)] = entry.without_parts()
+        waiting = [*waiting[num_done:], beginning]
+        held.update((rename(path), one.without_parts()) for path, one in _values_at(table, "").items())
         latest[optimizer] = step
+    yield from waiting
 
 
 def _is_wanted(seen: Observation) -> bool:
@@ -468,7 +497,12 @@ def begin_alike(baseline: RunStep | None, candidate: RunStep | None, rename: Ren
 
 def _found_by(table: StepTable) -> dict[str, MergedSite]:
     """The parameters that a step has recorded as it found them, by path."""
-    return {key.path: entry for key, entry in table.items() if _is_value(key) and key.stage in (BEFORE, EDITED)}
+    return {**_values_at(table, BEFORE), **_values_at(table, EDITED)}
+
+
+def _values_at(table: StepTable, stage: str) -> dict[str, MergedSite]:
+    """The parameters that a step has recorded at a stage, by path."""
+    return {key.path: entry for key, entry in table.items() if _is_value(key) and key.stage == stage}
 
 
 def _num_same(wanted: Mapping[str, MergedSite], parameters: Mapping[str, MergedSite]) -> tuple[int, int]:
