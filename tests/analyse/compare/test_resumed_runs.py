@@ -114,10 +114,11 @@ def test_a_run_whose_first_parameters_are_those_of_a_later_step_is_compared_from
 
 
 class Pair:
-    """A generator and a discriminator, which steps before it."""
+    """A generator and a discriminator, which steps before it, and whose weights are clipped."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_critic: int = 1) -> None:
         torch.manual_seed(0)
+        self.num_critic = num_critic
         self.models = {"generator": nn.Linear(3, 4), "discriminator": nn.Linear(4, 1)}
         self.optimizers = {name: torch.optim.Adam(model.parameters()) for name, model in self.models.items()}
 
@@ -135,10 +136,13 @@ class Pair:
         generator, discriminator = self.models.values()
         for step in range(first, last):
             numbers = torch.Generator().manual_seed(step)
-            made = generator(torch.randn(8, 3, generator=numbers))
-            real = discriminator(torch.randn(8, 4, generator=numbers))
-            (discriminator(made.detach()).square() + (real - 1.0).square()).mean().backward()
-            self.step("discriminator")
+            for _ in range(self.num_critic):
+                made = generator(torch.randn(8, 3, generator=numbers))
+                real = discriminator(torch.randn(8, 4, generator=numbers))
+                (discriminator(made.detach()).square() + (real - 1.0).square()).mean().backward()
+                self.step("discriminator")
+                with torch.no_grad():
+                    discriminator.weight.clamp_(-0.3, 0.3)
             (discriminator(made) - 1.0).square().mean().backward()
             self.step("generator")
 
@@ -148,10 +152,12 @@ class Pair:
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("every", "num_critic"), [(1, 1), (2, 1), (1, 3)])
 @pytest.mark.parametrize("lost", ["", "discriminator", "generator"])
-def test_a_run_goes_on_although_its_second_optimizer_steps_first(every: int, lost: str, tmp_path: Path) -> None:
-    begun, resumed = Pair(), Pair()
+def test_a_run_goes_on_although_its_second_optimizer_steps_first(
+    every: int, num_critic: int, lost: str, tmp_path: Path
+) -> None:
+    begun, resumed = Pair(num_critic), Pair(num_critic)
 
     with traindiff.record(tmp_path / "baseline", begun.models, [*begun.optimizers.values()], every=every):
         begun.train(0, 4)
@@ -163,8 +169,46 @@ def test_a_run_goes_on_although_its_second_optimizer_steps_first(every: int, los
     comparison = traindiff.compare(tmp_path / "baseline", tmp_path / "resumed")
 
     first = comparison.first_divergence
-    assert comparison.steps == tuple(range(4, 8, every))
-    assert (first and (first.step, first.slot, first.path.partition(".")[0])) == ((4, "step", lost) if lost else None)
+    assert (min(comparison.steps), max(comparison.steps)) == (4, 8 * num_critic - every)
+    if not lost:
+        assert (comparison.verdict, first) == ("identical", None)
+    else:
+        assert first is not None
+        assert (first.step, first.slot) == (4 * num_critic if lost == "discriminator" else 4, "step")
+        assert first.path.startswith(lost)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_weights_that_a_training_changes_after_each_step_do_not_tell_a_continued_run_apart(
+    factor: float, tmp_path: Path
+) -> None:
+    def train(model: nn.Linear, optimizer: torch.optim.Optimizer, first: int, last: int, size: float = 1.0) -> None:
+        for step in range(first, last):
+            batch = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                model.weight.copy_(size * nn.functional.normalize(model.weight))
+
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "baseline", model, optimizer):
+        train(model, optimizer, 0, SAVED_AFTER)
+        saved = copy.deepcopy(model)
+        train(model, optimizer, SAVED_AFTER, STEPS)
+    with traindiff.record(tmp_path / "resumed", saved, optimizer := torch.optim.SGD(saved.parameters(), lr=0.1)):
+        train(saved, optimizer, SAVED_AFTER, STEPS, factor)
+
+    comparison = traindiff.compare(tmp_path / "baseline", tmp_path / "resumed")
+
+    first = comparison.first_divergence
+    assert comparison.steps == (3, 4, 5)
+    if factor == 1.0:
+        assert (comparison.verdict, first) == ("identical", None)
+    else:
+        assert first is not None
+        assert (first.step, first.kind, first.path) == (4, "edited", "weight")
 
 
 class Constants(nn.Module):

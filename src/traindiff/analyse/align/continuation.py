@@ -25,6 +25,12 @@ from traindiff.storage import Recording
 
 Site = tuple[str, str]
 
+Found = tuple[str, MergedSite, int]
+"""The path of a parameter, how a step of its optimizer finds it, and the number of that step."""
+
+_MOST_WAITING = 16
+"""Steps that are held until the first optimizer has stepped, which may rest for long: a bound of memory."""
+
 NEAR = 0.5
 """A parameter is near another run's at a step if the two are apart by at most this part of what the step changes.
 
@@ -66,27 +72,25 @@ class Beginning:
     settings: Mapping[Site, float]
     next_steps: Mapping[str, int]
 
-    def with_found(self, found: Mapping[str, MergedSite], step: int, holders: Mapping[str, str]) -> Beginning:
-        """The same with parameters that only a later step has recorded, as the next step of their optimizer finds them.
+    def with_found(self, found: Iterable[Found], holders: Mapping[str, str]) -> Beginning:
+        """The same with parameters that only a step of another optimizer has recorded.
 
         Args:
-            found: The parameters, by path.
-            step: The number of that next step.
+            found: The parameters.
             holders: Name of the optimizer of each parameter, by path.
         """
         further = {
-            path: entry for path, entry in found.items()
-            if path not in self.parameters and not entry.unobserved
-            and self.next_steps.get(holders.get(path, ""), step) == step
+            path: entry for path, entry, step in found
+            if not entry.unobserved and self.next_steps.get(holders.get(path, ""), step) == step
         }  # fmt: skip
         return replace(self, parameters={**self.parameters, **further}, late=self.late.difference(further))
 
 
 def beginnings(recording: Recording, rename: Rename = str) -> Iterator[Beginning]:
-    """What each step of a recording begins with; memory holds the steps until each optimizer has stepped again.
+    """What each step of a recording begins with; memory holds the steps until the first optimizer has stepped.
 
     The parameters that a round of several optimizers finds are recorded with the first of them, which may be the last
-    to step: in a GAN, the discriminator may come before.
+    to step: in a GAN, the discriminator may step before, and several times.
 
     Args:
         recording: The run.
@@ -97,6 +101,7 @@ def beginnings(recording: Recording, rename: Rename = str) -> Iterator[Beginning
     waiting: list[Beginning] = []
     begun = recording.run.get("first_step") or 0
     groups = parameter_groups(recording, rename)
+    main = next(iter(groups), "")
     holders = {path: name for name, of_one in groups.items() for group in of_one for path in group}
     merged = MergedTables(recording.world_size, 0, recording.path)
     for of_ranks in rank_steps(recording):
@@ -112,12 +117,18 @@ def beginnings(recording: Recording, rename: Rename = str) -> Iterator[Beginning
             ]
             table = step_table(parts)
         of_ranks.clear()
-        found = {rename(path): entry.without_parts() for path, entry in _values_at(table, BEFORE).items()}
-        waiting = [one.with_found(found, step, holders) for one in waiting]
-        num_done = max((place for place, one in enumerate(waiting, 1) if one.optimizer == optimizer), default=0)
+        next_steps = {name: max(begun, after.get(name, -1) + 1) for name in groups} | {optimizer: step}
+        before, edited, stepped = (
+            {rename(path): entry.without_parts() for path, entry in _values_at(table, stage).items()}
+            for stage in (BEFORE, EDITED, "")
+        )
+        found = [(path, entry, step) for path, entry in before.items()]
+        found += [(path, entry, next_steps.get(holders.get(path, ""), step)) for path, entry in edited.items()]
+        later = [(path, entry, step + 1) for path, entry in stepped.items()]
+        waiting = [one.with_found([*found, *later], holders) for one in waiting]
+        num_done = len(waiting) if optimizer == main else max(0, len(waiting) - _MOST_WAITING)
         yield from waiting[:num_done]
-        held.update((path, one) for path, one in found.items() if latest.get(holders.get(path, ""), -1) < step)
-        held.update((rename(path), one.without_parts()) for path, one in _values_at(table, EDITED).items())
+        held.update((path, one) for path, one, number in found if latest.get(holders.get(path, ""), -1) < number)
         # A step is complete when its optimizer begins the next one, which others may do more often.
         not_yet = [name for name, number in after.items() if latest.get(name, -1) < number]
         late = frozenset(path for name in not_yet for group in groups.get(name, ()) for path in group)
@@ -126,7 +137,7 @@ def beginnings(recording: Recording, rename: Rename = str) -> Iterator[Beginning
             step=step,
             parameters={path: one for path, one in held.items() if not (one.unobserved or path in late)},
             late=late,
-            next_steps={name: max(begun, after.get(name, -1) + 1) for name in groups} | {optimizer: step},
+            next_steps=next_steps,
             batch={
                 (rename(key.path), key.slot): entry
                 for key, entry in table.items()
@@ -144,7 +155,7 @@ def beginnings(recording: Recording, rename: Rename = str) -> Iterator[Beginning
             },
         )
         waiting = [*waiting[num_done:], beginning]
-        held.update((rename(path), one.without_parts()) for path, one in _values_at(table, "").items())
+        held.update(stepped)
         latest[optimizer] = step
     yield from waiting
 
