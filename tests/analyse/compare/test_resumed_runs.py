@@ -131,6 +131,152 @@ def test_a_run_whose_first_parameters_are_those_of_a_later_step_is_compared_from
     )
 
 
+class Pair:
+    """A generator and a discriminator, which steps before it, and whose weights are clipped."""
+
+    def __init__(self, num_critic: int = 1) -> None:
+        torch.manual_seed(0)
+        self.num_critic = num_critic
+        self.models = {"generator": nn.Linear(3, 4), "discriminator": nn.Linear(4, 1)}
+        self.optimizers = {name: torch.optim.Adam(model.parameters()) for name, model in self.models.items()}
+
+    def save(self) -> Saved:
+        return copy.deepcopy({
+            name: (model.state_dict(), self.optimizers[name].state_dict()) for name, model in self.models.items()
+        })  # fmt: skip
+
+    def load(self, saved: Saved) -> None:
+        for name, (model, optimizer) in saved.items():
+            self.models[name].load_state_dict(model)
+            self.optimizers[name].load_state_dict(optimizer)
+
+    def train(self, first: int, last: int) -> None:
+        generator, discriminator = self.models.values()
+        for step in range(first, last):
+            numbers = torch.Generator().manual_seed(step)
+            for _ in range(self.num_critic):
+                made = generator(torch.randn(8, 3, generator=numbers))
+                real = discriminator(torch.randn(8, 4, generator=numbers))
+                (discriminator(made.detach()).square() + (real - 1.0).square()).mean().backward()
+                self.step("discriminator")
+                with torch.no_grad():
+                    discriminator.weight.clamp_(-0.3, 0.3)
+            (discriminator(made) - 1.0).square().mean().backward()
+            self.step("generator")
+
+    def step(self, name: str) -> None:
+        self.optimizers[name].step()
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("every", "num_critic"), [(1, 1), (2, 1), (1, 3)])
+@pytest.mark.parametrize("lost", ["", "discriminator", "generator"])
+def test_a_run_goes_on_although_its_second_optimizer_steps_first(
+    every: int, num_critic: int, lost: str, tmp_path: Path
+) -> None:
+    begun, resumed = Pair(num_critic), Pair(num_critic)
+
+    with traindiff.record(tmp_path / "baseline", begun.models, [*begun.optimizers.values()], every=every):
+        begun.train(0, 4)
+        saved = begun.save()
+        begun.train(4, 8)
+    resumed.load({**saved, **({lost: (saved[lost][0], Pair().save()[lost][1])} if lost else {})})
+    with traindiff.record(tmp_path / "resumed", resumed.models, [*resumed.optimizers.values()], every=every):
+        resumed.train(4, 8)
+    comparison = traindiff.compare(tmp_path / "baseline", tmp_path / "resumed")
+
+    first = comparison.first_divergence
+    assert (min(comparison.steps), max(comparison.steps)) == (4, 8 * num_critic - every)
+    if not lost:
+        assert (comparison.verdict, first) == ("identical", None)
+    else:
+        assert first is not None
+        assert (first.step, first.slot) == (4 * num_critic if lost == "discriminator" else 4, "step")
+        assert first.path.startswith(lost)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_weights_that_a_training_changes_after_each_step_do_not_tell_a_continued_run_apart(
+    factor: float, tmp_path: Path
+) -> None:
+    def train(model: nn.Linear, optimizer: torch.optim.Optimizer, first: int, last: int, size: float = 1.0) -> None:
+        for step in range(first, last):
+            batch = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                model.weight.copy_(size * nn.functional.normalize(model.weight))
+
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "baseline", model, optimizer):
+        train(model, optimizer, 0, SAVED_AFTER)
+        saved = copy.deepcopy(model)
+        train(model, optimizer, SAVED_AFTER, STEPS)
+    with traindiff.record(tmp_path / "resumed", saved, optimizer := torch.optim.SGD(saved.parameters(), lr=0.1)):
+        train(saved, optimizer, SAVED_AFTER, STEPS, factor)
+
+    comparison = traindiff.compare(tmp_path / "baseline", tmp_path / "resumed")
+
+    first = comparison.first_divergence
+    assert comparison.steps == (3, 4, 5)
+    if factor == 1.0:
+        assert (comparison.verdict, first) == ("identical", None)
+    else:
+        assert first is not None
+        assert (first.step, first.kind, first.path) == (4, "edited", "weight")
+
+
+class Constants(nn.Module):
+    """A fit whose parameters have one element each, as those of a Gaussian process have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate, self.offset, self.frozen = (nn.Parameter(torch.zeros(())) for _ in range(3))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, times: torch.Tensor) -> torch.Tensor:
+        return torch.exp(self.rate * times) + self.offset + self.frozen
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (lambda _: None, ("identical", (3, 4, 5))),
+        (lambda model: model.rate.zero_(), ("misaligned", (0, 1, 2))),
+        # One number is near that of a step by chance.
+        (lambda model: [one.add_(1e-4) for one in (model.rate, model.offset)], ("misaligned", (0, 1, 2))),
+    ],
+)
+def test_a_run_whose_parameters_have_one_element_each_is_compared_from_where_it_goes_on(
+    edit: Callable[[Constants], object], expected: tuple[str, tuple[int, ...]], tmp_path: Path
+) -> None:
+    def train(model: Constants, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+        for _ in range(first, last):
+            optimizer.zero_grad()
+            (model(torch.linspace(0, 1, 8)) - 2.0).square().mean().backward()
+            optimizer.step()
+
+    model = Constants()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "baseline", model, optimizer):
+        train(model, optimizer, 0, SAVED_AFTER)
+        saved = copy.deepcopy((model, optimizer.state_dict()))
+        train(model, optimizer, SAVED_AFTER, STEPS)
+    model, optimizer = saved[0], torch.optim.Adam(saved[0].parameters(), lr=0.1)
+    optimizer.load_state_dict(saved[1])
+    with torch.no_grad():
+        edit(model)
+    with traindiff.record(tmp_path / "resumed", model, optimizer):
+        train(model, optimizer, SAVED_AFTER, STEPS)
+
+    comparison = traindiff.compare(tmp_path / "baseline", tmp_path / "resumed")
+
+    assert (comparison.verdict, comparison.steps) == expected
+
+
 @pytest.mark.parametrize("numbered", [{"first_step": 3}, {"offset": 3}])
 def test_a_run_that_is_told_where_it_begins_needs_no_search(resumed: Resumed, numbered: Mapping[str, int]) -> None:
     comparison = resumed(**numbered)

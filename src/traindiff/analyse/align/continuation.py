@@ -25,6 +25,12 @@ from traindiff.storage import Recording
 
 Site = tuple[str, str]
 
+Found = tuple[str, MergedSite, int]
+"""The path of a parameter, how a step of its optimizer finds it, and the number of that step."""
+
+_MOST_WAITING = 16
+"""Steps that are held until the first optimizer has stepped, which may rest for long: a bound of memory."""
+
 NEAR = 0.5
 """A parameter is near another run's at a step if the two are apart by at most this part of what the step changes.
 
@@ -54,6 +60,7 @@ class Beginning:
         batch: The inputs of the model, by path and slot.
         random: The states of random generators before the first forward pass, by slot.
         settings: The settings of the optimizers, by path and slot.
+        next_steps: The number of the next step of each optimizer, by name.
     """
 
     optimizer: str
@@ -63,10 +70,27 @@ class Beginning:
     batch: Mapping[Site, MergedSite]
     random: Mapping[str, MergedSite]
     settings: Mapping[Site, float]
+    next_steps: Mapping[str, int]
+
+    def with_found(self, found: Iterable[Found], holders: Mapping[str, str]) -> Beginning:
+        """The same with parameters that only a step of another optimizer has recorded.
+
+        Args:
+            found: The parameters.
+            holders: Name of the optimizer of each parameter, by path.
+        """
+        further = {
+            path: entry for path, entry, step in found
+            if not entry.unobserved and self.next_steps.get(holders.get(path, ""), step) == step
+        }  # fmt: skip
+        return replace(self, parameters={**self.parameters, **further}, late=self.late.difference(further))
 
 
 def beginnings(recording: Recording, rename: Rename = str) -> Iterator[Beginning]:
-    """What each step of a recording begins with; memory holds one step.
+    """What each step of a recording begins with; memory holds the steps until the first optimizer has stepped.
+
+    The parameters that a round of several optimizers finds are recorded with the first of them, which may be the last
+    to step: in a GAN, the discriminator may step before, and several times.
 
     Args:
         recording: The run.
@@ -74,7 +98,11 @@ def beginnings(recording: Recording, rename: Rename = str) -> Iterator[Beginning
     """
     held: dict[str, MergedSite] = {}
     latest: dict[str, int] = {}  # step, by optimizer
+    waiting: list[Beginning] = []
+    begun = recording.run.get("first_step") or 0
     groups = parameter_groups(recording, rename)
+    main = next(iter(groups), "")
+    holders = {path: name for name, of_one in groups.items() for group in of_one for path in group}
     merged = MergedTables(recording.world_size, 0, recording.path)
     for of_ranks in rank_steps(recording):
         optimizer, step, after = of_ranks[0].optimizer, of_ranks[0].step, of_ranks[0].after
@@ -89,15 +117,27 @@ def beginnings(recording: Recording, rename: Rename = str) -> Iterator[Beginning
             ]
             table = step_table(parts)
         of_ranks.clear()
-        held.update((rename(path), entry.without_parts()) for path, entry in _found_by(table).items())
+        next_steps = {name: max(begun, after.get(name, -1) + 1) for name in groups} | {optimizer: step}
+        before, edited, stepped = (
+            {rename(path): entry.without_parts() for path, entry in _values_at(table, stage).items()}
+            for stage in (BEFORE, EDITED, "")
+        )
+        found = [(path, entry, step) for path, entry in before.items()]
+        found += [(path, entry, next_steps.get(holders.get(path, ""), step)) for path, entry in edited.items()]
+        later = [(path, entry, step + 1) for path, entry in stepped.items()]
+        waiting = [one.with_found([*found, *later], holders) for one in waiting]
+        num_done = len(waiting) if optimizer == main else max(0, len(waiting) - _MOST_WAITING)
+        yield from waiting[:num_done]
+        held.update((path, one) for path, one, number in found if latest.get(holders.get(path, ""), -1) < number)
         # A step is complete when its optimizer begins the next one, which others may do more often.
         not_yet = [name for name, number in after.items() if latest.get(name, -1) < number]
         late = frozenset(path for name in not_yet for group in groups.get(name, ()) for path in group)
-        yield Beginning(
+        beginning = Beginning(
             optimizer=optimizer,
             step=step,
             parameters={path: one for path, one in held.items() if not (one.unobserved or path in late)},
             late=late,
+            next_steps=next_steps,
             batch={
                 (rename(key.path), key.slot): entry
                 for key, entry in table.items()
@@ -114,10 +154,10 @@ def beginnings(recording: Recording, rename: Rename = str) -> Iterator[Beginning
                 if key.group and not entry.unobserved
             },
         )
-        for key, entry in table.items():
-            if _is_value(key) and not key.stage:
-                held[rename(key.path)] = entry.without_parts()
+        waiting = [*waiting[num_done:], beginning]
+        held.update(stepped)
         latest[optimizer] = step
+    yield from waiting
 
 
 def _is_wanted(seen: Observation) -> bool:
@@ -248,6 +288,7 @@ def _place_in(steps: Iterable[Beginning], first: Beginning | None) -> tuple[Cont
     not there, before every other one. They are there if they are the same, or much nearer (`NEAR`) than one step away
     from it. Only parameters with several different elements count, because constant ones (of norms, biases) are the
     same in many trainings; and more than half of them must be there, and more than at the step of the same number.
+    Where all are constant (`_telling`), they must be the same.
 
     Args:
         steps: The steps of the run.
@@ -259,7 +300,7 @@ def _place_in(steps: Iterable[Beginning], first: Beginning | None) -> tuple[Cont
     """
     if first is None:
         return None, None
-    wanted = {path: entry for path, entry in first.parameters.items() if _tells(entry)}
+    wanted = _telling(first.parameters)
     own = 0
     found: list[tuple[int, _Apart]] = []
     gaps: list[tuple[float, int]] = []
@@ -291,7 +332,8 @@ class _Apart:
 
     Attributes:
         step: Its number.
-        sizes: L2 distance of each parameter; 0 for the same bits, NaN if it is not known, or has another shape.
+        sizes: L2 distance of each parameter; 0 for the same bits, NaN if it is not known, has another shape, or is
+            constant and another number: one number may come near another by chance.
         known: Number of parameters that both have.
         of: The same, with those that are not known yet.
         same_batch: Whether it begins with the same batch.
@@ -314,7 +356,7 @@ class _Apart:
         """
         there = [one.parameters.get(path) for path in wanted]
         sizes = [
-            math.nan if other is None else _apart(entry, other)
+            math.nan if other is None or not (_varies(entry) or same_bits(entry, other)) else _apart(entry, other)
             for entry, other in zip(wanted.values(), there, strict=True)
         ]
         return cls(
@@ -338,6 +380,7 @@ def _apart(one: MergedSite, other: MergedSite) -> float:
 
 
 _Item = TypeVar("_Item")
+_Key = TypeVar("_Key")
 
 
 def _between(items: Iterable[_Item]) -> Iterator[tuple[_Item | None, _Item, _Item | None]]:
@@ -459,13 +502,18 @@ def begin_alike(baseline: RunStep | None, candidate: RunStep | None, rename: Ren
         {path: entry for path, entry in _found_by(one.table).items() if not entry.unobserved}
         for one in (baseline, candidate)
     )
-    same, of = _num_same({rename(path): entry for path, entry in found.items() if _tells(entry)}, theirs)
+    same, of = _num_same({rename(path): entry for path, entry in _telling(found).items()}, theirs)
     return bool(found) and same == of
 
 
 def _found_by(table: StepTable) -> dict[str, MergedSite]:
     """The parameters that a step has recorded as it found them, by path."""
-    return {key.path: entry for key, entry in table.items() if _is_value(key) and key.stage in (BEFORE, EDITED)}
+    return {**_values_at(table, BEFORE), **_values_at(table, EDITED)}
+
+
+def _values_at(table: StepTable, stage: str) -> dict[str, MergedSite]:
+    """The parameters that a step has recorded at a stage, by path."""
+    return {key.path: entry for key, entry in table.items() if _is_value(key) and key.stage == stage}
 
 
 def _num_same(wanted: Mapping[str, MergedSite], parameters: Mapping[str, MergedSite]) -> tuple[int, int]:
@@ -474,7 +522,16 @@ def _num_same(wanted: Mapping[str, MergedSite], parameters: Mapping[str, MergedS
     return sum(same_bits(wanted[path], parameters[path]) for path in of), len(of)
 
 
-def _tells(entry: MergedSite) -> bool:
+def _telling(parameters: Mapping[_Key, MergedSite]) -> dict[_Key, MergedSite]:
+    """The parameters that tell one step from another: those that hold several different numbers.
+
+    All, if none does: a Gaussian process, or a fit of some constants, has parameters of one element only.
+    """
+    known = {key: entry for key, entry in parameters.items() if not entry.unobserved}
+    return {key: entry for key, entry in known.items() if _varies(entry)} or known
+
+
+def _varies(entry: MergedSite) -> bool:
     return float(entry.summary["minimum"]) < float(entry.summary["maximum"])
 
 
@@ -505,7 +562,7 @@ def with_beginning(side: SideStep, other: SideStep, *, begins: bool) -> SideStep
         and key.path in side.before
     }  # fmt: skip
     table = {key: entry for key, entry in side.table.items() if key not in found}
-    telling = [key for key, entry in found.items() if not entry.unobserved and _tells(entry)]
+    telling = _telling(found)
     apart = {key.path: _apart(found[key], other.table[key]) for key in telling}
     moved = {one.key.path: norm_of(one.summary) for one in side.updates if not one.unobserved}
     near = {path for path, size in apart.items() if size <= NEAR * moved.get(path, 0.0)}
@@ -514,7 +571,7 @@ def with_beginning(side: SideStep, other: SideStep, *, begins: bool) -> SideStep
         rounded = {key.path for key in telling if apart[key.path] and rounding(found[key].dtype) > _LONG} & near
         held = {key.path for key in found} - rounded
     elif 2 * len(near) > len(telling):
-        held = _lost(side, {key.path: found[key] for key in telling}, apart, moved)
+        held = _lost(side, {key.path: entry for key, entry in telling.items()}, apart, moved)
         held |= {key.path for key in telling if apart[key.path] and _is_as_begun(side, other.table[key])}
     else:
         return side

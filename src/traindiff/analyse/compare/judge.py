@@ -21,7 +21,7 @@ from traindiff.analyse.compare.uncalled import is_uncalled
 from traindiff.analyse.findings import UNJUDGED, Finding, SiteWord, word_of
 from traindiff.analyse.merge.distance import Pair, difference, equal_bits, same_bits, size_of
 from traindiff.analyse.merge.history import DifferenceHistory
-from traindiff.analyse.merge.indexed import indexed
+from traindiff.analyse.merge.indexed import indexed, sites
 from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.site import GRADIENT_NORM, MergedSite, SiteKey, StepTable
 from traindiff.analyse.noise.run_floors import RunFloors
@@ -32,7 +32,7 @@ from traindiff.analyse.rules.lost_updates import UpdatesSurviveRounding, is_anot
 from traindiff.analyse.rules.replay import replayed_paths
 from traindiff.analyse.rules.run_judge import RunJudge
 from traindiff.analyse.rules.witness import GradientsFollow
-from traindiff.core.observation import REPLAYED, WITNESS
+from traindiff.core.observation import BEFORE, EDITED, REPLAYED, WITNESS
 from traindiff.core.site import label
 from traindiff.core.witness import EXPECTED
 
@@ -366,7 +366,7 @@ class BothRuns:
             self._part()
         if self._alike:
             tables = tables[:1]
-        tables = [*map(indexed, tables)]
+        tables = self._without_unseen_edits([*map(indexed, tables)], step=step)
         for judge, table in zip(self._strict, tables, strict=False):
             judge.note_unknown(table)
         strict = [judge.step(table, step=step) for judge, table in zip(self._strict, tables, strict=False)]
@@ -386,6 +386,22 @@ class BothRuns:
             for one in strict[run]
             if self._is_of_one_run(one, run, tables, known[1 - run])
         ]
+
+    def _without_unseen_edits(self, tables: Sequence[StepTable], *, step: int) -> Sequence[StepTable]:
+        """The tables without changes before the step of what the other run shows only as the step finds it.
+
+        That run begins with this step, or has left out the one before: it does not tell whether anything changed.
+        """
+        if len(tables) < 2 or not step:
+            return tables
+        found = []
+        for run, (own, other) in enumerate((tables, tables[::-1])):
+            shown, edited = (
+                {self._common[1 - run](key.path) for key, _ in sites(other, stage=stage)} for stage in (BEFORE, EDITED)
+            )
+            hidden = {key for key, _ in sites(own, stage=EDITED) if self._common[run](key.path) in shown - edited}
+            found.append(indexed({key: one for key, one in own.items() if key not in hidden}) if hidden else own)
+        return found
 
     def learn(self, facts: RunFacts) -> None:
         """Judge later steps of the candidate with facts that have become known since."""

@@ -20,7 +20,9 @@ class RecomputationRepeats(Rule):
     Then the gradients belong to another forward pass than the loss: to other dropout masks (`preserve_rng_state=False`,
     a generator of the training's own), to statistics or a state that the first pass has changed, or to an operation
     that is not deterministic. Differences within the rounding of one operation are no finding. Modules that are called
-    several times in a step are left out: they are not recomputed in the order of their calls.
+    several times in a step are left out: they are not recomputed in the order of their calls. So are modules that a
+    function of autograd calls in its own backward pass, unless its name says that it is a checkpoint: the adjoint of a
+    solver gives them other inputs, and a reversible layer rounded ones.
     """
 
     name = "recomputed"

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
+import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # it has no public name
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -37,6 +39,25 @@ def running_node() -> Any:
     There is no public way to ask; torch's own anomaly mode and its tools for debugging do it like this.
     """
     return torch._C._current_autograd_node()
+
+
+def inside_own_backward() -> bool:
+    """True if a function of autograd calls something in its own backward pass, and is no activation checkpointing.
+
+    Adjoints of solvers and reversible layers do: they call modules with other inputs than the forward pass, or with
+    rounded ones. There is no public way to ask: torch's checkpointing is known by its file, and others (those of
+    DeepSpeed, Megatron, torchgpipe) by the name of their function.
+    """
+    apply, engine = torch.autograd.function.BackwardCFunction.apply, torch.autograd.graph._engine_run_backward
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not engine.__code__:
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            return False
+        if frame.f_code is apply.__code__:
+            name = frame.f_locals["self"]._forward_cls.__qualname__.lower()
+            return not any(word in name for word in ("checkpoint", "recompute"))
+        frame = frame.f_back
+    return False
 
 
 def node_number(node: Any) -> int:

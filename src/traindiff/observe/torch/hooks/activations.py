@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from traindiff.core.kernels.torch_arrays import shape_of
 from traindiff.core.observation import BOUNDARY, RECOMPUTED, Merge
 from traindiff.core.shards import Region, Shard
-from traindiff.core.torch_compat.execution import from_compiled_code, inside_backward
+from traindiff.core.torch_compat.execution import from_compiled_code, inside_backward, inside_own_backward
 from traindiff.observe.common.batch_axis import batch_first
 from traindiff.observe.common.progress import Batch, Chunk
 from traindiff.observe.common.sink import Sink
@@ -26,6 +26,8 @@ PARTIAL = (
 )
 
 LEAF = "compiled code returned a parameter or an input itself, whose gradient is seen as that of the parameter alone"
+
+OWN = "a function of autograd computes it in its own backward pass, as solvers and reversible layers do"
 
 _MOST_KNOWN = 1 << 14
 """Outputs of which something is known, before all of it is forgotten: a bound of memory."""
@@ -174,7 +176,9 @@ class Activations:
         samples = batch.size if batch else 1
         scalar = tensor.dim() == 0 and batch is not None
         row = None
-        if self._forward:
+        if self._forward and stage == RECOMPUTED and inside_own_backward():
+            self._sink.unobserved(OWN, phase="forward", path=path, slot=slot, stage=stage)
+        elif self._forward:
             # A number per micro-batch (a loss inside the model) is a term of a mean over them.
             row = self._sink.emit(
                 batch_first(tensor, axis), phase="forward", path=path, slot=slot, stage=stage, call=call,
