@@ -196,6 +196,20 @@ def test_a_run_goes_on_although_its_second_optimizer_steps_first(
         assert first.path.startswith(lost)
 
 
+@pytest.mark.parametrize(("first", "num_critic"), [("generator", 1), ("discriminator", 1), ("discriminator", 2)])
+def test_clipped_weights_do_not_tell_a_run_from_itself_where_other_steps_were_recorded(
+    first: str, num_critic: int, tmp_path: Path
+) -> None:
+    for every in (1, 2):
+        pair = Pair(num_critic)
+        optimizers = sorted(pair.optimizers.items(), key=lambda one: one[0] != first)
+        with traindiff.record(tmp_path / f"{every}", pair.models, [one for _, one in optimizers], every=every):
+            pair.train(0, 6)
+
+    for baseline, candidate in ((1, 2), (2, 1)):
+        assert traindiff.compare(tmp_path / f"{baseline}", tmp_path / f"{candidate}").verdict == "identical"
+
+
 @pytest.mark.parametrize("factor", [1.0, 1.5])
 def test_weights_that_a_training_changes_after_each_step_do_not_tell_a_continued_run_apart(
     factor: float, tmp_path: Path

@@ -331,13 +331,14 @@ class RunningComparison:
     def _of_one_run(self, given: AlignedStep | RepeatedStep) -> list[Finding]:
         """Faults that only one run has; each run is judged with its own tensors, before a map joins any."""
         if isinstance(given, RepeatedStep):  # there is no map
-            tables, same = list(given.tables), True
+            tables, same, first = list(given.tables), True, []
         else:
             sides = zip(given.sides, given.tables, strict=True)
             tables, same = [own.own.table if own.unmapped else table for own, table in sides], given.same
+            first = [(*own.earlier, own)[0].own.table for own in given.recorded]
         return [
             with_names(one, self.runs.copies[RUNS.index(one.evidence["run"])], self._rename)
-            for one in self._both.findings(tables, step=given.step, same=same)
+            for one in self._both.findings(tables, first, step=given.step, same=same)
         ]
 
     def _evaluation(

@@ -354,11 +354,14 @@ class BothRuns:
             for reason in judge.unknown
         ]
 
-    def findings(self, tables: Sequence[StepTable], *, step: int, same: bool = False) -> list[Finding]:
+    def findings(
+        self, tables: Sequence[StepTable], first: Sequence[StepTable] = (), *, step: int, same: bool = False
+    ) -> list[Finding]:
         """Faults of one run that the other does not have, labeled with the run.
 
         Args:
-            tables: The step in both runs.
+            tables: The step in both runs; of several evaluations of the loss, the last one.
+            first: The first evaluation, which shows parameters as the step finds them; `tables`, if left out.
             step: Its number.
             same: Both tables hold the same.
         """
@@ -366,7 +369,7 @@ class BothRuns:
             self._part()
         if self._alike:
             tables = tables[:1]
-        tables = self._without_unseen_edits([*map(indexed, tables)], step=step)
+        tables = self._without_unseen_edits([*map(indexed, tables)], first or tables, step=step)
         for judge, table in zip(self._strict, tables, strict=False):
             judge.note_unknown(table)
         strict = [judge.step(table, step=step) for judge, table in zip(self._strict, tables, strict=False)]
@@ -387,7 +390,9 @@ class BothRuns:
             if self._is_of_one_run(one, run, tables, known[1 - run])
         ]
 
-    def _without_unseen_edits(self, tables: Sequence[StepTable], *, step: int) -> Sequence[StepTable]:
+    def _without_unseen_edits(
+        self, tables: Sequence[StepTable], first: Sequence[StepTable], *, step: int
+    ) -> Sequence[StepTable]:
         """The tables without changes before the step of what the other run shows only as the step finds it.
 
         That run begins with this step, or has left out the one before: it does not tell whether anything changed.
@@ -395,9 +400,10 @@ class BothRuns:
         if len(tables) < 2 or not step:
             return tables
         found = []
-        for run, (own, other) in enumerate((tables, tables[::-1])):
+        for run, own in enumerate(tables):
             shown, edited = (
-                {self._common[1 - run](key.path) for key, _ in sites(other, stage=stage)} for stage in (BEFORE, EDITED)
+                {self._common[1 - run](key.path) for key, _ in sites(table, "param", stage=stage)}
+                for table, stage in ((first[1 - run], BEFORE), (tables[1 - run], EDITED))
             )
             hidden = {key for key, _ in sites(own, stage=EDITED) if self._common[run](key.path) in shown - edited}
             found.append(indexed({key: one for key, one in own.items() if key not in hidden}) if hidden else own)
