@@ -185,12 +185,18 @@ def test_a_recording_says_which_step_is_the_first_that_is_missing(store: Failing
     )
 
 
-def test_a_failure_that_shows_at_the_end_is_said_by_closing_and_by_the_recording(store: FailingStore) -> None:
+@pytest.mark.parametrize("before_closing", [False, True])
+def test_a_failure_that_shows_at_the_end_is_said_by_closing_and_by_the_recording(
+    store: FailingStore, before_closing: bool
+) -> None:
     writer = RecordingWriter("s3://bucket/run", run=RUN)
     store.refuse = lambda method, path: (
         failing(ConnectionResetError("reset"))(method, path) if path.endswith(".segment") else None
     )
     writer.write_step(*step(0))
+    for thread in threading.enumerate() if before_closing else ():
+        if thread.name == "traindiff uploads":
+            thread.join(20)
     with pytest.raises(OSError, match=r"step 0 could not be written: the store does not answer \(reset\)"):
         writer.close()
     writer.close()

@@ -292,6 +292,8 @@ class RecordingWriter:
             try:
                 self._files.put(path, self._unwritten[path])
             except OSError as error:
+                if isinstance(error, UploadError) and error.step is not None:
+                    raise  # a step before it is missing
                 raise _saying(f"{posixpath.basename(path)}: {reason_of(error)}", error) from error
             del self._unwritten[path]
 
