@@ -177,7 +177,7 @@ class RunningComparison:
         self._judge = Judge(
             tolerance, forced=self._forced, coefficients=coefficient_error(chain(*contents)),
             approximate=approximate_in_one_run(modules, contents), reduced_in=reduced_in(self._facts),
-            own_code=self._facts[0].of_own_steps | self._facts[1].of_own_steps, history=history,
+            history=history,
         )  # fmt: skip
         self._counts_in_float32 = counts_in_float32(chain(*contents))
         self._settings = SettingChanges()

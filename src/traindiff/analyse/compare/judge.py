@@ -61,7 +61,6 @@ class Judge:
         coefficients: Relative error that the optimizers' own coefficients may have.
         approximate: Paths of modules of which one run alone has a kernel that approximates.
         reduced_in: The shorter dtype in which a run reduces a gradient over its ranks, by the path of its parameter.
-        own_code: Paths of the parameters of optimizers whose `step` is neither torch's nor that of an engine.
         history: Records every difference, if a report will show them.
 
     Attributes:
@@ -96,14 +95,11 @@ class Judge:
         coefficients: float = 0.0,
         approximate: Collection[str] = (),
         reduced_in: Mapping[str, str] = MappingProxyType({}),
-        own_code: Collection[str] = (),
         history: DifferenceHistory | None = None,
     ) -> None:
         self.tolerance = tolerance
         self.forced = forced
-        self.run = RunFloors(
-            coefficients=coefficients, approximate=approximate, reduced_in=reduced_in, own_code=own_code
-        )
+        self.run = RunFloors(coefficients=coefficients, approximate=approximate, reduced_in=reduced_in)
         self.sites = SiteRows()
         self.all_equal = True
         self.first_bit_difference: Finding | None = None

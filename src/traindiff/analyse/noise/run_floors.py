@@ -65,8 +65,6 @@ class RunFloors:
             Shampoo does: it may compute inverses, roots or eigenvectors of it.
         preconditioners: Slots of these matrices.
         nonlinear: By parameter without one, whether its update is not linear; see `NonlinearUpdates`.
-        own_code: Parameters of optimizers whose `step` is code that nothing is known of.
-        quotients: By state of such an optimizer, whether it averages quotients, where that is known; see `OwnStates`.
         settings_differ: Whether the optimizers are set differently.
         coefficients: Relative error that the optimizers' own coefficients may have.
         corrections: Relative error that bias corrections may have in this step.
@@ -101,8 +99,6 @@ class RunFloors:
     preconditioned: set[str] = field(default_factory=set)
     preconditioners: set[str] = field(default_factory=set)
     nonlinear: dict[str, bool] = field(default_factory=dict)
-    own_code: Collection[str] = ()
-    quotients: dict[SiteKey, bool] = field(default_factory=dict)
     settings_differ: bool = False
     coefficients: float = 0.0
     corrections: float = 0.0

@@ -22,9 +22,8 @@ from traindiff.analyse.noise.gradients import (
 )
 from traindiff.analyse.noise.lost import lost_in_rounding, lost_rows, subnormal_error
 from traindiff.analyse.noise.measured import ALONE, FEW, SAFETY, Calibration, StepNoise, basis
-from traindiff.analyse.noise.moments import MomentFloors, Moved, alike
+from traindiff.analyse.noise.moments import MomentFloors, Moved
 from traindiff.analyse.noise.nonlinear import NonlinearUpdates
-from traindiff.analyse.noise.own_states import OwnStates
 from traindiff.analyse.noise.run_floors import (
     FIRST_MOMENTS,
     LINEAR_STATE,
@@ -50,7 +49,7 @@ UNSEEN_TERMS = 10
 """Steps whose gradients are most of a running average, with the usual coefficients of momentum."""
 
 MOST_UNSEEN = 0.5
-"""Most that such steps, or a quotient by almost 0, may part them: a state that was lost differs by its whole size."""
+"""Most that such steps may part them: a state that was lost differs by its whole size."""
 
 
 class SiteFloors:
@@ -141,8 +140,6 @@ class SiteFloors:
         self._rounded = 0.0  # largest unit roundoff of the baseline so far in the step
         self._noise_flow = 0.0  # largest difference of a replica so far in the step
         self._nonlinear = NonlinearUpdates(run, parameters, pairs)
-        self._own_states = OwnStates(run, parameters, pairs)
-        self._quotients: dict[SiteKey, float] = {}  # floors of states that average these
         self._together = GradientsTogether(run, pairs, searches=searches)
         self.finish = self._together.finish
         self._seen: dict[str, Pair] = {}  # gradients, by parameter
@@ -213,8 +210,6 @@ class SiteFloors:
         derived = self._derived(pair, self._floors)  # also updates what later floors depend on
         tiny = subnormal_error(pair)
         floor = self._joined(pair, self.measured(pair), derived) + tiny
-        if self._own_states.is_quotient(pair.baseline):
-            self._quotients[key] = floor
         if self.parted:
             self._undisturbed[key] = min(floor, max(self._calm_floor(pair) + tiny, self._run.quiet.get(key, 0.0)))
         else:
@@ -361,16 +356,7 @@ class SiteFloors:
         incoming = max(left_over, self._lost_inputs.get(key, self._lost_flow if key in self._lost else 0.0))
         derived = self._floors.factor(key.path, dtypes, left_over=incoming, storage=self.storage(pair))
         derived += self._run.correction(pair.baseline.key) + self._run.approximated(pair) + self._together.length(pair)
-        derived = max(derived, self._of_quotients(pair))
         return self._joined(pair, self.measured(pair), derived) + subnormal_error(pair)
-
-    def _of_quotients(self, pair: Pair) -> float:
-        """The same for a state that averages quotients, of which one element may be most, and for its update."""
-        key = pair.baseline.key
-        if self._own_states.is_quotient(pair.baseline):
-            return self._quotients.get(key, 0.0) / math.sqrt(max(1.0, alike(pair.baseline.summary)))
-        has_some = key.phase == "update" and any(state.path == key.path for state in self._quotients)
-        return BEYOND * self._floors.states.get(key.path, 0.0) if has_some else 0.0
 
     @property
     def judges_moments(self) -> bool:
@@ -439,8 +425,7 @@ class SiteFloors:
         key = pair.baseline.key
         few = int(finite_count(pair.baseline.summary)) < FEW
         alone = len((self._noise or {}).get(key, ())) < min(2, len(self._calibration.replicas))
-        quotient = is_quotient(key, self._run.adaptive) or self._own_states.is_quotient(pair.baseline)
-        return few or alone or quotient or self._nonlinear.has(pair, self.storage(pair))
+        return few or alone or is_quotient(key, self._run.adaptive) or self._nonlinear.has(pair, self.storage(pair))
 
     def _coherent_floor(self, pair: Pair, floors: Floors) -> float:
         inputs, own = max(floors.flow, floors.parameters), floors.own.get(pair.baseline.key.path, 0.0)
@@ -487,9 +472,7 @@ class SiteFloors:
             if key.slot.endswith("]") and int(pair.baseline.summary["count"]) == 1:
                 return math.inf  # LBFGS keeps lists of inner products, which may cancel; their vectors are judged
             if not is_quotient(key, self._run.adaptive):
-                error = floors.gradients.get(key.path, 0.0)
-                turned = min(MOST_UNSEEN, self._own_states.floor(pair, error))
-                own = max(floors.state(key.path, dtypes), turned)
+                own = floors.state(key.path, dtypes)
                 return max((own + self._carried(pair, own)) * self._shrunk(pair), self._together.floor(pair))
         adaptive = key.path in self._run.adaptive or self._nonlinear.has(pair, self.storage(pair))
         is_seen = self._forced or key.phase != "update" or key.path in self._seen

@@ -69,14 +69,6 @@ class RunFacts:
     joined: Mapping[int, Sequence[Joined]] = field(default_factory=dict)
     ignored: tuple[Accepted, ...] = ()
 
-    @property
-    def of_own_steps(self) -> frozenset[str]:
-        """Paths of the parameters that such optimizers hold."""
-        return frozenset(
-            path for path, groups in self.held_in.items()
-            if any(group.partition(".groups[")[0] in self.own_steps for group in groups)
-        )  # fmt: skip
-
     def observes(self, phase: str, stage: str = "") -> bool:
         """True if this stage of a phase was recorded, as far as it is known what was."""
         what = asked_for_as(phase, stage)
