@@ -133,3 +133,30 @@ def test_an_edit_between_the_backward_pass_and_the_optimizer_is_asked_for_at_the
         f" Its gradient and the optimizer's state agree: does the optimizer compute the step otherwise, or {asked}"
     )
     assert not any("agree: does" in other.message for other in others)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("factor", [1.01, 1.5])
+def test_a_change_of_one_run_is_found_where_the_other_one_begins_to_record(
+    factor: float, turned: bool, tmp_path: Path
+) -> None:
+    """The other run shows the parameter only as its first recorded step finds it."""
+    torch.manual_seed(0)
+    paths = tmp_path / "late", tmp_path / "whole"
+    for path, change in zip(paths, (1.0, factor), strict=True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with traindiff.record(path, model, optimizer, steps="4-" if path == paths[0] else None):
+            for step in range(7):
+                if step == 4:
+                    with torch.no_grad():
+                        model.get_parameter("2.weight").mul_(change)
+                model(torch.randn(8, 8, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    first = traindiff.compare(*(paths[::-1] if turned else paths)).first_divergence
+
+    assert first is not None
+    assert (first.step, first.kind, first.path) == (4, "edited", "2.weight")

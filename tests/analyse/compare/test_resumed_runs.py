@@ -97,6 +97,19 @@ def resumed(baseline: tuple[Path, Saved], tmp_path: Path) -> Resumed:
     return run
 
 
+def test_another_layer_at_the_beginning_is_no_reason_to_ask_where_a_run_begins(tmp_path: Path) -> None:
+    for name, edit in (("one", nn.init.zeros_), ("other", nn.init.ones_)):
+        parts = begun()
+        edit(parts.model.get_parameter("3.weight"))
+        with traindiff.record(tmp_path / name, parts.model, parts.optimizer, every=3):
+            parts.train(0, 6)
+
+    comparison = traindiff.compare(tmp_path / "one", tmp_path / "other")
+
+    assert comparison.verdict == "misaligned"
+    assert not any("first_step" in note for note in comparison.notes)
+
+
 @pytest.mark.parametrize(("first_step", "verdict"), [(0, "misaligned"), (4, "identical")])
 def test_a_run_that_goes_on_between_recorded_steps_of_both_is_told_to_say_where(
     tmp_path: Path, first_step: int, verdict: str
@@ -111,7 +124,7 @@ def test_a_run_that_goes_on_between_recorded_steps_of_both_is_told_to_say_where(
     comparison = traindiff.compare(*paths)
 
     assert comparison.verdict == verdict
-    hints = [note for note in comparison.notes if "record it with first_step=N: both record one step in 3" in note]
+    hints = [note for note in comparison.notes if "record it with first_step=N" in note]
     assert len(hints) == (verdict == "misaligned")
 
 
@@ -194,6 +207,31 @@ def test_a_run_goes_on_although_its_second_optimizer_steps_first(
         assert first is not None
         assert (first.step, first.slot) == (4 * num_critic if lost == "discriminator" else 4, "step")
         assert first.path.startswith(lost)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_run_that_says_where_it_begins_is_not_moved_because_all_its_parameters_are_constant(
+    turned: bool, tmp_path: Path
+) -> None:
+    paths = tmp_path / "whole", tmp_path / "resumed"
+    for path, first in zip(paths, (0, 4), strict=True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8).requires_grad_(False), nn.Linear(8, 3))
+        optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
+
+        def train(begin: int, end: int, model: nn.Module = model, optimizer: Any = optimizer) -> None:
+            for step in range(begin, end):
+                optimizer.zero_grad()
+                model(torch.randn(16, 4, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+                optimizer.step()
+
+        train(0, first)
+        with traindiff.record(path, model, optimizer, first_step=first, select=["1", "1.*"]):
+            train(first, 8)
+
+    comparison = traindiff.compare(*(paths[::-1] if turned else paths))
+
+    assert (comparison.verdict, min(comparison.steps)) == ("identical", 4)
 
 
 @pytest.mark.parametrize(("first", "num_critic"), [("generator", 1), ("discriminator", 1), ("discriminator", 2)])

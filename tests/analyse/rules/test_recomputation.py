@@ -89,6 +89,14 @@ class CheckpointFunction(torch.autograd.Function):
         return None, x.grad, None
 
 
+class BlockCkpt(CheckpointFunction):
+    """The same under another name."""
+
+
+class Rematerialize(CheckpointFunction):
+    """The same under another name."""
+
+
 class Adjoint(CheckpointFunction):
     """Calls its module at the end of its way: the adjoint of an ODE that is solved with one step of Euler."""
 
@@ -138,6 +146,8 @@ def test_another_output_inside_a_solver_is_no_finding(tmp_path: Path) -> None:
     "call",
     [
         lambda block, x: CheckpointFunction.apply(block, x, block.wide.weight),
+        lambda block, x: BlockCkpt.apply(block, x, block.wide.weight),
+        lambda block, x: Rematerialize.apply(block, x, block.wide.weight),
         lambda block, x: checkpoint(
             lambda y: Product.apply(block(y)), x, use_reentrant=False, preserve_rng_state=False
         ),

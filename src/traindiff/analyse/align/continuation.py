@@ -229,7 +229,11 @@ def find_continuation(baseline: Recording, candidate: Recording, rename: Rename)
     numbered = any(one.begun and other.leaves_out(one.begun) for one, other in (runs, runs[::-1]))
     if numbered or all(one.begun for one in runs):
         return None
-    return _place_of(runs[1], runs[0]) or _turned(_place_of(runs[0], runs[1]))
+    found = _place_of(runs[1], runs[0])
+    back = _turned(_place_of(runs[0], runs[1])) if found is None or runs[0].begun else None
+    if any(one is not None and one.own == one.step for one in (found, back)):
+        return None
+    return found or back
 
 
 def _turned(found: Continuation | None) -> Continuation | None:
@@ -295,8 +299,8 @@ def _place_in(steps: Iterable[Beginning], first: Beginning | None) -> tuple[Cont
         first: What that step of the other run begins with; None if it was not recorded.
 
     Returns:
-        The step, and if there is none, the number of the later one of the two steps between which the other run may
-        begin: the nearest one, or the one after it.
+        The step, which may be that of the same number, and if there is none, the number of the later one of the two
+        steps between which the other run may begin: the nearest one, or the one after it.
     """
     if first is None:
         return None, None
@@ -314,7 +318,7 @@ def _place_in(steps: Iterable[Beginning], first: Beginning | None) -> tuple[Cont
         if one.step == first.step:
             own = same
             if same == one.known:
-                return None, None
+                return Continuation(own=one.step, step=one.step, same=same, of=one.of, exact=False), None
         elif same and 2 * same > one.known:
             found.append((same, one))
     most = max((same for same, _ in found), default=0)

@@ -34,6 +34,7 @@ from traindiff.analyse.rules.run_judge import RunJudge
 from traindiff.analyse.rules.witness import GradientsFollow
 from traindiff.core.observation import BEFORE, EDITED, REPLAYED, WITNESS
 from traindiff.core.site import label
+from traindiff.core.summary import distance, norm_of, rounding
 from traindiff.core.witness import EXPECTED
 
 FOLLOWS = 0.05
@@ -365,7 +366,7 @@ class BothRuns:
             self._part()
         if self._alike:
             tables = tables[:1]
-        tables = self._without_unseen_edits([*map(indexed, tables)], first or tables, step=step)
+        tables = self._without_unseen_edits([*map(indexed, tables)], first or tables)
         for judge, table in zip(self._strict, tables, strict=False):
             judge.note_unknown(table)
         strict = [judge.step(table, step=step) for judge, table in zip(self._strict, tables, strict=False)]
@@ -386,22 +387,26 @@ class BothRuns:
             if self._is_of_one_run(one, run, tables, known[1 - run])
         ]
 
-    def _without_unseen_edits(
-        self, tables: Sequence[StepTable], first: Sequence[StepTable], *, step: int
-    ) -> Sequence[StepTable]:
+    def _without_unseen_edits(self, tables: Sequence[StepTable], first: Sequence[StepTable]) -> Sequence[StepTable]:
         """The tables without changes before the step of what the other run shows only as the step finds it.
 
-        That run begins with this step, or has left out the one before: it does not tell whether anything changed.
+        That run begins with this step, or has left out the one before: it does not tell whether anything changed. It
+        does where it finds other values.
         """
-        if len(tables) < 2 or not step:
+        if len(tables) < 2:
             return tables
         found = []
         for run, own in enumerate(tables):
-            shown, edited = (
-                {self._common[1 - run](key.path) for key, _ in sites(table, "param", stage=stage)}
-                for table, stage in ((first[1 - run], BEFORE), (tables[1 - run], EDITED))
-            )
-            hidden = {key for key, _ in sites(own, stage=EDITED) if self._common[run](key.path) in shown - edited}
+            common = self._common[1 - run]
+            edited = {common(key.path) for key, _ in sites(tables[1 - run], "param", stage=EDITED)}
+            shown = {
+                path: one for key, one in sites(first[1 - run], "param", stage=BEFORE)
+                if key.slot == "value" and (path := common(key.path)) not in edited
+            }  # fmt: skip
+            hidden = {
+                key for key, one in (sites(own, "param", stage=EDITED) if shown else ())
+                if _are_near(one, shown.get(self._common[run](key.path)))
+            }  # fmt: skip
             found.append(indexed({key: one for key, one in own.items() if key not in hidden}) if hidden else own)
         return found
 
@@ -452,6 +457,18 @@ class BothRuns:
     def _judges(self, judges: Sequence[RunJudge]) -> Sequence[RunJudge]:
         """Of both runs."""
         return (judges[0], judges[0]) if self._alike else judges
+
+
+_ROUNDINGS = 64.0
+"""Unit roundoffs that a parameter may be apart in two runs of one training, some steps after rounding parted them."""
+
+
+def _are_near(one: MergedSite, other: MergedSite | None) -> bool:
+    """True if two runs have the same values of a parameter, but for rounding."""
+    if other is None or one.unobserved or other.unobserved or one.shape != other.shape:
+        return False
+    apart = float(distance(one.summary, other.summary))
+    return apart <= _ROUNDINGS * rounding(one.dtype) * norm_of(one.summary)
 
 
 def _not_recorded(one: Finding, other: RunFacts) -> str:

@@ -42,14 +42,17 @@ class Opened:
         """A sentence about where the candidate begins, if what was found shows that it matters."""
         if self.continuation is not None:
             return [self.continuation.note]
-        every = [int(one.run["settings"].get("every", 1)) for one in self.recordings]
-        is_other = self.begins_nowhere and any(one.kind == "initial-parameter" for one in findings)
-        if not is_other or min(every) == 1:
+        runs = [one.run for one in self.recordings]
+        is_said = any(run.get("first_step") for run in runs)
+        if not self.begins_nowhere or is_said or any(int(run["settings"].get("every", 1)) == 1 for run in runs):
+            return []
+        others = {one.path for one in findings if one.kind == "initial-parameter"}
+        if 2 * len(others) <= len(self.recordings[0].rank_content(self.recordings[0].ranks[0]).get("parameters", ())):
             return []
         return [
             "The candidate begins with the parameters of no recorded step of the baseline. If it continues that "
-            f"training, record it with first_step=N: both record one step in {min(every)} only, and N, the number of "
-            "steps before it, tells which of them belong together."
+            "training, record it with first_step=N: neither run recorded every step, and N, the number of steps "
+            "before it, tells which of them belong together."
         ]
 
 

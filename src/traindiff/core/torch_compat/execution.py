@@ -41,6 +41,10 @@ def running_node() -> Any:
     return torch._C._current_autograd_node()
 
 
+_CHECKPOINTS = ("checkpoint", "check_point", "ckpt", "recomput", "remat", "offload")
+"""Words in the names of functions that compute again what they have not kept."""
+
+
 def inside_own_backward() -> bool:
     """True if a function of autograd calls something in its own backward pass, and is no activation checkpointing.
 
@@ -55,7 +59,7 @@ def inside_own_backward() -> bool:
             return False
         if frame.f_code is apply.__code__:
             name = frame.f_locals["self"]._forward_cls.__qualname__.lower()
-            return not any(word in name for word in ("checkpoint", "recompute"))
+            return not any(word in name for word in _CHECKPOINTS)
         frame = frame.f_back
     return False
 
