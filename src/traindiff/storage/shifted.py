@@ -70,9 +70,12 @@ class ShiftedRecording(Recording):
         yield from map(self._shifted, super().merged_steps(begin=first, end=last, before=before))
 
     def _within(self, begin: int, end: int | None) -> tuple[int, int | None]:
-        """Numbers in the recording between which all steps with the new numbers are."""
+        """Numbers in the recording between which all steps with the new numbers are.
+
+        From 0 on means from the first one on, although it may have a negative number: it alone shows some parameters.
+        """
         offsets = (self.offset, *self.others.values())
-        return max(0, begin - max(offsets)), None if end is None else end - min(offsets)
+        return max(0, begin - max(offsets)) if begin else 0, None if end is None else end - min(offsets)
 
     def _shifted(self, step: StepObservations) -> StepObservations:
         offset = self._offset_of(step.optimizer)

@@ -209,6 +209,29 @@ def test_a_run_goes_on_although_its_second_optimizer_steps_first(
         assert first.path.startswith(lost)
 
 
+@pytest.mark.parametrize("first_step", [0, 4])
+@pytest.mark.parametrize("turned", [False, True])
+def test_frozen_layers_are_known_of_both_runs_although_only_the_first_step_of_each_shows_them(
+    first_step: int, turned: bool, tmp_path: Path
+) -> None:
+    paths = tmp_path / "whole", tmp_path / "resumed"
+    for path, first in zip(paths, (0, 4), strict=True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8).requires_grad_(False), nn.ReLU(), nn.Linear(8, 3))
+        optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+        for step in range(8):
+            if step == first:
+                session = traindiff.record(path, model, optimizer, first_step=first_step if first else 0)
+            model(torch.randn(16, 4, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        session.close()
+
+    comparison = traindiff.compare(*(paths[::-1] if turned else paths))
+
+    assert (comparison.verdict, len(comparison.steps)) == ("identical", 4)
+
+
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_run_that_says_where_it_begins_is_not_moved_because_all_its_parameters_are_constant(
     turned: bool, tmp_path: Path
