@@ -54,10 +54,6 @@ class Message(NamedTuple):
     places: NDArray[np.int64]
     decoded_bytes: int
 
-    def buffers(self) -> list[bytes]:
-        """All buffers, as they are."""
-        return [self.content[begin : begin + size] for begin, size in self.places.tolist()]
-
 
 def checked(message: bytes) -> Message:
     """A record batch message, after a look at its metadata.

@@ -118,8 +118,11 @@ class Decoder:
         Raises:
             Malformed: Its rows cannot be observations.
         """
-        rows, buffers = message.rows, message.buffers()
-        said = {name: tuple(map(buffers.__getitem__, numbers)) for name, numbers in _GROUPS.items()}
+        rows, content, places = message.rows, message.content, message.places.tolist()
+        said = {
+            name: tuple(content[begin : begin + size] for begin, size in map(places.__getitem__, numbers))
+            for name, numbers in _GROUPS.items()
+        }
         latest = next((one for one in self._known if one.rows == rows and one.said == said), None)
         held = latest.about if latest else self._shared.known(rows, said)
         left_out = {*held, *(_SHARD_NAMES if "shard" in held else ())}

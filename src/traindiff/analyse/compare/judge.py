@@ -397,16 +397,16 @@ class BothRuns:
             return tables
         found = []
         for run, own in enumerate(tables):
-            common = self._common[1 - run]
+            edits, common = sites(own, "param", stage=EDITED), self._common[1 - run]
+            if not edits:  # as a rule
+                found.append(own)
+                continue
             edited = {common(key.path) for key, _ in sites(tables[1 - run], "param", stage=EDITED)}
             shown = {
                 path: one for key, one in sites(first[1 - run], "param", stage=BEFORE)
                 if key.slot == "value" and (path := common(key.path)) not in edited
             }  # fmt: skip
-            hidden = {
-                key for key, one in (sites(own, "param", stage=EDITED) if shown else ())
-                if _are_near(one, shown.get(self._common[run](key.path)))
-            }  # fmt: skip
+            hidden = {key for key, one in edits if _are_near(one, shown.get(self._common[run](key.path)))}
             found.append(indexed({key: one for key, one in own.items() if key not in hidden}) if hidden else own)
         return found
 

@@ -42,8 +42,7 @@ class SharedSteps(Generic[Merged]):
         self._latest = None
 
     def _are_same(self, given: Sequence[StepObservations], of_ranks: Sequence[StepObservations]) -> bool:
-        pairs = list(zip(given, of_ranks, strict=True))
-        return all(map(_have_same_numbers, given, of_ranks)) and all(self._say_the_same(*both) for both in pairs)
+        return all(map(_have_same_numbers, given, of_ranks)) and all(map(self._say_the_same, given, of_ranks))
 
     def _say_the_same(self, one: StepObservations, other: StepObservations) -> bool:
         """True if both runs say the same about the numbers of a rank."""
