@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import traindiff
-from traindiff.core.torch_compat.execution import beside_captures
+from traindiff.core.torch_compat.cuda import beside_captures
 
 pytestmark = pytest.mark.gpu
 

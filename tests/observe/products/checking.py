@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from traindiff.core.torch_compat.execution import operator_schema
+from traindiff.core.torch_compat.operators import operator_schema
 from traindiff.observe.torch.products.operators import Checked, Kind, kind_of
 
 aten: Any = torch.ops.aten

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from traindiff.compat.onnxruntime.run_context import RuntimeStates, is_exporting, is_recomputed, is_traced
-from traindiff.core.torch_compat.execution import not_traced
+from traindiff.core.torch_compat.compiling import not_traced
 
 Tell = Callable[[Tensor, int, str, int], Any]
 """A tensor, the depth of its module, its name, and its step."""

@@ -18,7 +18,7 @@ from traindiff.compat.onnxruntime.run_context import (
     is_traced,
 )
 from traindiff.core.site import canonical_paths
-from traindiff.core.torch_compat.execution import not_traced
+from traindiff.core.torch_compat.compiling import not_traced
 from traindiff.core.torch_compat.training import is_data_parallel_copy, modules_by_name
 from traindiff.errors import ConfigError, Problem, type_of
 from traindiff.observe.common.circumstances import close_at_exit

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from traindiff.compat.onnxruntime.statistics import called
-from traindiff.core.torch_compat.execution import can_tell_backward, inside_backward, version_of
+from traindiff.core.torch_compat.autograd import can_tell_backward, inside_backward, version_of
 from traindiff.core.torch_compat.training import live_children_of
 from traindiff.errors import ConfigError, Problem
 

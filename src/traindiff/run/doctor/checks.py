@@ -14,7 +14,7 @@ import torch
 from traindiff.core.kernels import cpu_kernel_in_use
 from traindiff.core.site import canonical_paths
 from traindiff.core.tap_registry import OBSERVED_BY_DEFAULT
-from traindiff.core.torch_compat.execution import compiled_code_ran
+from traindiff.core.torch_compat.compiling import compiled_code_ran
 from traindiff.run.config.training import Training
 from traindiff.run.doctor.timing import interleaved
 from traindiff.run.doctor.training import (

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from traindiff.core.settings import record_settings
-from traindiff.core.torch_compat.execution import version_of
+from traindiff.core.torch_compat.autograd import version_of
 from traindiff.errors import LockstepError
 from traindiff.observe.common.writing import StepWriter, on_disk
 from traindiff.observe.torch.hooks.nested import replaced, tensors

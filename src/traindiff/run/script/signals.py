@@ -17,7 +17,7 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
-from traindiff.core.torch_compat.execution import exclude_from_compilation
+from traindiff.core.torch_compat.compiling import exclude_from_compilation
 from traindiff.observe.common.listeners import Listeners
 from traindiff.observe.torch.session.recorder import Recorder
 

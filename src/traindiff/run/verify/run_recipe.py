@@ -14,7 +14,7 @@ import torch
 from traindiff.core.observation import Observation
 from traindiff.core.setting_checks import ReplicaSetting
 from traindiff.core.settings import RecordSettings
-from traindiff.core.torch_compat.execution import log_recompilations
+from traindiff.core.torch_compat.compiling import log_recompilations
 from traindiff.errors import ConfigError, Problem
 from traindiff.observe.torch.perturb import make_replica
 from traindiff.observe.torch.perturb.precision import PrecisionReplica

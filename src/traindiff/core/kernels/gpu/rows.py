@@ -19,7 +19,7 @@ from traindiff.core.kernels.reference import BLOCK, LANE_WEIGHTS
 from traindiff.core.kernels.torch_arrays import address
 from traindiff.core.shards import Shard
 from traindiff.core.summary import SUMMARY, Summaries
-from traindiff.core.torch_compat.execution import beside_captures, stream_number
+from traindiff.core.torch_compat.cuda import beside_captures, stream_number
 
 
 def with_index(device: torch.device) -> torch.device:

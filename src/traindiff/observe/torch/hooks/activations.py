@@ -14,7 +14,8 @@ from torch.utils.hooks import RemovableHandle
 from traindiff.core.kernels.torch_arrays import shape_of
 from traindiff.core.observation import BOUNDARY, RECOMPUTED, Merge
 from traindiff.core.shards import Region, Shard
-from traindiff.core.torch_compat.execution import from_compiled_code, inside_backward, inside_own_backward
+from traindiff.core.torch_compat.autograd import inside_backward, inside_own_backward
+from traindiff.core.torch_compat.compiling import from_compiled_code
 from traindiff.observe.common.batch_axis import batch_first
 from traindiff.observe.common.progress import Batch, Chunk
 from traindiff.observe.common.sink import Sink

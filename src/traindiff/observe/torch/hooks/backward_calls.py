@@ -12,7 +12,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from traindiff.core.observation import ALIGNMENTS, BROADCAST
-from traindiff.core.torch_compat.execution import exclude_from_compilation, inside_backward, inside_transform
+from traindiff.core.torch_compat.autograd import inside_backward, inside_transform
+from traindiff.core.torch_compat.compiling import exclude_from_compilation
 from traindiff.observe.common.listeners import Listeners
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.loss_operators import broadcast_outputs, operators_of, size_of_alignments

@@ -10,7 +10,8 @@ from weakref import ReferenceType, ref
 from torch import Tensor
 
 from traindiff.core.observation import ALL_GRADIENTS, CLEARED
-from traindiff.core.torch_compat.execution import is_capturing, version_of
+from traindiff.core.torch_compat.autograd import version_of
+from traindiff.core.torch_compat.cuda import is_capturing
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.nested import as_tensor
 from traindiff.observe.torch.hooks.step_tensors import has_numbers, local_part, main_gradient

@@ -21,15 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from traindiff.core.torch_compat.execution import (
+from traindiff.core.torch_compat.compiling import (
     compile_with_hooks,
     exclude_from_compilation,
     forget_compiled_code,
     is_dynamo_compiling,
     is_exporting,
-    keep_out_of_cuda_graphs,
     register_ordered_effect,
 )
+from traindiff.core.torch_compat.cuda import keep_out_of_cuda_graphs
 from traindiff.core.torch_compat.training import own_parameters
 from traindiff.observe.torch.hooks.followed_modules import HeldHooks
 from traindiff.observe.torch.hooks.inert_on_copy import NUMBER, InertOnCopy, has_hooks_of_others, is_first_hook

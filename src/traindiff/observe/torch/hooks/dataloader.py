@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from traindiff.core.kernels.torch_arrays import shape_of
-from traindiff.core.torch_compat.execution import exclude_from_compilation
+from traindiff.core.torch_compat.compiling import exclude_from_compilation
 from traindiff.core.torch_compat.training import index_sampler_of, loader_iterators
 from traindiff.observe.common.batch_axis import batch_first
 from traindiff.observe.common.listeners import Listeners

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from traindiff.core.kernels.torch_arrays import is_freed
 from traindiff.core.shards import Piece
-from traindiff.core.torch_compat.execution import version_of
+from traindiff.core.torch_compat.autograd import version_of
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.marks import Edit, Together, changed_bit, emit_bit, mark_of
 from traindiff.observe.torch.hooks.optimizer_step import OptimizerTap

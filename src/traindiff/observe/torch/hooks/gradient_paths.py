@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from traindiff.core.torch_compat.execution import inside_backward
+from traindiff.core.torch_compat.autograd import inside_backward
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.nested import tensors
 

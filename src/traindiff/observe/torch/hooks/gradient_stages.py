@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from traindiff.core.observation import ALL_GRADIENTS
-from traindiff.core.torch_compat.execution import exclude_from_compilation
+from traindiff.core.torch_compat.compiling import exclude_from_compilation
 from traindiff.core.torch_compat.training import CLIPS_WITH_NORM, parameters_in
 from traindiff.observe.common.listeners import Listeners
 from traindiff.observe.common.sink import Sink

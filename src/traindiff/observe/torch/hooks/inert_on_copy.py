@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from traindiff.core.torch_compat.execution import script_compiler
+from traindiff.core.torch_compat.compiling import script_compiler
 from traindiff.core.torch_compat.training import FORWARD_HOOKS, FORWARD_PRE_HOOKS, modules_in
 from traindiff.observe.common.listeners import Listeners
 

@@ -42,7 +42,7 @@ def _observe(name: str, tensor: object) -> None:
 
     name = str(name)
     if is_compiling():
-        from traindiff.core.torch_compat.execution import is_exporting
+        from traindiff.core.torch_compat.compiling import is_exporting
         from traindiff.observe.torch.hooks.compiled import inspect_compiled
 
         if isinstance(tensor, Tensor) and not is_exporting():

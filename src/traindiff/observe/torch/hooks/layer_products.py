@@ -13,7 +13,7 @@ from traindiff.core.kernels.torch_arrays import is_abstract, is_freed
 from traindiff.core.observation import WITNESSED_PRODUCT
 from traindiff.core.shards import Shard
 from traindiff.core.site import path_in_whole
-from traindiff.core.torch_compat.execution import inside_backward
+from traindiff.core.torch_compat.autograd import inside_backward
 from traindiff.core.torch_compat.training import parameters_of
 from traindiff.core.witness import OF_INPUT, OF_OUTPUT, SIZE
 from traindiff.errors import UnsupportedTensorError

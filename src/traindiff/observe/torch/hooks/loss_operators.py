@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from traindiff.core.torch_compat.execution import result_shape
+from traindiff.core.torch_compat.autograd import result_shape
 
 MOST_NODES = 32
 """So many nodes of a loss are looked at."""

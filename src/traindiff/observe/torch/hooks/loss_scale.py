@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from traindiff.core.observation import LOSS_SCALE
-from traindiff.core.torch_compat.execution import exclude_from_compilation
+from traindiff.core.torch_compat.compiling import exclude_from_compilation
 from traindiff.core.torch_compat.training import scale_of
 from traindiff.observe.common.listeners import Listeners
 from traindiff.observe.common.sink import Sink

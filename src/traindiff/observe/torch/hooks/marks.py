@@ -18,7 +18,7 @@ from traindiff.core.kernels.torch_arrays import addresses, is_freed
 from traindiff.core.observation import FLIPPED
 from traindiff.core.shards import Piece
 from traindiff.core.torch_compat.alike import looks_like
-from traindiff.core.torch_compat.execution import version_of
+from traindiff.core.torch_compat.autograd import version_of
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.swapped_tensors import HoldsTensors
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from traindiff.core.observation import BEFORE, EDITED, MASTER, MODE
-from traindiff.core.torch_compat.execution import inside_transform, storage_key, version_of
+from traindiff.core.torch_compat.autograd import inside_transform, storage_key, version_of
 from traindiff.observe.torch.hooks.context import TapContext, emit_pieces
 from traindiff.observe.torch.hooks.marks import Edit, emit_bit, mark_of
 from traindiff.observe.torch.hooks.nested import as_tensor

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from traindiff.core.observation import MAYBE_UNSEEN, NOT_CALLED, UNSEEN
 from traindiff.core.site import enclosing, path_in_whole
-from traindiff.core.torch_compat.execution import compiled_code_ran, version_of
+from traindiff.core.torch_compat.autograd import version_of
+from traindiff.core.torch_compat.compiling import compiled_code_ran
 from traindiff.core.torch_compat.training import parameters_in, parameters_of
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.activations import Activations

@@ -17,16 +17,15 @@ import torch
 from torch import Tensor
 
 import traindiff
-from traindiff.core.torch_compat.execution import (
+from traindiff.core.torch_compat.autograd import next_node_number, node_number
+from traindiff.core.torch_compat.compiling import (
     BACKWARD_FILE,
     COMPILER_FILES,
     INDUCTOR_FILES,
     MODULE_CALL,
     TORCH_FILES,
-    next_node_number,
-    node_number,
-    operator_schema,
 )
+from traindiff.core.torch_compat.operators import operator_schema
 from traindiff.observe.torch.hooks.nested import tensors
 
 _LONGEST_CODE = 120

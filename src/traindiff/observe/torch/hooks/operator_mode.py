@@ -13,13 +13,8 @@ from torch import Tensor, nn
 from traindiff.core.kernels.torch_arrays import is_abstract
 from traindiff.core.observation import UNSEEN
 from traindiff.core.site import ROOT, path_in_whole
-from traindiff.core.torch_compat.execution import (
-    TorchDispatchMode,
-    has_dispatch_modes,
-    hide_dispatch_mode,
-    inside_backward,
-    running_node,
-)
+from traindiff.core.torch_compat.autograd import inside_backward, running_node
+from traindiff.core.torch_compat.modes import TorchDispatchMode, has_dispatch_modes, hide_dispatch_mode
 from traindiff.observe.torch.hooks.backward_calls import nodes_of
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.followed_modules import Following, HeldHooks, takes_hooks

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from traindiff.core.orthogonality import SIZE, TERMS
 from traindiff.core.shards import Piece, Shard
-from traindiff.core.torch_compat.execution import is_capturing
+from traindiff.core.torch_compat.cuda import is_capturing
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.compiled import CallObserver, tap_compiled_calls
 from traindiff.observe.torch.hooks.step_hooks import has_closure, hook_after_step, hook_before_step

@@ -14,7 +14,8 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from traindiff.core.observation import BEFORE, ITSELF, NO_GRADIENT, SKIPPED, UNSEEN
 from traindiff.core.shards import Piece
-from traindiff.core.torch_compat.execution import is_capturing, version_of
+from traindiff.core.torch_compat.autograd import version_of
+from traindiff.core.torch_compat.cuda import is_capturing
 from traindiff.core.torch_compat.training import calls_hooks
 from traindiff.observe.torch.hooks.compiled import CallObserver, tap_compiled_calls
 from traindiff.observe.torch.hooks.context import TapContext, emit_pieces

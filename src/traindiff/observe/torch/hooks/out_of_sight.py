@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from traindiff.core.torch_compat.execution import (
+from traindiff.core.torch_compat.modes import (
     has_dispatch_modes,
     leave_dispatch_mode,
     put_dispatch_modes,

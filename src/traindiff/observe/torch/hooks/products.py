@@ -20,7 +20,8 @@ from traindiff.core.observation import (
     RESIDUAL,
     WORST_ROW,
 )
-from traindiff.core.torch_compat.execution import is_capturing, is_compiled
+from traindiff.core.torch_compat.compiling import is_compiled
+from traindiff.core.torch_compat.cuda import is_capturing
 from traindiff.core.torch_compat.training import modules_in
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.nested import tensors

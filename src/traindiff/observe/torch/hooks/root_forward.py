@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from traindiff.core.kernels.torch_arrays import shape_of
 from traindiff.core.observation import ITSELF, UNSEEN
-from traindiff.core.torch_compat.execution import inside_backward
+from traindiff.core.torch_compat.autograd import inside_backward
 from traindiff.core.torch_compat.training import running_calls
 from traindiff.observe.common.batch_axis import batch_first
 from traindiff.observe.common.progress import Progress

@@ -11,7 +11,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
-from traindiff.core.torch_compat.execution import cuda_matmul_tf32, float32_matmul_precision
+from traindiff.core.torch_compat.operators import cuda_matmul_tf32, float32_matmul_precision
 from traindiff.core.torch_compat.training import modules_in, own_parameters
 from traindiff.observe.common.listeners import Listeners
 from traindiff.observe.torch.hooks.context import TapContext

@@ -14,12 +14,7 @@ from traindiff.core.kernels.torch_arrays import is_abstract
 from traindiff.core.observation import WITNESS
 from traindiff.core.shards import Piece, Shard
 from traindiff.core.site import path_in_whole
-from traindiff.core.torch_compat.execution import (
-    inside_backward,
-    keeps_saved_tensors_elsewhere,
-    node_number,
-    version_of,
-)
+from traindiff.core.torch_compat.autograd import inside_backward, keeps_saved_tensors_elsewhere, node_number, version_of
 from traindiff.core.torch_compat.training import (
     ACCUMULATION_HOOKS,
     GRADIENT_HOOKS,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from traindiff.core.site import printable
-from traindiff.core.torch_compat.execution import is_overload, operator_schema, schemas_of
+from traindiff.core.torch_compat.operators import is_overload, operator_schema, schemas_of
 from traindiff.observe.torch.nonfinite.argument_checks import misfit
 from traindiff.observe.torch.nonfinite.operations import Json, Operation
 

@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from traindiff.core.torch_compat.execution import version_of
+from traindiff.core.torch_compat.autograd import version_of
 from traindiff.observe.torch.hooks.nested import replaced, tensors
 from traindiff.observe.torch.nonfinite.frames import Frame
 

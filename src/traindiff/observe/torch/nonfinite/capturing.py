@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from traindiff.core.torch_compat.execution import DRAWING, TorchDispatchMode, operator_schema, without_onednn
+from traindiff.core.torch_compat.modes import TorchDispatchMode
+from traindiff.core.torch_compat.operators import DRAWING, operator_schema, without_onednn
 from traindiff.core.torch_compat.training import (
     buffers_by_name,
     buffers_in,

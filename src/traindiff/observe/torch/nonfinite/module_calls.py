@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from traindiff.core.site import ROOT, path_in_whole, printable
-from traindiff.core.torch_compat.execution import inside_backward, inside_transform
+from traindiff.core.torch_compat.autograd import inside_backward, inside_transform
 from traindiff.core.torch_compat.training import FORWARD_HOOKS, own_parameters
 from traindiff.observe.torch.hooks.compiled import ModuleObserver, tap_compiled_module
 from traindiff.observe.torch.hooks.followed_modules import takes_hooks

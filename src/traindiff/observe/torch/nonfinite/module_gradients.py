@@ -10,7 +10,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
-from traindiff.core.torch_compat.execution import version_of
+from traindiff.core.torch_compat.autograd import version_of
 from traindiff.observe.torch.hooks.swapped_tensors import HoldsTensors
 from traindiff.observe.torch.nonfinite import origin
 from traindiff.observe.torch.nonfinite.calls import Arguments, Call

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from traindiff.core.kernels.extent import Extent, extent, stored_values
-from traindiff.core.torch_compat.execution import version_of
+from traindiff.core.torch_compat.autograd import version_of
 from traindiff.core.torch_compat.training import arrived, has_arrived, is_asynchronous
 from traindiff.errors import UnsupportedTensorError
 from traindiff.observe.torch.hooks.swapped_tensors import HoldsTensors

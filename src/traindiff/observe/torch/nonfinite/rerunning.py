@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from traindiff.core.torch_compat.execution import operator_schema, without_onednn
+from traindiff.core.torch_compat.operators import operator_schema, without_onednn
 from traindiff.observe.torch.hooks.nested import tensors
 from traindiff.observe.torch.nonfinite.allowed_operators import allowed_operator, bound
 from traindiff.observe.torch.nonfinite.argument_checks import check_bounds

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from traindiff.core.observation import LOSS_SCALE, SKIPPED
-from traindiff.core.torch_compat.execution import version_of
+from traindiff.core.torch_compat.autograd import version_of
 from traindiff.errors import UnsupportedTensorError
 from traindiff.observe.torch.hooks.loss_scale import ScalerListener
 from traindiff.observe.torch.nonfinite import origin

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from traindiff.core.torch_compat.execution import storage_key
+from traindiff.core.torch_compat.autograd import storage_key
 from traindiff.observe.torch.nonfinite.operations import Json
 from traindiff.observe.torch.nonfinite.reading import only_masks
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from traindiff.core.torch_compat.execution import operator_schema
+from traindiff.core.torch_compat.operators import operator_schema
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.perturb.replica import Dispatching
 from traindiff.observe.torch.perturb.ulp import random_signs, rounding_key

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from traindiff.core.torch_compat.execution import operator_schema
+from traindiff.core.torch_compat.operators import operator_schema
 from traindiff.core.torch_compat.training import buffers_of, modules_in, own_buffers, parameters_in
 from traindiff.observe.common.containers import mapped
 from traindiff.observe.torch.hooks.nested import tensors

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from traindiff.core.observation import ITSELF
-from traindiff.core.torch_compat.execution import DRAWING, inside_backward, operator_schema, storage_key
+from traindiff.core.torch_compat.autograd import inside_backward, storage_key
+from traindiff.core.torch_compat.operators import DRAWING, operator_schema
 from traindiff.core.torch_compat.training import modules_in, parameters_in
 from traindiff.observe.common.containers import mapped
 from traindiff.observe.common.sink import Sink

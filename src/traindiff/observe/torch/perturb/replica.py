@@ -9,7 +9,8 @@ from typing import Any, Protocol
 from torch import nn
 
 from traindiff.core.site import ROOT, canonical_paths
-from traindiff.core.torch_compat.execution import TorchDispatchMode, is_compiled
+from traindiff.core.torch_compat.compiling import is_compiled
+from traindiff.core.torch_compat.modes import TorchDispatchMode
 from traindiff.core.torch_compat.training import modules_by_name
 from traindiff.errors import NotPerturbedError
 from traindiff.observe.common.sink import Sink

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from traindiff.core.site import canonical_paths
-from traindiff.core.torch_compat.execution import inside_transform, is_view_of_another, version_of
+from traindiff.core.torch_compat.autograd import inside_transform, is_view_of_another, version_of
 from traindiff.core.torch_compat.training import modules_by_name, own_buffers, own_parameters, parameters_in
 from traindiff.observe.common.sink import Sink
 from traindiff.observe.torch.hooks.followed_modules import takes_hooks

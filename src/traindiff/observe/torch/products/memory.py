@@ -9,7 +9,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
-from traindiff.core.torch_compat.execution import version_of
+from traindiff.core.torch_compat.autograd import version_of
 from traindiff.observe.torch.hooks.marks import flipped_bit, mark_of
 from traindiff.observe.torch.hooks.swapped_tensors import HoldsTensors
 

@@ -31,7 +31,7 @@ import torch
 
 from traindiff.core.kernels.row_errors import TINY, Weights
 from traindiff.core.kernels.torch_arrays import name_of_dtype
-from traindiff.core.torch_compat.execution import inputs_may_be_rounded_to, partial_sums_may_be_short
+from traindiff.core.torch_compat.operators import inputs_may_be_rounded_to, partial_sums_may_be_short
 
 _SHORT_SUMS = 2.0**-13
 """Unit roundoff with which GPUs add up products of FP8: they keep about 14 bits (DeepSeek-V3 technical report, arXiv

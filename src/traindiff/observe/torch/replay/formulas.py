@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from traindiff.core.torch_compat.execution import with_torch_function
+from traindiff.core.torch_compat.modes import with_torch_function
 from traindiff.observe.common.user_formulas import FORMULAS as OF_USERS
 from traindiff.observe.torch.replay import adafactor, adagrad, adam, muon, muon_parts, sgd
 from traindiff.observe.torch.replay.rounded import SHORT, Rounded

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from traindiff.core.torch_compat.execution import float32_matmul_precision
+from traindiff.core.torch_compat.operators import float32_matmul_precision
 from traindiff.observe.common.circumstances import circumstances, variables
 
 

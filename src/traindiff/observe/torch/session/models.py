@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from traindiff.core.site import WRAPPERS, canonical_paths, part_name
-from traindiff.core.torch_compat.execution import is_compiled
+from traindiff.core.torch_compat.compiling import is_compiled
 from traindiff.core.torch_compat.training import (
     children_of,
     live_children_of,

@@ -30,13 +30,9 @@ from traindiff.core.observation import (
 from traindiff.core.settings import RecordSettings
 from traindiff.core.shards import Region, Shard
 from traindiff.core.summary import Detail
-from traindiff.core.torch_compat.execution import (
-    exclude_from_compilation,
-    has_function_modes,
-    is_capturing,
-    is_dynamo_compiling,
-    is_tracing,
-)
+from traindiff.core.torch_compat.compiling import exclude_from_compilation, is_dynamo_compiling, is_tracing
+from traindiff.core.torch_compat.cuda import is_capturing
+from traindiff.core.torch_compat.modes import has_function_modes
 from traindiff.core.torch_compat.training import arrived, has_arrived, is_asynchronous, versions_of
 from traindiff.errors import UnsupportedTensorError
 from traindiff.observe.common.faults import Faults

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from traindiff.core.shards import Ranges, Region, Regions
-from traindiff.core.torch_compat.execution import result_shape, saved_dims
+from traindiff.core.torch_compat.autograd import result_shape, saved_dims
 from traindiff.core.torch_compat.training import TO_LOCAL
 from traindiff.observe.torch.sharding.distributed_tensor import region_placed
 

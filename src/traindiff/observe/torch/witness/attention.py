@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional
 
-from traindiff.core.torch_compat.execution import exclude_from_compilation, storage_key
+from traindiff.core.torch_compat.autograd import storage_key
+from traindiff.core.torch_compat.compiling import exclude_from_compilation
 from traindiff.observe.common.listeners import Listeners
 from traindiff.observe.torch.hooks.followed_modules import HeldHooks
 from traindiff.observe.torch.witness.errors import NotWitnessedError

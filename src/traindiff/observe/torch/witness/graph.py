@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from traindiff.core.torch_compat.execution import node_number
+from traindiff.core.torch_compat.autograd import node_number
 from traindiff.observe.torch.hooks.backward_calls import nodes_of
 
 CASTS = ("ToCopyBackward", "AliasBackward", "CloneBackward", "DetachBackward")

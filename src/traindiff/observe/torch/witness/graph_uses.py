@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from traindiff.core.shards import Piece
-from traindiff.core.torch_compat.execution import result_shape
+from traindiff.core.torch_compat.autograd import result_shape
 from traindiff.core.witness import PROBES
 from traindiff.errors import UnsupportedTensorError
 from traindiff.observe.torch.hooks.context import TapContext

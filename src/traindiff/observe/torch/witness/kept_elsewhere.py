@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from traindiff.core.torch_compat.execution import (
+from traindiff.core.torch_compat.autograd import (
     SAVED_TENSORS_POP,
     SAVED_TENSORS_PUSH,
     keeps_saved_tensors_elsewhere,

@@ -15,13 +15,8 @@ from torch import Tensor, distributed, nn
 from traindiff.core.shards import Region
 from traindiff.core.site import canonical_path
 from traindiff.core.torch_compat.alike import looks_like
-from traindiff.core.torch_compat.execution import (
-    float32_matmul_precision,
-    inside_backward,
-    keeps_saved_tensors_elsewhere,
-    saved,
-    version_of,
-)
+from traindiff.core.torch_compat.autograd import inside_backward, keeps_saved_tensors_elsewhere, saved, version_of
+from traindiff.core.torch_compat.operators import float32_matmul_precision
 from traindiff.core.torch_compat.training import AnyBatchNorm, AnyInstanceNorm, parameters_of
 from traindiff.core.witness import PROBES
 from traindiff.observe.torch.hooks.swapped_tensors import HoldsTensors

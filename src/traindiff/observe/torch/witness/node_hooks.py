@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from traindiff.core.torch_compat.execution import hooks_on_node
+from traindiff.core.torch_compat.autograd import hooks_on_node
 from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy, put_last
 from traindiff.observe.torch.witness.graph import Graph, Place, chain_of, inside_call
 

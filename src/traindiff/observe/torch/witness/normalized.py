@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from traindiff.core.kernels.projection import normalized
-from traindiff.core.torch_compat.execution import keeps_saved_tensors_elsewhere, version_of
+from traindiff.core.torch_compat.autograd import keeps_saved_tensors_elsewhere, version_of
 from traindiff.core.torch_compat.training import AnyBatchNorm, AnyInstanceNorm, dims_of_sample
 from traindiff.observe.torch.witness.errors import KEPT_AWAY, NotWitnessedError
 

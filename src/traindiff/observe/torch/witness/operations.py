@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from traindiff.core.torch_compat.execution import num_results, result_shape, saved
+from traindiff.core.torch_compat.autograd import num_results, result_shape, saved
 from traindiff.core.witness import PROBES
 from traindiff.observe.torch.witness import products as of
 from traindiff.observe.torch.witness.errors import NotWitnessedError

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from traindiff.core.torch_compat.execution import result_shape, saved, saved_dim, saved_dims, saved_index
+from traindiff.core.torch_compat.autograd import result_shape, saved, saved_dim, saved_dims, saved_index
 from traindiff.observe.torch.witness.errors import NotWitnessedError
 from traindiff.observe.torch.witness.graph import (
     CASTS,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from traindiff.core.torch_compat.execution import saved
+from traindiff.core.torch_compat.autograd import saved
 from traindiff.observe.torch.witness import products as of
 from traindiff.observe.torch.witness.errors import NotWitnessedError
 from traindiff.observe.torch.witness.graph import Place, chain_of

@@ -13,7 +13,7 @@ from torch import Tensor
 from traindiff.core.kernels.contribution import Rounding, contribution
 from traindiff.core.shards import Piece
 from traindiff.core.summary import UNIT_ROUNDOFF
-from traindiff.core.torch_compat.execution import float32_matmul_precision
+from traindiff.core.torch_compat.operators import float32_matmul_precision
 from traindiff.observe.torch.witness.normalized import Normalized
 from traindiff.observe.torch.witness.probes import Extent
 from traindiff.observe.torch.witness.products import Products
