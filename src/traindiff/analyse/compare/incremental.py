@@ -68,6 +68,7 @@ from traindiff.analyse.compare.limits import (
     limits,
     not_followed,
     parted_note,
+    rounded_notes,
     unjudged_note,
 )
 from traindiff.analyse.compare.operator_search import OperatorSearch
@@ -496,7 +497,8 @@ class RunningComparison:
         unjudged = unjudged_note(judge.unjudged, is_represented_otherwise=judge.only_representation_differs)
         unknown = [key for key in judge.unknown_bits if not self.runs.map.joins(key.path)]
         parted = parted_note(judge.parted)
-        notes += [*computed_notes(judge.computed), *filter(None, (unjudged, parted, unknown_bits_note(unknown)))]
+        notes += [*computed_notes(judge.computed), *rounded_notes(judge.rounded)]
+        notes += filter(None, (unjudged, parted, unknown_bits_note(unknown)))
         if self._judge.nan_in_both:
             notes.append(f"NaN at the same places in both runs, first at {self._judge.nan_in_both[0]}.")
         notes += [f"--rename {rule} changes no path of the candidate." for rule in self._rename.unused]
