@@ -244,6 +244,8 @@ class RunningComparison:
     def result(self) -> Comparison:
         """The comparison of the steps so far."""
         self._judge_waiting()
+        of_one_run = chain.from_iterable(steps for side in self.runs.alone for steps in side.values())
+        self._configurations.note_span(self.runs.compared, of_one_run)
         baseline, candidate = self.runs.runs
         calibration = self._measured.calibration
         rows = self._judge.sites.rows()
