@@ -137,7 +137,8 @@ def test_batches_that_come_several_times_in_a_row_are_a_warning(times: int, tmp_
     assert verdict.verdict == "healthy"
     assert finding.step == 1
     assert finding.evidence["num_steps"] == 18 - 18 // times
-    assert "Do the workers of a loader draw the same random numbers?" in finding.message
+    assert "That is right if the training takes several steps on each batch" in finding.message
+    assert "do the workers of a loader draw the same random numbers?" in finding.message
 
 
 def test_epochs_of_a_few_batches_repeat_none_in_a_row(tmp_path: Path) -> None:

@@ -267,6 +267,25 @@ def test_a_subclass_that_leaves_a_parameter_alone_may_mean_it(tmp_path: Path) ->
     assert traindiff.check(tmp_path / "run", rules="update-rule").verdict == "healthy"
 
 
+@pytest.mark.parametrize(("share", "verdict"), [(0.0, "unhealthy"), (0.9, "healthy")])
+def test_a_mask_of_elements_may_leave_out_whole_parameters(tmp_path: Path, share: float, verdict: str) -> None:
+    class Masked(AdamW):
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            parameters = self.param_groups[0]["params"]
+            before = [one.clone() for one in parameters]
+            super().step(closure)
+            generator = torch.Generator().manual_seed(0)
+            for one, held in zip(parameters, before, strict=True):
+                rests = torch.rand(one.shape, generator=generator) < (share if one is not parameters[1] else 2.0)
+                one.copy_(torch.where(rests, held, one))
+
+    found = train(tmp_path / "run", lambda model: Masked(model.parameters(), lr=0.1))
+
+    assert "0.bias" in {one.path for one in found if one.kind == "never-updated"}
+    assert traindiff.check(tmp_path / "run").verdict == verdict
+
+
 def test_a_mistake_that_only_one_run_makes_tells_them_apart_although_it_may_be_meant(tmp_path: Path) -> None:
     makes = {"right": AdamW, "wrong": Mine}
     for name, kind in makes.items():

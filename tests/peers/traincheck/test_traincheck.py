@@ -69,7 +69,7 @@ FOUND = {
         kind="carried-gradient", path="0.weight", step=1, says="Was zero_grad() left out?"
     ),
     "stackoverflow_67180955": Expected(
-        kind="repeated-batch", step=1, says="Do the workers of a loader draw the same random numbers?"
+        kind="repeated-batch", step=1, says="do the workers of a loader draw the same random numbers?"
     ),
     "transformers_33844": Expected(
         kind="random-evaluation", path="attention", step=1, says="it has dropout = 0.1: does it drop out in a function"

@@ -18,7 +18,7 @@ from traindiff.analyse.merge.parameters import Groups
 from traindiff.analyse.merge.recorded_calls import Sample, Samples
 from traindiff.analyse.merge.site import MergedSite, StepTable, finding_at
 from traindiff.core.site import label
-from traindiff.core.summary import UNIT_ROUNDOFF, finite_count, number
+from traindiff.core.summary import UNIT_ROUNDOFF, finite_count, number, rounding
 
 EXACT_KINDS = frozenset({"batch", "random-state", "hyper-parameter", "initial-parameter"})
 """Kinds of findings which say that the runs were not asked to compute the same thing."""
@@ -196,7 +196,7 @@ def _where(sample: Sample) -> str:
 def check_initial_parameter(
     pair: Pair, *, step: int, steps_before: int = 0, may_be_drift: bool = False
 ) -> Finding | None:
-    """Compare a parameter as the first recorded step found it. Another precision is not another value.
+    """Compare a parameter as the first recorded step found it. Another precision or rounding is not another value.
 
     Args:
         pair: The parameter.
@@ -218,17 +218,12 @@ def check_initial_parameter(
         )
     elif permuted := _is_permuted(pair):
         message = f"{path} starts with the same values in another order (a converted checkpoint, permuted?)."
-    elif may_be_drift:
+    elif may_be_drift or starts_rounded(pair):
         return None
     elif steps_before:
         message = (
             f"{path} has other values at step {step}, the first that is compared: another seed, initialization or "
             f"checkpoint, or did the runs part in the steps before it?"
-        )
-    elif _is_rounded_otherwise(pair):
-        message = (
-            f"{path} starts with other values, by {difference(pair):.2g} of their size, as rounding makes it: was it "
-            "computed by another number of threads, or on another machine? Save it once, and load it in both runs."
         )
     else:
         message = f"{path} starts with other values: another seed, initialization or checkpoint?"
@@ -240,13 +235,25 @@ def check_initial_parameter(
 
 
 def other_parameters(pairs: Iterable[Pair]) -> set[str]:
-    """Parameters that start with other values, judged by the first step."""
+    """Parameters that start with other values by more than rounding, judged by the first step."""
     beginning = (pair for pair in pairs if pair.baseline.key[:2] == ("param", "before"))
+    same = (equal_bits, _same_in_another_dtype, starts_rounded)
     return {
         pair.baseline.key.path
         for pair in beginning
-        if pair.baseline.key.slot == "value" and not (equal_bits(pair) or _same_in_another_dtype(pair))
+        if pair.baseline.key.slot == "value" and not any(are_same(pair) for are_same in same)
     }
+
+
+def starts_rounded(pair: Pair) -> bool:
+    """True if a parameter starts with values that rounding parts, as where they are computed from the first batch.
+
+    Ranks that should hold the same do. In short dtypes, fewer roundings count: few are made in them.
+    """
+    one, other = pair.baseline, pair.candidate
+    spread = max(one.spread, other.spread)
+    size = difference(pair) if one.dtype == other.dtype and one.shape == other.shape and not spread else None
+    return size is not None and 0.0 < size <= min(_ROUNDINGS * UNIT_ROUNDOFF.get(one.dtype, 0.0), rounding(one.dtype))
 
 
 def other_buffers(pairs: Iterable[Pair]) -> list[str]:

@@ -22,6 +22,8 @@ _MOST_NAMED = 8
 _GRADIENT = "gradient"
 """Setting of a module that says whether gradients flow through it: a word of `gradient_paths` in `rank.json`."""
 
+_FROZEN = "requires_grad"
+
 _CUT = "no gradient flows back through it"
 
 _WITHOUT_EFFECT = frozenset({"class", "forward", "inplace"})
@@ -97,7 +99,7 @@ class Configurations:
         self._around = _around(baseline, candidate)
         self._order = {path: place for place, path in enumerate(before)}
         self._modes = tuple({path: one.get("training") for path, one in side.items()} for side in (before, after))
-        self._is_first = True
+        self._is_first, self._ends_elsewhere = True, False
         self._evaluates: dict[str, tuple[str, int]] = {}  # by path: which run, and since when
         of_runs = ranks or (range(len(baseline)), range(len(candidate)))
         begins = (_modes_by_rank(baseline, of_runs[0], str), _modes_by_rank(candidate, of_runs[1], rename))
@@ -121,6 +123,22 @@ class Configurations:
             before, after = (modes[path] for modes in self._modes)
             if before != after and None not in (before, after):
                 self._evaluates.setdefault(path, ("candidate" if after == "False" else "baseline", step))
+
+    def note_span(self, compared: Sequence[int], alone: Iterable[int]) -> None:
+        """Leave out what one of the runs tells of steps that were not compared: layers may be frozen there.
+
+        Where gradients flow is known of a run's first steps, and what is frozen of its end.
+
+        Args:
+            compared: The steps of both runs, ascending.
+            alone: The steps of one run alone.
+        """
+        alone = list(alone) if compared else []
+        if alone and min(alone) < compared[0]:
+            for texts in self._differing.values():
+                texts.pop(_GRADIENT, None)
+            self._differing = {path: texts for path, texts in self._differing.items() if texts}
+        self._ends_elsewhere = bool(alone) and max(alone) > compared[-1]
 
     def explained(self, finding: Finding, before: str = "") -> Finding:
         """The finding, with the settings of its module or parameter that differ; they come first in its message.
@@ -195,7 +213,7 @@ class Configurations:
         behind = [path for path in self._differing if self._order.get(path, -1) > place]
         told = {path: text for path in behind if (text := self._differing[path].get(_GRADIENT, ""))}
         cut = _outermost(path for path, text in told.items() if text.startswith(_CUT))
-        frozen = any("requires_grad" in texts for texts in self._differing.values())
+        frozen = any(_FROZEN in texts for texts in self._differing.values())
         nearest = [] if frozen else sorted(told, key=lambda path: self._order[path])[:1]
         return [f"{path or ROOT}: {told[path]}" for path in cut or nearest]
 
@@ -210,7 +228,7 @@ class Configurations:
             f"{path or ROOT}: {text}"
             for path in sorted(self._differing, key=lambda one: self._order.get(one, 0))
             for name, text in self._differing[path].items()
-            if name not in _WITHOUT_EFFECT
+            if name not in _WITHOUT_EFFECT and not (name == _FROZEN and self._ends_elsewhere)
         ]
         listed += [f"{path or ROOT}: {self._evaluates_text(path)}" for path in _outermost(self._evaluates)]
         if not listed:
@@ -268,8 +286,8 @@ def _settings(contents: Iterable[Mapping[str, Any]], rename: Rename) -> dict[str
         for path, word in content.get("gradient_paths", {}).items():
             found.setdefault(rename(path), {}).setdefault(_GRADIENT, word)
         for path, about in content.get("parameters", {}).items():
-            if "requires_grad" in about:
-                found.setdefault(rename(path), {"requires_grad": str(about["requires_grad"])})
+            if _FROZEN in about:
+                found.setdefault(rename(path), {_FROZEN: str(about[_FROZEN])})
         for optimizer in content.get("optimizers", ()):
             found.setdefault(optimizer["name"], {"type": optimizer["type"]})
     return found
@@ -339,7 +357,7 @@ def _clause(name: str, before: str | None, after: str | None, what: str) -> str:
             run, function = ("candidate", after) if before is None else ("baseline", before)
             return f"its forward was replaced in the {run}, by {function}"
         return f"its forward is {before} in the baseline and {after} in the candidate"
-    if name == "requires_grad":
+    if name == _FROZEN:
         return f"it is frozen in the {'candidate' if after == 'False' else 'baseline'} (requires_grad is False)"
     if before is None or after is None:
         run, value = ("candidate", after) if before is None else ("baseline", before)

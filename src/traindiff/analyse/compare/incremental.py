@@ -68,6 +68,7 @@ from traindiff.analyse.compare.limits import (
     limits,
     not_followed,
     parted_note,
+    rounded_notes,
     unjudged_note,
 )
 from traindiff.analyse.compare.operator_search import OperatorSearch
@@ -243,6 +244,8 @@ class RunningComparison:
     def result(self) -> Comparison:
         """The comparison of the steps so far."""
         self._judge_waiting()
+        of_one_run = chain.from_iterable(steps for side in self.runs.alone for steps in side.values())
+        self._configurations.note_span(self.runs.compared, of_one_run)
         baseline, candidate = self.runs.runs
         calibration = self._measured.calibration
         rows = self._judge.sites.rows()
@@ -496,7 +499,8 @@ class RunningComparison:
         unjudged = unjudged_note(judge.unjudged, is_represented_otherwise=judge.only_representation_differs)
         unknown = [key for key in judge.unknown_bits if not self.runs.map.joins(key.path)]
         parted = parted_note(judge.parted)
-        notes += [*computed_notes(judge.computed), *filter(None, (unjudged, parted, unknown_bits_note(unknown)))]
+        notes += [*computed_notes(judge.computed), *rounded_notes(judge.rounded)]
+        notes += filter(None, (unjudged, parted, unknown_bits_note(unknown)))
         if self._judge.nan_in_both:
             notes.append(f"NaN at the same places in both runs, first at {self._judge.nan_in_both[0]}.")
         notes += [f"--rename {rule} changes no path of the candidate." for rule in self._rename.unused]

@@ -78,6 +78,7 @@ class Judge:
             before, by its name and by site.
         of_step_before: Those that are of the step before although there was an evaluation since.
         nan_in_both: Places at which both runs hold the same NaN.
+        rounded: Relative difference of parameters that start with values that rounding parts, by path.
         turned: Places where a choice that rounding may change, such as a router's, selected another number of rows.
         choices: Places where rounding turned a part of a router's choices, and how many.
         computed: By input that differs and is no other batch: the first step in which it differs, and why.
@@ -112,6 +113,7 @@ class Judge:
         self.previous: dict[str, dict[SiteKey, Any]] = {}
         self.of_step_before: dict[str, frozenset[SiteKey]] = {}
         self.nan_in_both: list[str] = []
+        self.rounded: dict[str, float] = {}
         self.turned: list[str] = []
         self.choices: list[str] = []
         self.computed: dict[str, tuple[int, str]] = {}

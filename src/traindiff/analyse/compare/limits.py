@@ -275,6 +275,22 @@ def _not_recorded(runs: TwoRuns) -> tuple[list[str], bool]:
     return notes, partly
 
 
+def rounded_notes(rounded: Mapping[str, float]) -> Iterator[str]:
+    """A note on parameters that start with values that rounding parts.
+
+    Args:
+        rounded: Relative difference, by path.
+    """
+    if rounded:
+        several = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
+        yield (
+            f"Before the first step, rounding alone parts {next(iter(rounded))}{several}, by up to "
+            f"{max(rounded.values()):.2g} of their size: were they computed by another number of threads, on another "
+            "machine, or from the first batch? To start with the same values, save them once, and load them in both "
+            "runs."
+        )
+
+
 def choices_notes(turned: Sequence[str], choices: Sequence[str]) -> Iterator[str]:
     """Notes on choices of rows that rounding turned: whole numbers of rows that differ, and parts of them.
 

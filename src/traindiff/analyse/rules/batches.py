@@ -181,7 +181,7 @@ class BatchesChange(RepeatedRule):
     that evaluates the loss several times in a step (LBFGS) may use one batch for all evaluations, so the rule does not
     compare these. If the workers of a loader draw the same random numbers, each batch comes as often as there are
     workers: so the rule also counts the steps of the whole run that repeat the one before. People try a model on one
-    batch, and the data may be a single batch, so the rule only warns.
+    batch, the data may be a single batch, and PPO takes several steps on each batch, so the rule only warns.
     """
 
     name = "repeated-batch"
@@ -242,7 +242,8 @@ class BatchesChange(RepeatedRule):
             return
         message = (
             f"{self._num_repeats} of {self._num_steps} steps have the same batch as the step before: batches come "
-            "several times in a row. Do the workers of a loader draw the same random numbers? Each needs a seed of its "
+            "several times in a row. That is right if the training takes several steps on each batch (the epochs of "
+            "PPO or GRPO). If not: do the workers of a loader draw the same random numbers? Each needs a seed of its "
             "own: look at worker_init_fn."
         )
         yield self.finding(self._input, message, step=self._first, num_steps=self._num_repeats)
@@ -250,8 +251,9 @@ class BatchesChange(RepeatedRule):
     def _message(self, row: Repeated) -> str:
         if row.key == "the step before":
             return (
-                f"{row.num_steps} steps in a row have the same batch as the step before. If it is not meant, look at "
-                "the sampler, and at whether the loader is made anew in each step."
+                f"{row.num_steps} steps in a row have the same batch as the step before. That is right if the training "
+                "takes several steps on each batch (the epochs of PPO or GRPO). If not, look at the sampler, and at "
+                "whether the loader is made anew in each step."
             )
         return (
             f"All micro-steps of a step have the same samples, in {row.num_steps} steps: gradients are accumulated "

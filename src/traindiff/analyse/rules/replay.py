@@ -115,6 +115,11 @@ class Replayed:
         """True if no element has moved."""
         return int(self.taken.summary["zero"]) == int(self.taken.summary["count"])
 
+    @property
+    def is_masked(self) -> bool:
+        """True if some elements have moved, and most have not."""
+        return not self.never_moved and self.lost_share > LOST_SHARE
+
     def fitting(self, limit: float) -> list[str]:
         """Known mistakes that leave nothing to explain; of a step of its own, those that may not be meant."""
         known = self._explaining(limit)
@@ -161,7 +166,8 @@ class UpdatesFollowSettings(Rule):
     """An optimizer did not move parameters as its formula and its settings say.
 
     If an optimizer has a `step` of its own, as subclasses of torch's optimizers may have, its findings are warnings: it
-    may be a variant on purpose. But if it moves some parameters and leaves out others, that is a finding.
+    may be a variant on purpose. But if it moves some parameters and leaves out others, that is a finding, unless it
+    leaves out most elements of others, too: it may have a mask of them.
     """
 
     name = "update-rule"
@@ -190,6 +196,7 @@ class UpdatesFollowSettings(Rule):
         least = limit / self.strictness
         wrong = [one for one in replayed(table) if one.worst > least]
         moving = {one.optimizer for one in replayed(table) if not one.never_moved} if wrong else set[str]()
+        moving -= {one.optimizer for one in wrong if one.is_masked}
         votes = Counter(name for one in wrong for name in one.fitting(limit))
         now = learning_rates(table)
         found = [
@@ -315,7 +322,7 @@ def _wrong(
         one: The replay.
         votes: The number of parameters that each mistake explains.
         earlier: By factor, the earlier step whose learning rate was so many times that of this step.
-        others_move: Whether its optimizer moves any parameter in this step.
+        others_move: Whether its optimizer moves any parameter in this step, and leaves out parts of none.
         step: The step.
         limit: The largest residual that is right. What explains an update leaves no more.
     """
@@ -323,7 +330,7 @@ def _wrong(
     evidence: dict[str, Any] = {"residual": one.worst, "replayed_norm": size}
     kind = "update-rule"
     off = f"What its settings ask for is up to {one.worst:.3g} roundings away"
-    rests = one.never_moved or one.lost_share > LOST_SHARE
+    rests = one.never_moved or one.is_masked
     if rests and one.is_read_late:
         return None
     if rests:
