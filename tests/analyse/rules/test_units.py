@@ -40,6 +40,18 @@ def test_channels_that_die_during_a_training_are_found_with_the_step(tmp_path: P
     assert (finding.path, finding.step, finding.evidence["dead"], finding.evidence["units"]) == ("2", 4, 6, 8)
 
 
+def test_units_that_return_nan_are_not_called_dead(tmp_path: Path) -> None:
+    def break_it(step: int) -> None:
+        if step == 2:
+            with torch.no_grad():
+                model[0].weight.fill_(torch.nan)
+
+    model = classifier(width=64)
+    run = train(tmp_path / "run", model, SGD(model.parameters(), lr=0.01), steps=16, before_step=break_it)
+
+    assert kinds(traindiff.check(run)) == {"edited", "non-finite"}
+
+
 def test_few_dead_units_are_none(tmp_path: Path) -> None:
     model = classifier(width=64)
     with torch.no_grad():

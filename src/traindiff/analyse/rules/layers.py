@@ -207,7 +207,9 @@ class UnitsLive(Rule):
             if layer is None:
                 zeros = np.zeros(BUCKETS, dtype=np.int64)
                 layer = self._layers[key] = _Layer(entry=entry.without_parts(), units=_units(entry.shape), steps=zeros)
-            layer.steps = np.where(_largest(entry) == 0.0, layer.steps + 1, 0)
+            # The largest magnitudes leave out NaN and infinities, which are not 0.
+            is_zero = (_largest(entry) == 0.0) & (nonfinite_count(entry.summary) == 0)
+            layer.steps = np.where(is_zero, layer.steps + 1, 0)
 
     def end(self) -> Iterator[Finding]:
         """Findings of the whole run."""
