@@ -328,6 +328,23 @@ def test_placeholders_that_never_reach_the_loss_are_a_note(
     )
 
 
+def test_a_batch_whose_loss_the_training_passes_over_is_found(tmp_path: Path) -> None:
+    """The model does not replace what is not finite, and the loss that is seen is that of the next batch."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        for step in range(4):
+            loss = model(torch.randn(8, 3) * (torch.inf if step == 2 else 1.0)).square().mean()
+            if loss.isfinite():
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+    finding = found(traindiff.check(tmp_path / "run"), "non-finite")
+    assert (finding.step, finding.phase, finding.slot) == (2, "batch", "input[0]")
+
+
 def test_a_buffer_that_a_forward_pass_breaks_is_not_put_down_to_the_optimizer(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(20, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
 

@@ -102,10 +102,12 @@ class FiniteThroughout(Rule):
             for key, entry in table.items()
             if key.phase in ("loss", "backward", "grad") and not entry.unobserved and not is_loss_scale(key)
         ]
-        others = [one for one in found if not self._is_given(table, one.entry.key, begins=begins)]
+        others = [one.entry.key for one in found if not self._is_given(table, one.entry.key, begins=begins)]
         if not after or len(others) == len(found):
             return ()
-        return found if all(all(after) and one.entry.key.phase == "forward" for one in others) else ()
+        models = {key.path for key in table if key.phase == "batch"}  # what these return, nothing has replaced
+        inside = all(key.phase == "forward" and key.path not in models for key in others)
+        return found if not others or (inside and all(after)) else ()
 
     def _is_given(self, table: StepTable, key: SiteKey, *, begins: bool) -> bool:
         """True if a site is in a batch, or in a buffer that was not finite when the training began."""
