@@ -209,6 +209,23 @@ def test_masks_of_minus_infinity_are_right(tmp_path: Path) -> None:
     assert (verdict.findings, verdict.warnings) == ((), ())
 
 
+def test_numbers_that_grow_until_float32_ends_are_called_that(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.RNN(4, 16, nonlinearity="relu", batch_first=True))
+    with torch.no_grad():
+        model[0].weight_hh_l0.copy_(8.0 * torch.eye(16))
+    optimizer = SGD(model.parameters(), lr=1e-6)
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(8, 60, 4))[0].mean().backward()
+            optimizer.step()
+
+    finding = found(traindiff.check(tmp_path / "run"), "non-finite")
+    assert (finding.phase, finding.path) == ("forward", "0")
+    assert "float32 ends at 3.4028e+38: look at what makes the numbers grow" in finding.message
+
+
 class Missing(nn.Linear):
     """Puts 0 in place of missing values; in one step, it makes NaN."""
 

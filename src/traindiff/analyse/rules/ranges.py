@@ -218,7 +218,7 @@ def _before(table: StepTable, origin: MergedSite) -> MergedSite | None:
 def _overflows(origin: MergedSite, summary: Any, size: float) -> bool:
     """True if numbers seem to be too large for the dtype, rather than wrong."""
     end = LARGEST.get(origin.dtype, inf)
-    return size > end / NEAR or (end <= NARROW and not int(summary["nan"]))
+    return max(size, float(largest(summary))) > end / NEAR or (end <= NARROW and not int(summary["nan"]))
 
 
 def _advice(origin: MergedSite, *, overflows: bool, begins: bool) -> str:
@@ -230,6 +230,11 @@ def _advice(origin: MergedSite, *, overflows: bool, begins: bool) -> str:
         return "It was written between two steps: look at what updates it."
     if key.stage == "before":
         return "The training begins with it: look at the initialization, or at the checkpoint."
+    if key.phase in ("forward", "backward") and overflows and LARGEST[origin.dtype] > NARROW:
+        return (
+            f"{origin.dtype} ends at {LARGEST[origin.dtype]:.5g}: look at what makes the numbers grow (the learning "
+            "rate, the initialization, recurrences)."
+        )
     if key.phase in ("forward", "backward") and overflows:
         return f"{origin.dtype} ends at {LARGEST[origin.dtype]:.5g}: use bfloat16 or float32 here, or smaller numbers."
     if key.phase == "forward":
