@@ -182,6 +182,29 @@ def test_the_last_bias_of_a_critic_with_a_penalty_gets_a_gradient(tmp_path: Path
     assert traindiff.check(tmp_path / "run", rules="no-gradient").warnings == ()
 
 
+def test_the_last_bias_of_a_critic_beside_a_generator_gets_a_gradient(tmp_path: Path) -> None:
+    """The steps of the critic are not those that forward and backward passes are counted by."""
+    torch.manual_seed(0)
+    critic = nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
+    generator = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8))
+    optimizers = {
+        "generator": torch.optim.Adam(generator.parameters()),
+        "critic": torch.optim.Adam(critic.parameters()),
+    }
+    with traindiff.record(tmp_path / "run", {"generator": generator, "critic": critic}, optimizers):
+        for _ in range(6):
+            for _ in range(2):
+                made = generator(torch.randn(16, 4)).detach()
+                optimizers["critic"].zero_grad()
+                (critic(made).mean() - critic(torch.randn(16, 8)).mean()).backward()
+                optimizers["critic"].step()
+            optimizers["generator"].zero_grad()
+            (-critic(generator(torch.randn(16, 4))).mean()).backward()
+            optimizers["generator"].step()
+
+    assert traindiff.check(tmp_path / "run", rules="no-gradient").warnings == ()
+
+
 class Overridden(nn.Module):
     """MAML-Pytorch's learner has methods of its own in place of those of a module."""
 

@@ -310,7 +310,7 @@ def test_only_minus_infinity_among_zeros_or_in_a_mask_is_right_in_a_batch(
 def test_nothing_is_said_of_what_was_observed_before_the_first_site() -> None:
     (finding,) = judged(FiniteThroughout, lambda _: [batch("input[0]", [1.0, np.nan, np.inf])])
 
-    assert "has 1 NaN and 1 infinite of 3 elements, and nothing was observed before it." in finding.message
+    assert "has 1 NaN and 1 infinite of 3 elements, and nothing was observed before it in the step." in finding.message
     assert finding.evidence == {"nan": 1, "infinite": 1, "elements": 3, "largest_before": 0.0}
     assert finding.rank is None
 

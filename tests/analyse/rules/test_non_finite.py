@@ -209,6 +209,23 @@ def test_masks_of_minus_infinity_are_right(tmp_path: Path) -> None:
     assert (verdict.findings, verdict.warnings) == ((), ())
 
 
+def test_numbers_that_grow_until_float32_ends_are_called_that(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.RNN(4, 16, nonlinearity="relu", batch_first=True))
+    with torch.no_grad():
+        model[0].weight_hh_l0.copy_(8.0 * torch.eye(16))
+    optimizer = SGD(model.parameters(), lr=1e-6)
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(8, 60, 4))[0].mean().backward()
+            optimizer.step()
+
+    finding = found(traindiff.check(tmp_path / "run"), "non-finite")
+    assert (finding.phase, finding.path) == ("forward", "0")
+    assert "float32 ends at 3.4028e+38: look at what makes the numbers grow" in finding.message
+
+
 class Missing(nn.Linear):
     """Puts 0 in place of missing values; in one step, it makes NaN."""
 
@@ -246,6 +263,118 @@ def test_what_is_not_finite_elsewhere_is_found_although_a_site_is_ignored(fails_
         assert (finding.step, finding.path, finding.slot) == (fails_at, "0", "output[0]")
         before = {0: "all that was observed before it is finite or ignored", 2: "nothing finite was observed before it"}
         assert before[finding.step] in finding.message
+
+
+@pytest.mark.parametrize("fails_at", [None, 2])
+@pytest.mark.parametrize("given_from", [0, 1])
+def test_missing_values_that_the_model_replaces_are_a_note(
+    given_from: int, fails_at: int | None, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Missing(3, 4), nn.Linear(4, 2))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        for step in range(4):
+            model[0].fails = step == fails_at  # type: ignore[assignment]
+            x = torch.randn(8, 3)
+            if step >= given_from:
+                x[0, 1] = torch.nan
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+    verdict = traindiff.check(tmp_path / "run", rules="non-finite")
+
+    steps = {None: {0: 4, 1: 3}, 2: {0: 2, 1: 1}}[fails_at][given_from]
+    times = f"step {given_from}" if steps == 1 else f"{steps} steps, first in step {given_from}"
+    assert verdict.notes == (
+        f"(root) input[0] has NaN or infinities in {times}, and the loss and the gradients are finite: the model seems "
+        "to replace them. If they are not meant, look at how the batch was made.",
+    )
+    places = [(one.step, one.path, one.slot) for one in verdict.findings]
+    assert places == ([] if fails_at is None else [(2, "0", "output[0]")])
+    assert all("nothing finite was observed before it in the step" in one.message for one in verdict.findings)
+
+
+class Centered(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.nanmean(0)
+
+
+class Bank(nn.Module):
+    """Keeps its latest inputs; places that none has filled yet are NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("latest", torch.full((16, 4), torch.nan))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.latest.copy_(torch.cat([x[:2], self.latest[:-2]]))
+        return x - self.latest.nanmean(0)
+
+
+@pytest.mark.parametrize(
+    ("layers", "site", "cause"),
+    [
+        ([Centered(), Missing(3, 4)], "(root) input[0]", "how the batch was made"),
+        ([Missing(3, 4), Bank()], "1.latest buffer", "the initialization"),
+    ],
+)
+def test_placeholders_that_never_reach_the_loss_are_a_note(
+    layers: list[nn.Module], site: str, cause: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*layers)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        for _ in range(4):
+            x = torch.randn(8, 3)
+            if site.endswith("input[0]"):
+                x[0, 1] = torch.nan
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+    verdict = traindiff.check(tmp_path / "run", rules="non-finite")
+
+    assert verdict.verdict == "healthy"
+    assert verdict.notes == (
+        f"{site} has NaN or infinities in 4 steps, first in step 0, and the loss and the gradients are finite: the "
+        f"model seems to replace them. If they are not meant, look at {cause}.",
+    )
+
+
+def test_a_batch_whose_loss_the_training_passes_over_is_found(tmp_path: Path) -> None:
+    """The model does not replace what is not finite, and the loss that is seen is that of the next batch."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        for step in range(4):
+            loss = model(torch.randn(8, 3) * (torch.inf if step == 2 else 1.0)).square().mean()
+            if loss.isfinite():
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+    finding = found(traindiff.check(tmp_path / "run"), "non-finite")
+    assert (finding.step, finding.phase, finding.slot) == (2, "batch", "input[0]")
+
+
+def test_a_buffer_that_a_forward_pass_breaks_is_not_put_down_to_the_optimizer(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(20, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+
+    def break_it(step: int) -> None:
+        if step == 2:
+            model[1].running_var[3] = torch.nan
+
+    optimizer = SGD(model.parameters(), lr=0.1)
+    run = train(tmp_path / "run", model, optimizer, steps=4, after_step=break_it)
+
+    finding = found(traindiff.check(run), "non-finite")
+    assert (finding.path, finding.slot) == ("1.running_var", "buffer")
+    assert finding.message.endswith("look at divisions and logarithms in what updates it.")
 
 
 def test_a_scaler_may_find_infinite_gradients(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 import traindiff
@@ -38,6 +39,35 @@ def test_channels_that_die_during_a_training_are_found_with_the_step(tmp_path: P
 
     finding = found(traindiff.check(run, rules="dead-units"), "dead-units")
     assert (finding.path, finding.step, finding.evidence["dead"], finding.evidence["units"]) == ("2", 4, 6, 8)
+
+
+def test_units_that_return_nan_are_not_called_dead(tmp_path: Path) -> None:
+    def break_it(step: int) -> None:
+        if step == 2:
+            with torch.no_grad():
+                model[0].weight.fill_(torch.nan)
+
+    model = classifier(width=64)
+    run = train(tmp_path / "run", model, SGD(model.parameters(), lr=0.01), steps=16, before_step=break_it)
+
+    assert kinds(traindiff.check(run)) == {"edited", "non-finite"}
+
+
+@pytest.mark.parametrize("never_chosen", [True, False])
+def test_an_expert_that_no_sample_chooses_has_no_dead_units(tmp_path: Path, *, never_chosen: bool) -> None:
+    """Its inputs are multiplied by 0, and it has no biases. If its weights are 0, its units are dead."""
+
+    class Chosen(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (0.0 if never_chosen else 1.0)
+
+    torch.manual_seed(0)
+    expert = nn.Sequential(Chosen(), nn.Linear(20, 32, bias=False), nn.ReLU(), nn.Linear(32, 4))
+    if not never_chosen:
+        nn.init.zeros_(expert[1].weight)
+    run = train(tmp_path / "run", expert, SGD(expert.parameters(), lr=0.01), steps=12)
+
+    assert ("dead-units" in kinds(traindiff.check(run))) is not never_chosen
 
 
 def test_few_dead_units_are_none(tmp_path: Path) -> None:

@@ -61,6 +61,15 @@ def test_weights_that_have_gradients_and_do_not_move_at_all_are_a_warning(tmp_pa
     assert "bfloat16 rounds their updates away" in finding.message
 
 
+def test_a_learning_rate_that_moves_nothing_is_a_warning(tmp_path: Path) -> None:
+    model = classifier()
+    run = train(tmp_path / "run", model, SGD(model.parameters(), lr=1e-12), steps=24)
+
+    finding = found(traindiff.check(run), "small-updates")
+    assert finding.evidence["ratio"] == 0.0
+    assert "float32 rounds their updates away" in finding.message
+
+
 def test_frozen_weights_in_an_optimizer_and_groups_that_rest_are_no_small_updates(tmp_path: Path) -> None:
     model = classifier()
     model[0].requires_grad_(False)

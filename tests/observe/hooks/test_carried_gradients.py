@@ -232,6 +232,7 @@ def test_evaluations_in_a_closure_are_cleared_or_not(tmp_path: Path, *, clears: 
 
             optimizer.step(closure)
     assert bool(carried(tmp_path / "run")) is not clears
+    assert bool(traindiff.check(tmp_path / "run", rules="carried-gradient").findings) is not clears
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")

@@ -19,6 +19,7 @@ from traindiff.analyse.merge.step_table import step_table
 from traindiff.analyse.merge.table_plan import TablePlan, plan_of
 from traindiff.core.observation import (
     BEFORE,
+    CARRIED,
     ITSELF,
     MAYBE_UNSEEN,
     OPERATOR_STAGES,
@@ -351,6 +352,7 @@ def _by_evaluation(
     for part in sites:
         seen = part[0]
         of_step = not is_of_evaluation(seen.phase, seen.stage) or seen.unobserved.startswith(_OF_ALL)
+        of_step |= seen.stage == CARRIED  # known of the first evaluation, and wrong for all
         if seen.phase == "param" and seen.stage == BEFORE and seen.evaluation:
             moved[seen.evaluation].append(part)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,7 +12,7 @@ from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.site import MergedSite, RankPart, SiteKey, StepTable, finding_at, is_loss_scale
 from traindiff.analyse.rules.optimizers import has_loss_scale, is_left_out
 from traindiff.analyse.rules.rule import Contents, Found, Limit, Repeated, RepeatedRule, Rule
-from traindiff.core.observation import MASTER, SAMPLE
+from traindiff.core.observation import BEFORE, MASTER, SAMPLE
 from traindiff.core.site import label
 from traindiff.core.summary import LARGEST, finite_count, is_finite, largest, nonfinite_count, number
 
@@ -33,6 +33,8 @@ class FiniteThroughout(Rule):
 
     * -inf in a batch, in a tensor whose finite elements are all 0 or whose name says mask, and in outputs of modules
       (masked scores), if only finite numbers are computed from it, or if earlier steps had it too;
+    * NaN and infinities in a batch, and NaN in a buffer from the beginning, if the loss and the gradients are finite: a
+      model may replace missing values, and leave out what was not filled yet. A note says so;
     * gradients of a step that a loss scaler skips, because the scaler detects those itself;
     * infinities in buffers (masks, ranges that were not measured yet), settings of optimizers, limits of clipping, and
     logged numbers.
@@ -49,21 +51,17 @@ class FiniteThroughout(Rule):
         self._broken: set[SiteKey] = set()  # sites that are not finite since the last finding
         self._ignored: set[SiteKey] = set()  # sites that the user ignores, of which something was found
         self._masks: set[SiteKey] | None = None
+        self._missing: dict[SiteKey, list[int]] = {}  # steps in which the model replaces what is not finite there
         self._begins = True
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """Findings of a step."""
-        scaled = has_loss_scale(table)
-        found: list[_Suspect] = []
-        ignored: list[_Suspect] = []
-        masks: list[_Suspect] = []
-        for key, entry in table.items():
-            if not (entry.unobserved or is_finite(entry.summary)):
-                if not _is_right(key, entry, scaled=scaled):
-                    (ignored if self.facts.ignores(key.path, key.slot) else found).append(_suspect(entry))
-                elif key.phase == "forward":
-                    masks.append(_suspect(entry))
+        found, ignored, masks = self._not_finite(table)
         begins, self._begins = self._begins, False
+        for one in self._replaced(table, found, begins=begins):
+            self._missing.setdefault(one.entry.key, []).append(step)
+        known = [one for one in found if one.entry.key in self._missing]
+        found = [one for one in found if one.entry.key not in self._missing]
         for one in ignored:
             if one.entry.key not in self._ignored:
                 self._ignored.add(one.entry.key)
@@ -74,9 +72,61 @@ class FiniteThroughout(Rule):
             # -inf where there was none in any step before is no mask.
             fresh = [] if self._masks is None else [one for one in masks if one.entry.key not in self._masks]
             first = min([*found, *fresh], key=lambda one: one.moment)
-            yield _finding(table, first.entry, first.part, step=step, begins=begins, ignores=bool(ignored))
+            set_aside = "ignored" if ignored else "missing in the batch" if known else ""
+            yield _finding(table, first.entry, first.part, step=step, begins=begins, set_aside=set_aside)
         elif not found:
             self._masks = (self._masks or set()) | {one.entry.key for one in masks}
+
+    def _not_finite(self, table: StepTable) -> tuple[list[_Suspect], list[_Suspect], list[_Suspect]]:
+        """The sites that are not finite: those that must be, those of them that the user ignores, and masks."""
+        scaled = has_loss_scale(table)
+        found: list[_Suspect] = []
+        ignored: list[_Suspect] = []
+        masks: list[_Suspect] = []
+        for key, entry in table.items():
+            if not (entry.unobserved or is_finite(entry.summary)):
+                if not _is_right(key, entry, scaled=scaled):
+                    (ignored if self.facts.ignores(key.path, key.slot) else found).append(_suspect(entry))
+                elif key.phase == "forward":
+                    masks.append(_suspect(entry))
+        return found, ignored, masks
+
+    def _replaced(self, table: StepTable, found: Sequence[_Suspect], *, begins: bool) -> Sequence[_Suspect]:
+        """All that was found, if the model replaces it before the loss; else nothing.
+
+        It is in a batch, or in a buffer with which the training begins; and perhaps in what modules make of these, if
+        the gradients are finite, too. A loss scaler skips a step in which they are not.
+        """
+        after = [
+            is_finite(entry.summary)
+            for key, entry in table.items()
+            if key.phase in ("loss", "backward", "grad") and not entry.unobserved and not is_loss_scale(key)
+        ]
+        others = [one.entry.key for one in found if not self._is_given(table, one.entry.key, begins=begins)]
+        if not after or len(others) == len(found):
+            return ()
+        models = {key.path for key in table if key.phase == "batch"}  # what these return, nothing has replaced
+        inside = all(key.phase == "forward" and key.path not in models for key in others)
+        return found if not others or (inside and all(after)) else ()
+
+    def _is_given(self, table: StepTable, key: SiteKey, *, begins: bool) -> bool:
+        """True if a site is in a batch, or in a buffer that was not finite when the training began."""
+        if key.phase == "batch" or key in self._missing:
+            return True
+        before = table.get(key._replace(stage=BEFORE)) if begins and key.slot == "buffer" else None
+        return before is not None and not (before.unobserved or is_finite(before.summary))
+
+    def notes(self) -> Iterator[str]:
+        """What the model seems to replace."""
+        for key, steps in self._missing.items():
+            if key.phase == "forward" or key.stage == BEFORE:
+                continue
+            times = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, first in step {steps[0]}"
+            made = "how the batch was made" if key.phase == "batch" else "the initialization"
+            yield (
+                f"{label(key.path, key.slot)} has NaN or infinities in {times}, and the loss and the gradients are "
+                f"finite: the model seems to replace them. If they are not meant, look at {made}."
+            )
 
     def _still_broken(self, table: StepTable) -> set[SiteKey]:
         """The sites that were not finite, unless this step has some of them: it may be that of another optimizer."""
@@ -127,7 +177,7 @@ def _finding(
     *,
     step: int,
     begins: bool = False,
-    ignores: bool = False,
+    set_aside: str = "",
 ) -> Finding:
     summary = part.summary if part else origin.summary
     nan, count = int(summary["nan"]), int(summary["count"])
@@ -137,11 +187,11 @@ def _finding(
     message = f"{label(origin.key.path, origin.key.slot)} has {what} of {count} elements"
     size = 0.0
     if before is None:
-        message += f", and nothing {'finite ' if ignores else ''}was observed before it."
+        message += f", and nothing {'finite ' if set_aside else ''}was observed before it in the step."
     else:
         size = float(largest(before.summary))
         name = f"{before.key.phase} {label(before.key.path, before.key.slot)}"
-        message += f", and all that was observed before it is finite{' or ignored' if ignores else ''}, "
+        message += f", and all that was observed before it is finite{f' or {set_aside}' if set_aside else ''}, "
         message += f"up to {name} (largest magnitude {size:.3g})."
     evidence = {"nan": nan, "infinite": infinite, "elements": count, "largest_before": size}
     ranks = {one.rank for one in origin.parts}
@@ -168,7 +218,7 @@ def _before(table: StepTable, origin: MergedSite) -> MergedSite | None:
 def _overflows(origin: MergedSite, summary: Any, size: float) -> bool:
     """True if numbers seem to be too large for the dtype, rather than wrong."""
     end = LARGEST.get(origin.dtype, inf)
-    return size > end / NEAR or (end <= NARROW and not int(summary["nan"]))
+    return max(size, float(largest(summary))) > end / NEAR or (end <= NARROW and not int(summary["nan"]))
 
 
 def _advice(origin: MergedSite, *, overflows: bool, begins: bool) -> str:
@@ -180,6 +230,11 @@ def _advice(origin: MergedSite, *, overflows: bool, begins: bool) -> str:
         return "It was written between two steps: look at what updates it."
     if key.stage == "before":
         return "The training begins with it: look at the initialization, or at the checkpoint."
+    if key.phase in ("forward", "backward") and overflows and LARGEST[origin.dtype] > NARROW:
+        return (
+            f"{origin.dtype} ends at {LARGEST[origin.dtype]:.5g}: look at what makes the numbers grow (the learning "
+            "rate, the initialization, recurrences)."
+        )
     if key.phase in ("forward", "backward") and overflows:
         return f"{origin.dtype} ends at {LARGEST[origin.dtype]:.5g}: use bfloat16 or float32 here, or smaller numbers."
     if key.phase == "forward":
@@ -191,6 +246,8 @@ def _advice(origin: MergedSite, *, overflows: bool, begins: bool) -> str:
             "The forward pass is finite: look at roots and norms at 0, and at 0 x infinity behind a `where`. "
             "torch.autograd.set_detect_anomaly(True) names the operation."
         )
+    if key.slot == "buffer":
+        return "A forward pass or the training wrote it: look at divisions and logarithms in what updates it."
     return "The gradients are finite: look at the learning rate, at eps and at the second moments."
 
 

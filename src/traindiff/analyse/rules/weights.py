@@ -178,9 +178,9 @@ class UpdatesAreLargeEnough(RepeatedRule):
     """Half of all weights move by less than a ten-millionth of their size, step after step.
 
     Then it would take ten million steps in one direction to replace the weights; a thousand is usual. The rule also
-    counts a weight of a short dtype that has a gradient and a learning rate and does not move at all, because rounding
-    removes its updates. Updates may be this small for a while at the beginning of a warm-up and at the end of a decay,
-    so the rule only warns.
+    counts a weight that has a gradient and a learning rate and does not move at all, because rounding removes its
+    updates: in a short dtype, or if the learning rate itself is below that limit. Updates may be this small for a while
+    at the beginning of a warm-up and at the end of a decay, so the rule only warns.
     """
 
     name = "small-updates"
@@ -199,14 +199,15 @@ class UpdatesAreLargeEnough(RepeatedRule):
         return {"": (moved[0][0], {"ratio": middle})} if middle < self.limit("ratio") else {}
 
     def _moved(self, table: StepTable) -> Iterator[tuple[MergedSite, float]]:
-        """Weights that the step moved, and weights of a short dtype that it did not move in spite of a gradient."""
+        """Weights that the step moved, and weights whose updates rounding removes, in spite of a gradient."""
         rates = learning_rates(table)
         for entry, ratio in weight_updates(table):
             path = entry.key.path
             gradient = table.get(SiteKey("grad", "", path, "grad"))
             rests = gradient is None or gradient.unobserved or not norm_of(gradient.summary)
+            rate = largest_rate(path, rates, self.facts)
             short = UNIT_ROUNDOFF.get(entry.dtype, 0.0) >= UNIT_ROUNDOFF["float16"]
-            if ratio or (short and largest_rate(path, rates, self.facts) and not rests):
+            if ratio or (rate and (short or rate < self.limit("ratio")) and not rests):
                 yield entry, ratio
 
     def _message(self, row: Repeated) -> str:
