@@ -65,6 +65,30 @@ def _(here: Path, patched: pytest.MonkeyPatch) -> str:
     return "\n".join(traindiff.compare(trained("whole", 1), trained("part", 2)).notes)
 
 
+@situation("a critic that steps twice and is clipped, recorded from the beginning, and from its middle on")
+def _(here: Path, patched: pytest.MonkeyPatch) -> str:
+    def trained(name: str, begin: int, *, first: str = "critic", every: int = 1) -> Path:
+        torch.manual_seed(0)
+        models = {"critic": torch.nn.Linear(4, 1), "actor": torch.nn.Linear(4, 4)}
+        optimizers = {one: torch.optim.SGD(model.parameters(), lr=0.1) for one, model in models.items()}
+        for turn in range(4):
+            if turn == begin:
+                ordered = sorted(optimizers.items(), key=lambda one: one[0] != first)
+                session = traindiff.record(here / name, models, [one for _, one in ordered], every=every)
+            for one in ("critic", "critic", "actor"):
+                models["critic"](models["actor"](torch.randn(3, 4))).mean().backward()
+                optimizers[one].step()
+                torch.nn.ModuleDict(models).zero_grad()
+                with torch.no_grad():
+                    models["critic"].weight.clamp_(-0.1, 0.1)
+        session.close()
+        return here / name
+
+    passes = traindiff.compare(trained("whole", 0), trained("resumed", 2)).notes
+    updates = traindiff.compare(trained("each", 0, first="actor"), trained("second", 0, first="actor", every=2)).notes
+    return "\n".join((*passes, *updates))
+
+
 @situation("noise of another training")
 def _(here: Path, patched: pytest.MonkeyPatch) -> None:
     noise = record(here / "noise", at(("batch", "", "", "input[0]"), lambda values: values + 1))

@@ -145,11 +145,11 @@ def test_a_run_whose_first_parameters_are_those_of_a_later_step_is_compared_from
 
 
 class Pair:
-    """A generator and a discriminator, which steps before it, and whose weights are clipped."""
+    """A generator and a discriminator, which steps before it, and whose weights are clipped to a limit."""
 
-    def __init__(self, num_critic: int = 1) -> None:
+    def __init__(self, num_critic: int = 1, limit: float | None = 0.3) -> None:
         torch.manual_seed(0)
-        self.num_critic = num_critic
+        self.num_critic, self.limit = num_critic, limit
         self.models = {"generator": nn.Linear(3, 4), "discriminator": nn.Linear(4, 1)}
         self.optimizers = {name: torch.optim.Adam(model.parameters()) for name, model in self.models.items()}
 
@@ -173,7 +173,8 @@ class Pair:
                 (discriminator(made.detach()).square() + (real - 1.0).square()).mean().backward()
                 self.step("discriminator")
                 with torch.no_grad():
-                    discriminator.weight.clamp_(-0.3, 0.3)
+                    if self.limit is not None:
+                        discriminator.weight.clamp_(-self.limit, self.limit)
             (discriminator(made) - 1.0).square().mean().backward()
             self.step("generator")
 
@@ -257,7 +258,8 @@ def test_a_run_that_says_where_it_begins_is_not_moved_because_all_its_parameters
     assert (comparison.verdict, min(comparison.steps)) == ("identical", 4)
 
 
-@pytest.mark.parametrize(("first", "num_critic"), [("generator", 1), ("discriminator", 1), ("discriminator", 2)])
+@pytest.mark.parametrize("num_critic", [1, 2])
+@pytest.mark.parametrize("first", ["generator", "discriminator"])
 def test_clipped_weights_do_not_tell_a_run_from_itself_where_other_steps_were_recorded(
     first: str, num_critic: int, tmp_path: Path
 ) -> None:
@@ -269,6 +271,99 @@ def test_clipped_weights_do_not_tell_a_run_from_itself_where_other_steps_were_re
 
     for baseline, candidate in ((1, 2), (2, 1)):
         assert traindiff.compare(tmp_path / f"{baseline}", tmp_path / f"{candidate}").verdict == "identical"
+
+
+@pytest.mark.parametrize("clipped", [True, False])
+def test_an_update_is_not_compared_if_one_run_alone_shows_what_was_clipped_before_it(
+    clipped: bool, tmp_path: Path
+) -> None:
+    for every in (1, 2):
+        pair = Pair(num_critic=2, limit=0.02 if clipped or every == 1 else None)
+        pair.optimizers["discriminator"].param_groups[0]["lr"] = 0.1
+        with traindiff.record(tmp_path / f"{every}", pair.models, [*pair.optimizers.values()], every=every):
+            pair.train(0, 6)
+
+    comparison = traindiff.compare(tmp_path / "1", tmp_path / "2")
+
+    assert comparison.verdict == ("identical" if clipped else "diverged")
+    if clipped:
+        assert any(note.startswith("Not compared: some updates of discriminator.weight.") for note in comparison.notes)
+
+
+@pytest.mark.parametrize("every", [(1, 1), (1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize("num_critic", [1, 3])
+@pytest.mark.parametrize("first", ["generator", "discriminator"])
+def test_a_run_of_two_optimizers_goes_on_between_their_rounds(
+    first: str, num_critic: int, every: tuple[int, int], tmp_path: Path
+) -> None:
+    paths, pairs = (tmp_path / "whole", tmp_path / "resumed"), (Pair(num_critic, None), Pair(num_critic, None))
+    for path, pair, number, begin in zip(paths, pairs, every, (0, 4), strict=True):
+        optimizers = sorted(pair.optimizers.items(), key=lambda one: one[0] != first)
+        pair.train(0, begin)
+        with traindiff.record(path, pair.models, [one for _, one in optimizers], every=number):
+            pair.train(begin, 8)
+
+    comparison = traindiff.compare(*paths)
+
+    assert (comparison.verdict, comparison.findings) == ("identical", ())
+    begins = any(note.endswith("They belong to another optimizer's step before it.") for note in comparison.notes)
+    assert begins == (first == "discriminator")
+
+
+def test_a_run_goes_on_although_its_first_optimizer_rests_for_twenty_steps_of_the_second(tmp_path: Path) -> None:
+    paths = tmp_path / "whole", tmp_path / "resumed"
+    for path, begin in zip(paths, (0, 2), strict=True):
+        pair = Pair(20, None)
+        pair.train(0, begin)
+        with traindiff.record(path, pair.models, [*pair.optimizers.values()], observe=["param", "batch"]):
+            pair.train(begin, 4)
+
+    comparison = traindiff.compare(*paths)
+
+    assert (comparison.verdict, comparison.steps[0]) == ("identical", 40)
+
+
+@pytest.mark.parametrize("first", ["generator", "discriminator"])
+def test_another_gradient_of_a_run_that_goes_on_is_found_after_passes_of_its_round_before(
+    first: str, tmp_path: Path
+) -> None:
+    paths = tmp_path / "whole", tmp_path / "resumed"
+    for path, begin in zip(paths, (0, 4), strict=True):
+        pair = Pair(2, None)
+        optimizers = sorted(pair.optimizers.items(), key=lambda one: one[0] != first)
+        pair.train(0, begin)
+        if begin:
+            pair.models["discriminator"].weight.register_hook(lambda gradient: 1.01 * gradient)
+        with traindiff.record(path, pair.models, [one for _, one in optimizers]):
+            pair.train(begin, 8)
+
+    comparison = traindiff.compare(*paths)
+
+    assert comparison.verdict == "diverged"
+    found = comparison.first_divergence
+    assert found is not None
+    assert (found.step, found.phase, found.path) == (8, "grad", "discriminator.weight")
+
+
+def test_a_run_that_goes_on_is_found_by_what_is_trained_although_frozen_layers_are_the_same_everywhere(
+    tmp_path: Path,
+) -> None:
+    paths = tmp_path / "whole", tmp_path / "resumed"
+    for path, first in zip(paths, (0, 4), strict=True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8).requires_grad_(False), nn.PReLU())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(8):
+            if step == first:
+                session = traindiff.record(path, model, optimizer)
+            model(torch.randn(16, 4, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        session.close()
+
+    comparison = traindiff.compare(*paths)
+
+    assert (comparison.verdict, comparison.steps) == ("identical", (4, 5, 6, 7))
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.5])

@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from traindiff.analyse.align.beginnings import Beginning, beginnings, same_bits, values_at
 from traindiff.analyse.align.side import SideStep
-from traindiff.analyse.merge.merged_tables import MergedTables
-from traindiff.analyse.merge.parameters import parameter_groups
-from traindiff.analyse.merge.rank_steps import rank_steps
+from traindiff.analyse.merge.parameters import trained_parameters
 from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.run_steps import RunStep
-from traindiff.analyse.merge.site import MergedSite, Part, SiteKey, StepTable, origin
-from traindiff.analyse.merge.step_table import step_table
-from traindiff.core.observation import BEFORE, EDITED, Observation
-from traindiff.core.summary import distance, finite_count, norm_of, number, rounding
+from traindiff.analyse.merge.site import MergedSite, StepTable, origin
+from traindiff.core.observation import BEFORE, EDITED
+from traindiff.core.summary import distance, finite_count, norm_of, rounding
 from traindiff.storage import Recording
-
-Site = tuple[str, str]
-
-Found = tuple[str, MergedSite, int]
-"""The path of a parameter, how a step of its optimizer finds it, and the number of that step."""
-
-_MOST_WAITING = 16
-"""Steps that are held until the first optimizer has stepped, which may rest for long: a bound of memory."""
 
 NEAR = 0.5
 """A parameter is near another run's at a step if the two are apart by at most this part of what the step changes.
@@ -49,138 +39,6 @@ anywhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beginning:
-    """What a step begins with.
-
-    Attributes:
-        optimizer: Name of the optimizer that counts the step.
-        step: Its number.
-        parameters: The parameters as the step finds them, by path.
-        late: Paths of other ones: a step of their optimizer, which came before, is not known yet.
-        batch: The inputs of the model, by path and slot.
-        random: The states of random generators before the first forward pass, by slot.
-        settings: The settings of the optimizers, by path and slot.
-        next_steps: The number of the next step of each optimizer, by name.
-    """
-
-    optimizer: str
-    step: int
-    parameters: Mapping[str, MergedSite]
-    late: frozenset[str]
-    batch: Mapping[Site, MergedSite]
-    random: Mapping[str, MergedSite]
-    settings: Mapping[Site, float]
-    next_steps: Mapping[str, int]
-
-    def with_found(self, found: Iterable[Found], holders: Mapping[str, str]) -> Beginning:
-        """The same with parameters that only a step of another optimizer has recorded.
-
-        Args:
-            found: The parameters.
-            holders: Name of the optimizer of each parameter, by path.
-        """
-        further = {
-            path: entry for path, entry, step in found
-            if not entry.unobserved and self.next_steps.get(holders.get(path, ""), step) == step
-        }  # fmt: skip
-        return replace(self, parameters={**self.parameters, **further}, late=self.late.difference(further))
-
-
-def beginnings(recording: Recording, rename: Rename = str) -> Iterator[Beginning]:
-    """What each step of a recording begins with; memory holds the steps until the first optimizer has stepped.
-
-    The parameters that a round of several optimizers finds are recorded with the first of them, which may be the last
-    to step: in a GAN, the discriminator may step before, and several times.
-
-    Args:
-        recording: The run.
-        rename: Turns its paths into the baseline's.
-    """
-    held: dict[str, MergedSite] = {}
-    latest: dict[str, int] = {}  # step, by optimizer
-    waiting: list[Beginning] = []
-    begun = recording.run.get("first_step") or 0
-    groups = parameter_groups(recording, rename)
-    main = next(iter(groups), "")
-    holders = {path: name for name, of_one in groups.items() for group in of_one for path in group}
-    merged = MergedTables(recording.world_size, 0, recording.path)
-    for of_ranks in rank_steps(recording):
-        optimizer, step, after = of_ranks[0].optimizer, of_ranks[0].step, of_ranks[0].after
-        if of_ranks[0].places is not None:
-            table = merged.table(of_ranks[0])
-        else:
-            parts: list[Part] = [
-                (seen, one.rank, summary)
-                for one in of_ranks
-                for seen, summary in zip(one.observations, one.summaries, strict=True)
-                if _is_wanted(seen)
-            ]
-            table = step_table(parts)
-        of_ranks.clear()
-        next_steps = {name: max(begun, after.get(name, -1) + 1) for name in groups} | {optimizer: step}
-        before, edited, stepped = (
-            {rename(path): entry.without_parts() for path, entry in _values_at(table, stage).items()}
-            for stage in (BEFORE, EDITED, "")
-        )
-        found = [(path, entry, step) for path, entry in before.items()]
-        found += [(path, entry, next_steps.get(holders.get(path, ""), step)) for path, entry in edited.items()]
-        later = [(path, entry, step + 1) for path, entry in stepped.items()]
-        waiting = [one.with_found([*found, *later], holders) for one in waiting]
-        num_done = len(waiting) if optimizer == main else max(0, len(waiting) - _MOST_WAITING)
-        yield from waiting[:num_done]
-        held.update((path, one) for path, one, number in found if latest.get(holders.get(path, ""), -1) < number)
-        # A step is complete when its optimizer begins the next one, which others may do more often.
-        not_yet = [name for name, number in after.items() if latest.get(name, -1) < number]
-        late = frozenset(path for name in not_yet for group in groups.get(name, ()) for path in group)
-        beginning = Beginning(
-            optimizer=optimizer,
-            step=step,
-            parameters={path: one for path, one in held.items() if not (one.unobserved or path in late)},
-            late=late,
-            next_steps=next_steps,
-            batch={
-                (rename(key.path), key.slot): entry
-                for key, entry in table.items()
-                if key[:2] == ("batch", "") and key.path != "rng" and not entry.unobserved
-            },
-            random={
-                key.slot: entry
-                for key, entry in reversed(table.items())
-                if key.path == "rng" and key.stage == BEFORE and not entry.unobserved
-            },
-            settings={
-                (key.path, key.slot): number(entry.summary)
-                for key, entry in table.items()
-                if key.group and not entry.unobserved
-            },
-        )
-        waiting = [*waiting[num_done:], beginning]
-        held.update(stepped)
-        latest[optimizer] = step
-    yield from waiting
-
-
-def _is_wanted(seen: Observation) -> bool:
-    if seen.phase == "batch":
-        return seen.stage in ("", BEFORE)
-    return seen.phase == "param" or (seen.phase == "optimizer" and ".groups[" in seen.path)
-
-
-def _is_value(key: SiteKey) -> bool:
-    return key.phase == "param" and key.slot == "value"
-
-
-def same_bits(one: MergedSite, other: MergedSite) -> bool:
-    """True if two sites hold the same elements in the same places."""
-    return (
-        (one.dtype, one.shape) == (other.dtype, other.shape)
-        and one.exact
-        and other.exact
-        and all(one.summary[name] == other.summary[name] for name in ("fingerprint", "multiset"))
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
     """Where one of two runs begins in the other one.
 
@@ -190,6 +48,7 @@ class Continuation:
         same: Number of parameters that are the same there or near (`NEAR`), of those that tell one step from another.
         of: Number of parameters that tell one step from another, and are known there.
         exact: Whether these are the same to the bit.
+        others: What is added to the numbers of the candidate's steps of other optimizers, by name, if that is known.
     """
 
     own: int
@@ -197,6 +56,7 @@ class Continuation:
     same: int
     of: int
     exact: bool
+    others: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def note(self) -> str:
@@ -238,7 +98,8 @@ def find_continuation(baseline: Recording, candidate: Recording, rename: Rename)
 
 def _turned(found: Continuation | None) -> Continuation | None:
     """The place where the baseline begins in the candidate, from the place of the candidate in the baseline."""
-    return found and replace(found, own=found.step, step=found.own)
+    others = {name: -number for name, number in found.others.items()} if found else {}
+    return found and replace(found, own=found.step, step=found.own, others=others)
 
 
 class _Run:
@@ -251,6 +112,8 @@ class _Run:
     Attributes:
         begun: Number of the step in which it was attached.
         first: What that step begins with; None if it was not recorded.
+        trained: As `trained_parameters`.
+        is_whole: Whether it has recorded every step.
     """
 
     def __init__(self, recording: Recording, rename: Rename) -> None:
@@ -258,6 +121,8 @@ class _Run:
         self.begun = recording.run.get("first_step") or 0
         first = next(self.steps(), None)
         self.first = first if first is not None and first.step == self.begun else None
+        self.trained = trained_parameters(recording, rename)
+        self.is_whole = recording.run["settings"].get("every", 1) == 1 and not recording.run["settings"].get("steps")
 
     def leaves_out(self, step: int) -> bool:
         """True if it recorded steps before and after a step, but not this one."""
@@ -278,25 +143,36 @@ def _place_of(run: _Run, other: _Run) -> Continuation | None:
     """
     if run.first is None:
         return None
-    found, between = _place_in(other.steps(), run.first)
-    if found is not None or between is None:
-        return found
+    found, between = _place_in(other.steps(), run.first, run.trained)
+    if found is not None:
+        return found if other.is_whole else _with_main_alone(found)
+    if between is None:
+        return None
     later = next((one for one in other.steps() if (one.optimizer, one.step) == (run.first.optimizer, between)), None)
-    return _turned(_place_in(run.steps(), later)[0])
+    found, _ = _place_in(run.steps(), later, run.trained)
+    return found and _turned(_with_main_alone(found))
 
 
-def _place_in(steps: Iterable[Beginning], first: Beginning | None) -> tuple[Continuation | None, int | None]:
+def _with_main_alone(found: Continuation) -> Continuation:
+    """A place with the first optimizer's number alone: others may have stepped between recorded steps."""
+    return replace(found, others=dict(list(found.others.items())[:1]))
+
+
+def _place_in(
+    steps: Iterable[Beginning], first: Beginning | None, trained: Collection[str]
+) -> tuple[Continuation | None, int | None]:
     """The step of a run that begins with the same parameters as a given step of another run.
 
     The parameters with which the given step begins are looked for before the step of the same number, and if they are
     not there, before every other one. They are there if they are the same, or much nearer (`NEAR`) than one step away
-    from it. Only parameters with several different elements count, because constant ones (of norms, biases) are the
-    same in many trainings; and more than half of them must be there, and more than at the step of the same number.
+    from it. Only parameters that are trained count, with several different elements: constant ones (of norms, biases)
+    are the same in many trainings. More than half of them must be there, and more than at the step of the same number.
     Where all are constant (`_telling`), they must be the same.
 
     Args:
         steps: The steps of the run.
         first: What that step of the other run begins with; None if it was not recorded.
+        trained: Paths of the parameters that are trained.
 
     Returns:
         The step, which may be that of the same number, and if there is none, the number of the later one of the two
@@ -304,7 +180,7 @@ def _place_in(steps: Iterable[Beginning], first: Beginning | None) -> tuple[Cont
     """
     if first is None:
         return None, None
-    wanted = _telling(first.parameters)
+    wanted = _telling(first.parameters, trained)
     own = 0
     found: list[tuple[int, _Apart]] = []
     gaps: list[tuple[float, int]] = []
@@ -327,7 +203,10 @@ def _place_in(steps: Iterable[Beginning], first: Beginning | None) -> tuple[Cont
     best = [one for same, one in found if same == most]
     one = next((one for one in best if one.same_batch), best[0])
     exact = most == one.num_near([])
-    return Continuation(own=first.step, step=one.step, same=most, of=one.of, exact=exact), None
+    others = {
+        name: number - first.next_steps[name] for name, number in one.next_steps.items() if name in first.next_steps
+    }
+    return Continuation(own=first.step, step=one.step, same=most, of=one.of, exact=exact, others=others), None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,18 +215,21 @@ class _Apart:
 
     Attributes:
         step: Its number.
-        sizes: L2 distance of each parameter; 0 for the same bits, NaN if it is not known, has another shape, or is
-            constant and another number: one number may come near another by chance.
+        sizes: L2 distance of each parameter; 0 for the same bits, NaN if it is not known, or has another shape.
+        constant: Which parameters hold one number only, which may come near another one by chance.
         known: Number of parameters that both have.
         of: The same, with those that are not known yet.
         same_batch: Whether it begins with the same batch.
+        next_steps: As in `Beginning`.
     """
 
     step: int
     sizes: NDArray[np.float64]
+    constant: NDArray[np.bool_]
     known: int
     of: int
     same_batch: bool
+    next_steps: Mapping[str, int]
 
     @classmethod
     def of_step(cls, first: Beginning, wanted: Mapping[str, MergedSite], one: Beginning) -> _Apart:
@@ -360,17 +242,18 @@ class _Apart:
         """
         there = [one.parameters.get(path) for path in wanted]
         sizes = [
-            math.nan if other is None or not (_varies(entry) or same_bits(entry, other)) else _apart(entry, other)
+            math.nan if other is None else _apart(entry, other)
             for entry, other in zip(wanted.values(), there, strict=True)
         ]
+        constant = np.array([not _varies(entry) for entry in wanted.values()], dtype=np.bool_)
         return cls(
-            step=one.step, sizes=np.array(sizes), known=sum(other is not None for other in there),
-            of=len(wanted.keys() - one.late), same_batch=_same_batch(first, one),
+            step=one.step, sizes=np.array(sizes), constant=constant, known=sum(other is not None for other in there),
+            of=len(wanted.keys() - one.late), same_batch=_same_batch(first, one), next_steps=one.next_steps,
         )  # fmt: skip
 
     def num_near(self, limits: Sequence[NDArray[np.float64]]) -> int:
         """Number of parameters that are the same, or not further apart than any of these limits, if there are any."""
-        near = self.sizes <= np.fmin.reduce(limits) if limits else False
+        near = (self.sizes <= np.fmin.reduce(limits)) & ~self.constant if limits else False
         return int(((self.sizes == 0.0) | near).sum())
 
 
@@ -384,7 +267,6 @@ def _apart(one: MergedSite, other: MergedSite) -> float:
 
 
 _Item = TypeVar("_Item")
-_Key = TypeVar("_Key")
 
 
 def _between(items: Iterable[_Item]) -> Iterator[tuple[_Item | None, _Item, _Item | None]]:
@@ -492,13 +374,14 @@ def _offset_of(own: Sequence[_Place], theirs: Sequence[_Place], offset: int) -> 
     return offset if found[0] == offset + 1 else found[0]
 
 
-def begin_alike(baseline: RunStep | None, candidate: RunStep | None, rename: Rename) -> bool:
+def begin_alike(baseline: RunStep | None, candidate: RunStep | None, rename: Rename, trained: Collection[str]) -> bool:
     """True if two steps, the first of their runs, show that there is nothing for `find_continuation` to find.
 
     Args:
         baseline: The step of the run that is trusted; None if it does not have it.
         candidate: The step of the other run; None if it does not have it.
         rename: Turns the candidate's paths into the baseline's.
+        trained: Paths of the parameters that the candidate trains.
     """
     if baseline is None or candidate is None or baseline.step or baseline.earlier or candidate.earlier:
         return False
@@ -506,18 +389,13 @@ def begin_alike(baseline: RunStep | None, candidate: RunStep | None, rename: Ren
         {path: entry for path, entry in _found_by(one.table).items() if not entry.unobserved}
         for one in (baseline, candidate)
     )
-    same, of = _num_same({rename(path): entry for path, entry in _telling(found).items()}, theirs)
+    same, of = _num_same(_telling({rename(path): entry for path, entry in found.items()}, trained), theirs)
     return bool(found) and same == of
 
 
 def _found_by(table: StepTable) -> dict[str, MergedSite]:
     """The parameters that a step has recorded as it found them, by path."""
-    return {**_values_at(table, BEFORE), **_values_at(table, EDITED)}
-
-
-def _values_at(table: StepTable, stage: str) -> dict[str, MergedSite]:
-    """The parameters that a step has recorded at a stage, by path."""
-    return {key.path: entry for key, entry in table.items() if _is_value(key) and key.stage == stage}
+    return {**values_at(table, BEFORE), **values_at(table, EDITED)}
 
 
 def _num_same(wanted: Mapping[str, MergedSite], parameters: Mapping[str, MergedSite]) -> tuple[int, int]:
@@ -526,13 +404,14 @@ def _num_same(wanted: Mapping[str, MergedSite], parameters: Mapping[str, MergedS
     return sum(same_bits(wanted[path], parameters[path]) for path in of), len(of)
 
 
-def _telling(parameters: Mapping[_Key, MergedSite]) -> dict[_Key, MergedSite]:
-    """The parameters that tell one step from another: those that hold several different numbers.
+def _telling(parameters: Mapping[str, MergedSite], trained: Collection[str]) -> dict[str, MergedSite]:
+    """The parameters that tell one step from another: of those that are trained, the ones with several values.
 
-    All, if none does: a Gaussian process, or a fit of some constants, has parameters of one element only.
+    All of these, if none has: a Gaussian process, or a fit of some constants, has parameters of one element only.
     """
-    known = {key: entry for key, entry in parameters.items() if not entry.unobserved}
-    return {key: entry for key, entry in known.items() if _varies(entry)} or known
+    known = {path: entry for path, entry in parameters.items() if not entry.unobserved}
+    moving = {path: entry for path, entry in known.items() if path in trained} or known
+    return {path: entry for path, entry in moving.items() if _varies(entry)} or moving
 
 
 def _varies(entry: MergedSite) -> bool:
@@ -545,7 +424,7 @@ def _same_batch(one: Beginning, other: Beginning) -> bool:
     )
 
 
-def with_beginning(side: SideStep, other: SideStep, *, begins: bool) -> SideStep:
+def with_beginning(side: SideStep, other: SideStep, trained: Collection[str], *, begins: bool) -> SideStep:
     """A step in the middle of a training, with the parameters that it finds.
 
     The other run begins with this step, or has not recorded the steps before, and shows what it finds. What that is in
@@ -557,29 +436,31 @@ def with_beginning(side: SideStep, other: SideStep, *, begins: bool) -> SideStep
     Args:
         side: The step of the run.
         other: The step of the other run.
+        trained: Paths of the parameters that the other run trains.
         begins: Whether the other run begins with this step, and this run does not.
     """
     found = {
-        key: replace(side.before[key.path], key=key, order=entry.order)
+        key.path: replace(side.before[key.path], key=key, order=entry.order)
         for key, entry in other.table.items()
         if key[:2] == ("param", BEFORE) and key.slot == "value" and (begins or key not in side.table)
         and key.path in side.before
     }  # fmt: skip
-    table = {key: entry for key, entry in side.table.items() if key not in found}
-    telling = _telling(found)
-    apart = {key.path: _apart(found[key], other.table[key]) for key in telling}
+    apart = {path: _apart(entry, other.table[entry.key]) for path, entry in found.items()}
     moved = {one.key.path: norm_of(one.summary) for one in side.updates if not one.unobserved}
     near = {path for path, size in apart.items() if size <= NEAR * moved.get(path, 0.0)}
-    if 2 * sum(size == 0.0 for size in apart.values()) > len(telling):
+    telling = _telling(found, trained)
+    if 2 * sum(apart[path] == 0.0 for path in telling) > len(telling):
         # In a short dtype, rounding parts a few of many parameters.
-        rounded = {key.path for key in telling if apart[key.path] and rounding(found[key].dtype) > _LONG} & near
-        held = {key.path for key in found} - rounded
-    elif 2 * len(near) > len(telling):
-        held = _lost(side, {key.path: entry for key, entry in telling.items()}, apart, moved)
-        held |= {key.path for key in telling if apart[key.path] and _is_as_begun(side, other.table[key])}
+        rounded = {path for path in telling if apart[path] and rounding(found[path].dtype) > _LONG} & near
+        held = found.keys() - rounded
+    elif 2 * len(near.intersection(telling)) > len(telling):
+        varying = _telling(found, found)
+        held = _lost(side, varying, apart, moved)
+        held |= {path for path in varying if apart[path] and _is_as_begun(side, other.table[found[path].key])}
     else:
         return side
-    return replace(side, table={**{key: entry for key, entry in found.items() if key.path in held}, **table})
+    table = {key: entry for key, entry in side.table.items() if key.path not in found or key != found[key.path].key}
+    return replace(side, table={**{entry.key: entry for path, entry in found.items() if path in held}, **table})
 
 
 def _is_as_begun(side: SideStep, entry: MergedSite) -> bool:

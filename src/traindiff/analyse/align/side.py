@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 from traindiff.analyse.align.site_map import SideNames
 from traindiff.analyse.merge.distance import Pair
-from traindiff.analyse.merge.parameters import Groups, Updates, movement, parameter_groups
+from traindiff.analyse.merge.parameters import Groups, Updates, movement, parameter_groups, trained_parameters
 from traindiff.analyse.merge.recorded_calls import clips, is_clip
 from traindiff.analyse.merge.renames import Rename, renames
 from traindiff.analyse.merge.run_steps import RunStep
@@ -112,6 +112,7 @@ class Side:
         recording: The run.
         groups: Parameters of each group of each optimizer, by its name.
         held: Paths of the parameters that the optimizers hold; empty if unknown.
+        trained: Those of them that require a gradient.
         recorded: What the run was asked to record: names of `tap_registry.OBSERVABLE`, `evaluation`; empty if unknown.
         model: Class name of the model.
         goes_on_elsewhere: What steps in place of the recorded optimizers; empty if unknown.
@@ -138,6 +139,7 @@ class Side:
         self.goes_on_elsewhere = next(filter(None, (content.get("goes_on_elsewhere") for content in contents)), "")
         self.groups: Groups = parameter_groups(recording, lambda path: names.common(rename(path)))
         self.held = frozenset(path for optimizer in self.groups.values() for group in optimizer for path in group)
+        self.trained = frozenset(map(names.common, trained_parameters(recording, rename)))
         settings = recording.run["settings"]
         evaluation = ["evaluation"] if settings.get("evaluation") else []
         self.recorded = frozenset([*settings.get("observe", ()), *evaluation])

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from operator import is_
 
 from traindiff.analyse.align.continuation import with_beginning
+from traindiff.analyse.align.earlier_passes import without_earlier_passes
 from traindiff.analyse.align.micro_losses import with_added_losses, with_combined_losses, with_summed_passes
 from traindiff.analyse.align.other_moments import OtherMoments
 from traindiff.analyse.align.pairs import Aligned, Presence, align
@@ -33,7 +34,7 @@ from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.site import MergedSite, SiteKey, StepTable, num_micro_steps
 from traindiff.analyse.merge.unobserved import FailedTaps, without_lost
 from traindiff.core.maps.entries import Entry
-from traindiff.core.observation import REPLAYED, is_of_evaluation
+from traindiff.core.observation import BEFORE, REPLAYED, is_of_evaluation
 from traindiff.core.steps import StepSelection
 from traindiff.storage import Run
 
@@ -227,6 +228,7 @@ class TwoRuns:
         uneven: Sites whose rows could not be brought together.
         passes: Passes that were left out of steps in which only one run has them.
         singletons: Activations whose shapes differ in dims of length 1.
+        earlier: Run and step of passes that were left out, because the other run began after them; None for none.
         behind: By run and rank: the first step that the rank lacks although its run has it.
 
     Raises:
@@ -252,6 +254,7 @@ class TwoRuns:
         self.stepped = False
         self.alone: tuple[dict[str, list[int]], dict[str, list[int]]] = ({}, {})
         self.latest: dict[str, int] = {}
+        self.earlier: tuple[int, int] | None = None
         self.behind: tuple[dict[int, int], dict[int, int]] = ({}, {})
         self._selection = selection
         modules = [run.rank_content(rank).get("modules", {}) for run in runs for rank in run.ranks]
@@ -340,7 +343,7 @@ class TwoRuns:
     def _both(self, baseline: RunStep, candidate: RunStep) -> AlignedStep | None:
         self._go_on()
         recorded = baseline
-        baseline, candidate = steps = self.passes.in_common(baseline, candidate)
+        baseline, candidate = steps = self.passes.in_common(*self._from_one_place(baseline, candidate))
         first = not self.compared
         sides = self._in_each_run(baseline, candidate, first=first)
         for states, one in zip(self._states, sides, strict=True):
@@ -378,6 +381,41 @@ class TwoRuns:
             )
         return replace(last, earlier=earlier, recorded=sides)
 
+    def _begin(self, baseline: RunStep, candidate: RunStep) -> list[bool]:
+        """For each run, whether it begins with its step."""
+        steps = baseline, candidate
+        return [run.run.get("first_step") == step.step for run, step in zip(self.runs, steps, strict=True)]
+
+    def _known(self, one: SideStep, run: int, step: RunStep) -> SideStep:
+        """A step without parameters as it found them, if steps of other optimizers before it were not read yet.
+
+        Nor is known what no optimizer holds, if passes were left out after which it may have changed.
+        """
+        late = {
+            path for name, number in step.after.items() if name != step.optimizer
+            for group in self.sides[run].groups.get(name, ()) for path in group
+            if one.found_after.get(path, -1) < number
+        }  # fmt: skip
+        if self.earlier is not None and self.earlier[0] == run:
+            late |= one.before.keys() - self.sides[run].held
+        return replace(one, before={path: entry for path, entry in one.before.items() if path not in late})
+
+    def _from_one_place(self, baseline: RunStep, candidate: RunStep) -> tuple[RunStep, RunStep]:
+        """The first step of both runs, without passes that one of them made before the other one began."""
+        steps, begins = [baseline, candidate], self._begin(baseline, candidate)
+        if not self.compared and begins[0] != begins[1]:
+            longer, shorter = begins.index(False), begins.index(True)
+            renames = (str, self.rename)
+            rest = without_earlier_passes(steps[longer], steps[shorter], (renames[longer], renames[shorter]))
+            if rest is not None:
+                self.earlier = longer, baseline.step
+                # What no optimizer holds, such as an average, may have changed after those passes.
+                steps[longer] = replace(rest, table={
+                    key: entry for key, entry in rest.table.items()
+                    if key[:2] != ("param", BEFORE) or renames[longer](key.path) in self.sides[longer].held
+                })  # fmt: skip
+        return steps[0], steps[1]
+
     def _in_each_run(self, baseline: RunStep, candidate: RunStep, *, first: bool) -> tuple[SideStep, SideStep]:
         """The step in each run; evaluations of the loss before the last one only if both runs show their number."""
         sides = self.sides[0].step(baseline, first=first), self.sides[1].step(candidate, first=first)
@@ -390,10 +428,11 @@ class TwoRuns:
     ) -> AlignedStep:
         """One evaluation of a step of both runs; with the last one goes everything else of the step."""
         if len(self.compared) == 1 and not evaluation:
-            begins = [run.run.get("first_step") == step.step for run, step in zip(self.runs, steps, strict=True)]
+            begins = self._begin(*steps)
+            known = self._known(sides[0], 0, steps[0]), self._known(sides[1], 1, steps[1])
             sides = (
-                with_beginning(sides[0], sides[1], begins=begins == [False, True]),
-                with_beginning(sides[1], sides[0], begins=begins == [True, False]),
+                with_beginning(known[0], sides[1], self.sides[1].trained, begins=begins == [False, True]),
+                with_beginning(known[1], sides[0], self.sides[0].trained, begins=begins == [True, False]),
             )
         sides = self.moments.without(sides)
         tables = self.singletons.without(with_common_slots(join(sides)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from traindiff.analyse.align.continuation import Beginning, beginnings, same_bits
+from traindiff.analyse.align.beginnings import Beginning, beginnings, same_bits
 from traindiff.analyse.align.exact import EXACT_KINDS
 from traindiff.analyse.compare.verdict import Comparison
 from traindiff.analyse.findings import Finding

@@ -19,7 +19,7 @@ from traindiff.analyse.compare.site_rows import SiteRows
 from traindiff.analyse.compare.step_input import StepInput
 from traindiff.analyse.compare.uncalled import is_uncalled
 from traindiff.analyse.findings import UNJUDGED, Finding, SiteWord, word_of
-from traindiff.analyse.merge.distance import Pair, difference, equal_bits, same_bits, size_of
+from traindiff.analyse.merge.distance import Pair, are_near, difference, equal_bits, same_bits, size_of
 from traindiff.analyse.merge.history import DifferenceHistory
 from traindiff.analyse.merge.indexed import indexed, sites
 from traindiff.analyse.merge.renames import Rename
@@ -34,7 +34,6 @@ from traindiff.analyse.rules.run_judge import RunJudge
 from traindiff.analyse.rules.witness import GradientsFollow
 from traindiff.core.observation import BEFORE, EDITED, REPLAYED, WITNESS
 from traindiff.core.site import label
-from traindiff.core.summary import distance, norm_of, rounding
 from traindiff.core.witness import EXPECTED
 
 FOLLOWS = 0.05
@@ -408,7 +407,7 @@ class BothRuns:
                 path: one for key, one in sites(first[1 - run], "param", stage=BEFORE)
                 if key.slot == "value" and (path := common(key.path)) not in edited
             }  # fmt: skip
-            hidden = {key for key, one in edits if _are_near(one, shown.get(self._common[run](key.path)))}
+            hidden = {key for key, one in edits if are_near(one, shown.get(self._common[run](key.path)))}
             found.append(indexed({key: one for key, one in own.items() if key not in hidden}) if hidden else own)
         return found
 
@@ -459,18 +458,6 @@ class BothRuns:
     def _judges(self, judges: Sequence[RunJudge]) -> Sequence[RunJudge]:
         """Of both runs."""
         return (judges[0], judges[0]) if self._alike else judges
-
-
-_ROUNDINGS = 64.0
-"""Unit roundoffs that a parameter may be apart in two runs of one training, some steps after rounding parted them."""
-
-
-def _are_near(one: MergedSite, other: MergedSite | None) -> bool:
-    """True if two runs have the same values of a parameter, but for rounding."""
-    if other is None or one.unobserved or other.unobserved or one.shape != other.shape:
-        return False
-    apart = float(distance(one.summary, other.summary))
-    return apart <= _ROUNDINGS * rounding(one.dtype) * norm_of(one.summary)
 
 
 def _not_recorded(one: Finding, other: RunFacts) -> str:

@@ -59,6 +59,7 @@ def limits(
         *not_recorded,
         *_of_several_optimizers(runs),
         *runs.passes.notes(),
+        *_earlier_passes(runs),
     ]
     phases = {site.partition(" ")[0] for site in runs.presence.unobserved}
     of_one_run = [
@@ -226,6 +227,21 @@ def _of_several_optimizers(runs: TwoRuns) -> Iterator[str]:
         yield (
             f"Not compared: the updates of {listed_text(shared, 'parameter')}. Several optimizers step them, and the "
             "two runs recorded other steps. To compare updates, too, record both with the same every= and steps=."
+        )
+    if changed := sorted(runs.moments.changed):
+        yield (
+            f"Not compared: some updates of {listed_text(changed, 'parameter')}. Only one run recorded the step before "
+            "these, and something else than the optimizer changed them in between, such as clipping."
+        )
+
+
+def _earlier_passes(runs: TwoRuns) -> Iterator[str]:
+    """A sentence if one run made passes before the other one began."""
+    if runs.earlier is not None:
+        run, step = runs.earlier
+        yield (
+            f"{RUNS[run]}: in step {step}, the first passes were left out: the other run, which "
+            "begins in this step, did not make them. They belong to another optimizer's step before it."
         )
 
 

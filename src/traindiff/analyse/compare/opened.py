@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
@@ -12,6 +12,7 @@ from traindiff.analyse.align.two_runs import TwoRuns
 from traindiff.analyse.blocks.steps import pairs_of
 from traindiff.analyse.blocks.tasks import Tasks
 from traindiff.analyse.findings import Finding
+from traindiff.analyse.merge.parameters import trained_parameters
 from traindiff.analyse.merge.renames import Rename, Renaming
 from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.span import WHOLE_RUN, span_of
@@ -87,21 +88,21 @@ class ToCompare:
             tasks: Read and merge the steps; this process alone, if None.
             offset: What is added to the numbers of the candidate's steps; None if it is looked for.
         """
-        opened = self._opened(tasks, offset or 0)
+        opened = self._opened(tasks, offset or 0, {})
         if offset is not None or self.is_followed:
             return opened
         first = list(islice(opened.pairs, 1))
-        alike = bool(first) and begin_alike(*first[0], self.named)
+        alike = bool(first) and begin_alike(*first[0], self.named, trained_parameters(self.candidate, self.named))
         found = None if alike else find_continuation(self.baseline, self.candidate, self.named)
         if found is None:
             return replace(opened, pairs=chain(first, opened.pairs), begins_nowhere=bool(first) and not alike)
-        return replace(self._opened(tasks, found.step - found.own), continuation=found)
+        return replace(self._opened(tasks, found.step - found.own, found.others), continuation=found)
 
-    def _opened(self, tasks: Tasks | None, shift: int) -> Opened:
-        """The runs, with a number that is added to those of the candidate's steps."""
+    def _opened(self, tasks: Tasks | None, shift: int, others: Mapping[str, int]) -> Opened:
+        """The runs, with a number that is added to those of the candidate's steps, and others for some optimizers."""
         candidate = self.candidate
         if not self.is_followed:
-            others = other_offsets(self.baseline, candidate, shift)
+            others = {**other_offsets(self.baseline, candidate, shift), **others}
             candidate = ShiftedRecording(candidate.path, shift, others) if shift or others else candidate
             candidate = with_names_of(self.baseline, candidate, self.named)
         recordings = self.baseline, candidate

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from traindiff.analyse.align.continuation import same_bits
+from traindiff.analyse.align.beginnings import same_bits
 from traindiff.analyse.compare.held_objects import Objects, differ_in, object_differences
 from traindiff.analyse.compare.resumption import StateDifference
 from traindiff.analyse.findings import more_text

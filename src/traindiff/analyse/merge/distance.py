@@ -14,7 +14,7 @@ from traindiff.analyse.merge.placed_parts import are_known, hold_same_parts
 from traindiff.analyse.merge.rank_codes import Codes, codes_of, differing_rank, terms_of
 from traindiff.analyse.merge.site import MergedSite, RankPart
 from traindiff.core.shards import BUCKETS, Shard
-from traindiff.core.summary import UNIT_ROUNDOFF, distance, finite_count, nonfinite_count, norm_of, scale
+from traindiff.core.summary import UNIT_ROUNDOFF, distance, finite_count, nonfinite_count, norm_of, rounding, scale
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,6 +68,17 @@ def _have_equal_bits(pair: Pair) -> bool:
         and baseline.factor == candidate.factor
         and baseline.summary["fingerprint"] == candidate.summary["fingerprint"]
     )
+
+
+_ROUNDINGS = 64.0
+"""Unit roundoffs that a parameter may be apart in two runs of one training, some steps after rounding parted them."""
+
+
+def are_near(one: MergedSite, other: MergedSite | None) -> bool:
+    """True if two runs have the same values of a parameter, but for rounding."""
+    if other is None or one.unobserved or other.unobserved or one.shape != other.shape:
+        return False
+    return float(distance(one.summary, other.summary)) <= _ROUNDINGS * rounding(one.dtype) * norm_of(one.summary)
 
 
 def same_bits(pair: Pair) -> bool | None:

@@ -208,3 +208,11 @@ def parameter_groups(recording: Run, rename: Rename) -> Groups:
         name: [list(dict.fromkeys(groups.get(number, ()))) for number in range(max(groups, default=-1) + 1)]
         for name, groups in found.items()
     }
+
+
+def trained_parameters(recording: Run, rename: Rename) -> frozenset[str]:
+    """Paths of the parameters that an optimizer holds and that require a gradient."""
+    contents = [recording.rank_content(rank).get("parameters", {}) for rank in recording.ranks]
+    open_ones = {rename(path) for one in contents for path, about in one.items() if about.get("requires_grad", True)}
+    groups = parameter_groups(recording, rename).values()
+    return frozenset(path for one in groups for group in one for path in group if path in open_ones)
