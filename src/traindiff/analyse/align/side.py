@@ -128,7 +128,6 @@ class Side:
         self.recording = recording
         self._rename = rename
         self._names = names
-        self.derived = Updates()
         self._known: frozenset[str] = frozenset()
         self.buffers: dict[SiteKey, MergedSite] = {}
         self._began: dict[str, Bits] | None = None
@@ -138,6 +137,7 @@ class Side:
         self.model = next((content["model"] for content in contents if "model" in content), "unknown")
         self.goes_on_elsewhere = next(filter(None, (content.get("goes_on_elsewhere") for content in contents)), "")
         self.groups: Groups = parameter_groups(recording, lambda path: names.common(rename(path)))
+        self.derived = Updates([*self.groups][1:])
         self.held = frozenset(path for optimizer in self.groups.values() for group in optimizer for path in group)
         self.trained = frozenset(map(names.common, trained_parameters(recording, rename)))
         settings = recording.run["settings"]
@@ -153,7 +153,7 @@ class Side:
             first: False if the two runs have parameters of their own by now.
         """
         table = self._renamed(step.table)
-        updates, before = self.derived.derive(table, step=step.step)
+        updates, before = self.derived.derive(table, step=step.step, optimizer=step.optimizer)
         if self._began is None:
             self._began = {path: bits for path, entry in before.items() for bits in origin([entry])}
         if not (shows := {key.path for key in table if key.phase == "param"}) <= self._known:

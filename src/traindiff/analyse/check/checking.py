@@ -17,7 +17,7 @@ from traindiff.analyse.collecting import few_collections
 from traindiff.analyse.findings import Finding, also_text, grouped, phase_text, ranks_text, steps_text, where_text
 from traindiff.analyse.merge.history import RunHistory
 from traindiff.analyse.merge.indexed import indexed
-from traindiff.analyse.merge.parameters import Updates
+from traindiff.analyse.merge.parameters import Updates, parameter_groups
 from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.unobserved import FailedTaps, unrecorded_of, without_lost
 from traindiff.analyse.products import ProductCheck, ProductTable, product_checks
@@ -193,7 +193,7 @@ def check(
     run = open_followed(os.fspath(recording), follower)
     judge = RunJudge(chosen.rules, replace(run_facts(run), ignored=tuple(ignored.entries)), limits=chosen.limits)
     found = _Found()
-    updates = Updates()
+    updates = Updates([*parameter_groups(run, str)][1:])
     checked: list[int] = []
     missing: dict[int, int] = {}  # by rank: the first step that it did not record
     failed = FailedTaps()
@@ -218,7 +218,10 @@ def check(
         ignored.see(recorded)
         if kept is not None:
             kept.note(recorded, step.step)
-        table = indexed(recorded | {entry.key: entry for entry in updates.derive(recorded, step=step.step)[0]})
+        table = indexed(
+            recorded
+            | {entry.key: entry for entry in updates.derive(recorded, step=step.step, optimizer=step.optimizer)[0]}
+        )
         judge.note_unknown(table)
         checks = _checks(run, step)
         judge.note_contents(table, checks)

@@ -19,27 +19,40 @@ class Updates:
     The sketch of an update is the difference of two sketches. In float64 that leaves about ten digits of an update a
     millionth the size of its parameter.
 
+    Args:
+        others: Names of all optimizers but the first one, which counts the training's steps.
+
     Attributes:
         parameters: By path: the parameters as they were seen last.
         ended: By path: the last step after which a parameter was seen, also as the step after it found it.
         found_after: The same of the parameters that the latest step found.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, others: Iterable[str] = ()) -> None:
+        self._others = frozenset(others)
+        self._left: dict[str, int] = {}  # what steps of other optimizers left in this step of the first one, and where
         self.parameters: dict[str, MergedSite] = {}
         self.ended: dict[str, int] = {}
         self.found_after: dict[str, int] = {}
 
-    def derive(self, table: dict[SiteKey, MergedSite], *, step: int) -> tuple[list[MergedSite], dict[str, MergedSite]]:
-        """Entries of phase `update`, and the parameters as this step found them, by path."""
+    def derive(
+        self, table: dict[SiteKey, MergedSite], *, step: int, optimizer: str = ""
+    ) -> tuple[list[MergedSite], dict[str, MergedSite]]:
+        """Entries of phase `update`, and the parameters as this step found them, by path.
+
+        Args:
+            table: The step.
+            step: Its number.
+            optimizer: Name of the optimizer that took it.
+        """
         elsewhere: dict[str, MergedSite] = {}  # changed on ranks whose copies do not count after the step
         for key, entry in table.items():
             if key.phase == "param" and key.stage in ("before", EDITED) and key.slot == "value":
                 if key.stage == EDITED and not _of_same_copy(entry, table.get(key._replace(stage=""))):
                     elsewhere[key.path] = entry.without_parts()
                     continue
-                if key.stage == "before" and self.ended.get(key.path, -1) >= step:
-                    continue  # of another optimizer, which has taken this step before: what it found is past
+                if key.stage == "before" and self._left.get(key.path, -1) > entry.order:
+                    continue  # of another optimizer, which has stepped since: what the step found is past
                 self.parameters[key.path] = entry.without_parts(np.array(entry.summary)[()])
                 self.ended[key.path] = step - 1  # later steps may not be recorded, and change it too
         # An update is unknown if ranks are missing before or after it.
@@ -58,6 +71,9 @@ class Updates:
                 moved.append((old, entry))
             self.parameters[path] = entry.without_parts(summary)
             self.ended[path] = step
+            self._left[path] = entry.order
+        if optimizer not in self._others:
+            self._left.clear()  # places in execution order are counted anew
         return _updates(moved), {**before, **{path: entry for path, entry in elsewhere.items() if not entry.unobserved}}
 
     def follow(self, other: Updates, paths: Iterable[str]) -> None:
