@@ -72,7 +72,8 @@ class AlignedStep:
 
     Attributes:
         step: Its number.
-        first: Whether it is the first that is compared.
+        first: Whether it is the first that is compared, or the first one of the optimizer with whose steps initial
+            parameters are recorded: others may step before it.
         baseline: The baseline's step, as it was recorded.
         sides: The step in each run.
         tables: The same, without what cannot be compared.
@@ -255,6 +256,7 @@ class TwoRuns:
         self.alone: tuple[dict[str, list[int]], dict[str, list[int]]] = ({}, {})
         self.latest: dict[str, int] = {}
         self.earlier: tuple[int, int] | None = None
+        self._has_begun = False  # whether a step of the first optimizer was compared
         self.behind: tuple[dict[int, int], dict[int, int]] = ({}, {})
         self._selection = selection
         modules = [run.rank_content(rank).get("modules", {}) for run in runs for rank in run.ranks]
@@ -448,8 +450,11 @@ class TwoRuns:
             tables = with_added_losses(tables)
         aligned = align(*map(sites_in_order, tables))
         pairs, findings = self.presence.judge(aligned, step=steps[0].step)
+        first_of_main = not self._has_begun and steps[0].optimizer == next(iter(self.sides[0].groups), "")
+        self._has_begun = self._has_begun or first_of_main
+        first = not evaluation and (first_of_main or len(self.compared) == 1)
         return AlignedStep(
-            step=steps[0].step, first=len(self.compared) == 1 and not evaluation, baseline=steps[0], sides=sides,
+            step=steps[0].step, first=first, baseline=steps[0], sides=sides,
             tables=tables, aligned=aligned, pairs=pairs, findings=findings, evaluation=evaluation, recorded=sides,
             unplaced=self.uneven.latest, other_form=self.uneven.other_form, same=same,
             sources=(self._states[0].sources, self._states[1].sources), calls=dict(self.uneven.calls),

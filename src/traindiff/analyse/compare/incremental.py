@@ -60,7 +60,7 @@ from traindiff.analyse.compare.explanations import (
     with_each_ranks_own,
     with_names,
 )
-from traindiff.analyse.compare.judge import OTHER_FORM, BothRuns, Judge, comes_last
+from traindiff.analyse.compare.judge import OTHER_FORM, BothRuns, Judge
 from traindiff.analyse.compare.limits import (
     choices_notes,
     computed_notes,
@@ -178,7 +178,7 @@ class RunningComparison:
         self._judge = Judge(
             tolerance, forced=self._forced, coefficients=coefficient_error(chain(*contents)),
             approximate=approximate_in_one_run(modules, contents), reduced_in=reduced_in(self._facts),
-            history=history,
+            history=history, optimizers=[*runs.sides[0].groups],
         )  # fmt: skip
         self._counts_in_float32 = counts_in_float32(chain(*contents))
         self._settings = SettingChanges()
@@ -384,12 +384,13 @@ class RunningComparison:
         found += check_random_state(*tables, step=step)
         if not self._forced:  # in a forced run no operation computes it
             pairs = [*pairs, *gradient_norms(pairs)]
-        agreed = all(map(comes_last, self._judge.findings))
+        known = self._judge.first_site
         found = judge_step(
             self._judge,
             StepInput(
                 step=step,
                 optimizer=given.baseline.optimizer,
+                after=given.baseline.after.get(next(iter(self.runs.sides[0].groups), ""), -1),
                 first=given.first,
                 steps_before=before,
                 drift=drift(given.parameters.values(), before),
@@ -430,7 +431,7 @@ class RunningComparison:
                 sources=given.sources,
             ),
         )
-        if agreed and self._judge.findings and not comes_last(self._judge.findings[0]):
+        if self._judge.first_site not in (None, known):
             first = self._judge.findings[0]
             self._flow = [(one.order, label(one.key.path, one.key.slot)) for one in flow(pairs)]
             hop, self._evidence = surroundings(first, pairs, given.aligned, other_form=given.other_form)

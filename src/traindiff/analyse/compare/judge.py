@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -62,6 +63,8 @@ class Judge:
         approximate: Paths of modules of which one run alone has a kernel that approximates.
         reduced_in: The shorter dtype in which a run reduces a gradient over its ranks, by the path of its parameter.
         history: Records every difference, if a report will show them.
+        optimizers: Their names. Steps of others are judged before the step of the first one in which they are taken,
+            and which shows initial parameters and inputs.
 
     Attributes:
         run: Numbers that determine the floors of later steps.
@@ -97,7 +100,13 @@ class Judge:
         approximate: Collection[str] = (),
         reduced_in: Mapping[str, str] = MappingProxyType({}),
         history: DifferenceHistory | None = None,
+        optimizers: Sequence[str] = (),
     ) -> None:
+        self._others = frozenset(optimizers[1:])
+        self._main_steps = -1, -1  # the latest two of the first optimizer
+        self._after: int | None = None  # its step before this one, if this is of another optimizer
+        self._of_others: dict[tuple[SiteKey, str], int] = {}  # what was found in such steps, and its step before
+        self._bits_after: int | None = None  # the same of the first difference in bits
         self.tolerance = tolerance
         self.forced = forced
         self.run = RunFloors(coefficients=coefficients, approximate=approximate, reduced_in=reduced_in)
@@ -162,8 +171,35 @@ class Judge:
         """
         return tuple(sorted(self._found.values(), key=comes_last))
 
+    def begin(self, optimizer: str, step: int, after: int) -> None:
+        """Begin to judge a step.
+
+        Args:
+            optimizer: Of the optimizer that takes it.
+            step: Its number.
+            after: The latest step of the first optimizer before it, if that is another one; -1 for none.
+        """
+        self.sites.optimizer = optimizer
+        self._after = after if optimizer in self._others else None
+        if self._after is None and step != self._main_steps[1]:
+            self._main_steps = self._main_steps[1], step
+
+    def _came_before(self, after: int | None, order: float, first: float) -> bool:
+        """True if something of this step of the first optimizer came before what was found in another one's.
+
+        Args:
+            after: The first optimizer's step before that one; None if it is of the first optimizer.
+            order: Place in execution order of what is of this step.
+            first: The same of what was found.
+        """
+        before, step = self._main_steps
+        if self._after is not None or after is None or after < before:
+            return False
+        return after >= step or order < first
+
     def add(self, found: Iterable[Finding]) -> None:
-        """Note the findings of a step."""
+        """Note the findings of a step. What it was given comes before what other optimizers made of it."""
+        known = len(self._found)
         for finding in found:
             key = SiteKey(finding.phase, finding.stage, finding.path, finding.slot, finding.call)
             own = finding.kind in ("hyper-parameter", "reported-norm")
@@ -174,6 +210,21 @@ class Judge:
             count += self._counted.get(site) != latest  # a step may evaluate the loss several times
             self._counted[site] = latest
             self._found[site] = replace(first, evidence={**first.evidence, "num_steps": count})
+        new = list(islice(self._found.items(), known, None))
+        if self._after is not None:
+            self._of_others.update((site, self._after) for site, _ in new)
+        elif (first_site := self.first_site) in self._of_others:
+            after, place = self._of_others[first_site], self._found[first_site].order
+            ahead = [
+                (site, one) for site, one in new
+                if one.kind in exact.EXACT_KINDS and self._came_before(after, one.order, place)
+            ]  # fmt: skip
+            self._found = {**dict(ahead), **self._found}
+
+    @property
+    def first_site(self) -> tuple[SiteKey, str] | None:
+        """What tells the first of `findings` from others; None if there is none but those that come last."""
+        return next((site for site, one in self._found.items() if not comes_last(one)), None)
 
     @property
     def only_representation_differs(self) -> bool:
@@ -278,8 +329,12 @@ class Judge:
         self.all_equal = self.all_equal and bool(same)
         if same is None:
             self.unknown_bits.setdefault(key)
-        if same is not False or self.first_bit_difference is not None:
+        first = self.first_bit_difference
+        if same is not False or not (
+            first is None or self._came_before(self._bits_after, pair.baseline.order, first.order)
+        ):
             return False
+        self._bits_after = self._after
         self.first_bit_difference = bit_difference(pair, step, micro_steps=micro_steps)
         self._first_bits = (key, step) if self.every_bit else None
         return self.every_bit

@@ -22,8 +22,9 @@ class StepInput:
     Attributes:
         step: Its number.
         optimizer: Name of the optimizer whose step it is.
-        first: Whether it is the first step that is compared.
-        steps_before: Number of steps of both runs before the first one, which were not compared; 0 in all others.
+        after: The latest step of the first optimizer before it, if that is another one; -1 for none.
+        first: As in `AlignedStep`.
+        steps_before: Number of steps of both runs before a first one, which were not compared; 0 in all others.
         drift: Relative difference of all parameters together that these may have left; infinite if it is too large.
         searches: Whether the optimizer evaluates the loss several times, and both runs have replayed what it did.
         alignments: Size of the largest loss that sums over alignments; see `core.observation.ALIGNMENTS`.
@@ -64,6 +65,7 @@ class StepInput:
 
     step: int
     optimizer: str
+    after: int
     first: bool
     pairs: tuple[Pair, ...]
     found: tuple[Finding, ...]

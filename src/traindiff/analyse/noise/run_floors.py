@@ -125,7 +125,7 @@ class RunFloors:
         Args:
             optimizer: Its name.
             step: The step.
-            begun: The step with which both runs began, if this is the first that is judged.
+            begun: The step with which both runs began, if this is the first that is judged; see `AlignedStep.first`.
         """
         latest = self._judged.get(optimizer)
         if step != latest:

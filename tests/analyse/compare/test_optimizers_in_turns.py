@@ -1,0 +1,129 @@
+"""Two optimizers that step in turns: what a round was given comes before what the first step of it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import traindiff
+
+
+class Gan(nn.Module):
+    """A generator, which is listed first, and a discriminator, which steps first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4))
+        self.discriminator = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def round(self, optimizers: list[torch.optim.Optimizer], num_steps: int, fault: str) -> None:
+        """Steps of the discriminator, and one of the generator."""
+        of_generator, of_discriminator = optimizers
+        for _ in range(num_steps):
+            of_discriminator.zero_grad()
+            made = self.generator(torch.randn(6, 3)).detach()
+            (self.discriminator(made).mean() - self.discriminator(torch.randn(6, 4)).tanh().mean()).backward()
+            multiply(self.discriminator, fault == "discriminator")
+            of_discriminator.step()
+        of_generator.zero_grad()
+        (-self.discriminator(self.generator(torch.randn(6, 3))).mean()).backward()
+        multiply(self.generator, fault == "generator")
+        of_generator.step()
+
+
+def multiply(model: nn.Module, wrong: bool) -> None:
+    """A gradient that is wrong by one percent."""
+    gradient = next(model.parameters()).grad
+    assert gradient is not None
+    if wrong:
+        gradient.mul_(1.01)
+
+
+def trained(
+    path: Path, *, seed: int = 0, num_steps: int = 1, other_data_from: int = 9, fault: str = "", fault_from: int = 2
+) -> Path:
+    """A recording of four rounds."""
+    torch.manual_seed(seed)
+    model = Gan()
+    parts = (model.generator, model.discriminator)
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.Adam(part.parameters(), lr=1e-2) for part in parts]
+    torch.manual_seed(5)
+    with traindiff.record(path, model, optimizers):
+        for number in range(4):
+            if number == other_data_from:
+                torch.manual_seed(77)
+            model.round(optimizers, num_steps, fault if number >= fault_from else "")
+    return path
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_another_seed_is_another_training_and_no_wrong_gradient(tmp_path: Path, num_steps: int) -> None:
+    baseline = trained(tmp_path / "baseline", num_steps=num_steps)
+    found = traindiff.compare(baseline, trained(tmp_path / "candidate", seed=1, num_steps=num_steps))
+    first, bits = found.findings[0], found.first_bit_difference
+    assert found.verdict == "misaligned"
+    assert (first.step, first.kind, first.path) == (0, "initial-parameter", "generator.0.weight")
+    assert bits is not None
+    assert (bits.phase, bits.stage, bits.path) == ("param", "before", "generator.0.weight")
+    assert "discriminator.0.weight" in {one.path for one in found.findings if one.kind == "initial-parameter"}
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+@pytest.mark.parametrize("begin", [0, 1, 2])
+def test_other_data_are_another_batch_and_no_wrong_gradient(tmp_path: Path, num_steps: int, begin: int) -> None:
+    baseline = trained(tmp_path / "baseline", num_steps=num_steps)
+    found = traindiff.compare(baseline, trained(tmp_path / "candidate", num_steps=num_steps, other_data_from=begin))
+    first = found.findings[0]
+    assert found.verdict == "misaligned"
+    assert (first.step, first.kind) == (begin, "batch")
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+@pytest.mark.parametrize("part", ["generator", "discriminator"])
+def test_a_wrong_gradient_of_either_is_found_where_it_is(tmp_path: Path, num_steps: int, part: str) -> None:
+    baseline = trained(tmp_path / "baseline", num_steps=num_steps)
+    found = traindiff.compare(baseline, trained(tmp_path / "candidate", num_steps=num_steps, fault=part))
+    first = found.findings[0]
+    assert found.verdict == "diverged"
+    assert (first.phase, first.path) == ("grad", f"{part}.0.weight")
+    assert first.step == (2 if part == "generator" else 2 * num_steps)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_a_wrong_gradient_before_other_data_comes_first(tmp_path: Path, num_steps: int) -> None:
+    baseline = trained(tmp_path / "baseline", num_steps=num_steps)
+    faulty = trained(tmp_path / "candidate", num_steps=num_steps, fault="discriminator", other_data_from=3)
+    found = traindiff.compare(baseline, faulty)
+    assert found.verdict == "diverged"
+    assert (found.findings[0].step, found.findings[0].path) == (2 * num_steps, "discriminator.0.weight")
+
+
+def halves_in_turns(model: nn.Module) -> Callable[[int, Tensor], None]:
+    """Rounds in which two optimizers, of a half of the parameters each, take turns."""
+    parameters = list(model.parameters())
+    optimizers = [torch.optim.Adam(half, lr=1e-2) for half in (parameters[:2], parameters[2:])]
+
+    def round_of(number: int, batch: Tensor) -> None:
+        model.zero_grad()
+        model(batch).sub(1).square().mean().backward()
+        optimizers[number % 2].step()
+
+    round_of.optimizers = optimizers  # type: ignore[attr-defined]
+    return round_of
+
+
+def test_a_run_that_begins_with_the_other_optimizer_finds_what_that_one_left(tmp_path: Path) -> None:
+    for path, begin in ((tmp_path / "baseline", 0), (tmp_path / "candidate", 3)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1))
+        round_of = halves_in_turns(model)
+        for number in range(begin):
+            round_of(number, torch.randn(6, 3))
+        with traindiff.record(path, model, round_of.optimizers):  # type: ignore[attr-defined]
+            for number in range(begin, 8):
+                round_of(number, torch.randn(6, 3))
+    assert traindiff.compare(tmp_path / "baseline", tmp_path / "candidate").verdict == "identical"
