@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from traindiff.analyse.merge.distance import Pair, equal_bits
+from traindiff.analyse.merge.distance import Pair
 from traindiff.analyse.noise.run_floors import RunFloors
 from traindiff.core.summary import UNIT_ROUNDOFF, norm_of
 
@@ -16,10 +16,6 @@ Measured on the CPU in float32: SGD with momentum, weight decay and Nesterov at 
 
 FEW = 16
 """With fewer elements, three terms explain too much of anything."""
-
-
-def _is_square(shape: Sequence[int]) -> bool:
-    return len(shape) > 1 and shape[-2] == shape[-1] > 1
 
 
 class NonlinearUpdates:
@@ -39,29 +35,19 @@ class NonlinearUpdates:
         self._run = run
         self._parameters = parameters
         self._terms: dict[str, list[Pair]] = {}
-        square: list[Pair] = []
         for pair in pairs:
             key = pair.baseline.key
             if key[:2] == ("grad", "") or key.phase == "optimizer":
                 self._terms.setdefault(key.path, []).append(pair)
-                if key.phase == "optimizer" and not key.group and _is_square(pair.baseline.shape):
-                    square.append(pair)
-        self._note_preconditioners(square)
+                if len(pair.baseline.shape) > 1 and not key.group:
+                    self._note_preconditioner(pair)
 
-    def _note_preconditioners(self, square: Sequence[Pair]) -> None:
-        """Note which square states are no matrices of a parameter's elements, and where they differ in bits.
-
-        Beside a square parameter, their shape does not tell. Then their slot does, beside any other parameter.
-        """
-        for pair in square:
-            own = self._parameters.get(pair.baseline.key.path)
-            if own is not None and own.baseline.shape != pair.baseline.shape:
-                self._run.preconditioners.add(pair.baseline.key.slot)
-        self._run.preconditioned.update(
-            pair.baseline.key.path
-            for pair in square
-            if pair.baseline.key.slot in self._run.preconditioners and not equal_bits(pair)
-        )
+    def _note_preconditioner(self, pair: Pair) -> None:
+        key, (*_, rows, columns) = pair.baseline.key, pair.baseline.shape
+        own = self._parameters.get(key.path)
+        if key.phase == "optimizer" and rows == columns > 1 and own and own.baseline.shape != pair.baseline.shape:
+            self._run.preconditioned.add(key.path)
+            self._run.preconditioners.add(key.slot)
 
     def has(self, pair: Pair, storage: float) -> bool:
         """True for an update that is not linear.

@@ -62,7 +62,7 @@ class RunFloors:
         gradients: Largest relative difference of each parameter's gradients so far in the run.
         adaptive: Parameters whose optimizer keeps a moment that it divides by.
         preconditioned: Parameters whose optimizer keeps a matrix beside them that is no matrix of their elements, as
-            Shampoo does, and has differed in bits: it may compute inverses, roots or eigenvectors of it.
+            Shampoo does: it may compute inverses, roots or eigenvectors of it.
         preconditioners: Slots of these matrices.
         nonlinear: By parameter without one, whether its update is not linear; see `NonlinearUpdates`.
         settings_differ: Whether the optimizers are set differently.
