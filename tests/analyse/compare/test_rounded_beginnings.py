@@ -98,3 +98,22 @@ def test_other_values_than_rounding_makes_are_misaligned(factor: float, tmp_path
 
     assert comparison.verdict == "misaligned", str(comparison)
     assert [one.path for one in comparison.findings if one.kind == "initial-parameter"] == ["scaled.scale"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_short_dtypes_it_is_not_known_what_rounding_makes(dtype: torch.dtype, tmp_path: Path) -> None:
+    for name, factor in (("baseline", 1.0), ("candidate", 1.1)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 8)).to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        with torch.no_grad():
+            model[0].weight[3] *= factor  # 0.6 percent of the whole
+        with traindiff.record(tmp_path / name, model, optimizer):
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.randn(8, 16, dtype=dtype)).square().mean().backward()
+                optimizer.step()
+
+    comparison = traindiff.compare(tmp_path / "baseline", tmp_path / "candidate")
+
+    assert comparison.verdict == "misaligned", str(comparison)

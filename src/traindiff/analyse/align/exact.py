@@ -18,7 +18,7 @@ from traindiff.analyse.merge.parameters import Groups
 from traindiff.analyse.merge.recorded_calls import Sample, Samples
 from traindiff.analyse.merge.site import MergedSite, StepTable, finding_at
 from traindiff.core.site import label
-from traindiff.core.summary import UNIT_ROUNDOFF, finite_count, number, rounding
+from traindiff.core.summary import UNIT_ROUNDOFF, finite_count, number
 
 EXACT_KINDS = frozenset({"batch", "random-state", "hyper-parameter", "initial-parameter"})
 """Kinds of findings which say that the runs were not asked to compute the same thing."""
@@ -248,12 +248,11 @@ def other_parameters(pairs: Iterable[Pair]) -> set[str]:
 def starts_rounded(pair: Pair) -> bool:
     """True if a parameter starts with values that rounding parts, as where they are computed from the first batch.
 
-    Ranks that should hold the same do. In short dtypes, fewer roundings count: few are made in them.
+    Ranks that should hold the same do. In short dtypes it cannot be told: few roundings are as large as a fault.
     """
     one, other = pair.baseline, pair.candidate
-    spread = max(one.spread, other.spread)
-    size = difference(pair) if one.dtype == other.dtype and one.shape == other.shape and not spread else None
-    return size is not None and 0.0 < size <= min(_ROUNDINGS * UNIT_ROUNDOFF.get(one.dtype, 0.0), rounding(one.dtype))
+    alike = (one.dtype, one.shape) == (other.dtype, other.shape) and not max(one.spread, other.spread)
+    return alike and one.dtype in ("float32", "float64") and _is_rounded_otherwise(pair)
 
 
 def other_buffers(pairs: Iterable[Pair]) -> list[str]:

@@ -99,7 +99,7 @@ class Configurations:
         self._around = _around(baseline, candidate)
         self._order = {path: place for place, path in enumerate(before)}
         self._modes = tuple({path: one.get("training") for path, one in side.items()} for side in (before, after))
-        self._is_first, self._ends_elsewhere = True, False
+        self._is_first, self._begins_elsewhere, self._ends_elsewhere = True, False, False
         self._evaluates: dict[str, tuple[str, int]] = {}  # by path: which run, and since when
         of_runs = ranks or (range(len(baseline)), range(len(candidate)))
         begins = (_modes_by_rank(baseline, of_runs[0], str), _modes_by_rank(candidate, of_runs[1], rename))
@@ -125,7 +125,7 @@ class Configurations:
                 self._evaluates.setdefault(path, ("candidate" if after == "False" else "baseline", step))
 
     def note_span(self, compared: Sequence[int], alone: Iterable[int]) -> None:
-        """Leave out what one of the runs tells of steps that were not compared: layers may be frozen there.
+        """Leave out of the notes what a run tells of steps that were not compared: layers may be frozen there.
 
         Where gradients flow is known of a run's first steps, and what is frozen of its end.
 
@@ -134,10 +134,7 @@ class Configurations:
             alone: The steps of one run alone.
         """
         alone = list(alone) if compared else []
-        if alone and min(alone) < compared[0]:
-            for texts in self._differing.values():
-                texts.pop(_GRADIENT, None)
-            self._differing = {path: texts for path, texts in self._differing.items() if texts}
+        self._begins_elsewhere = bool(alone) and min(alone) < compared[0]
         self._ends_elsewhere = bool(alone) and max(alone) > compared[-1]
 
     def explained(self, finding: Finding, before: str = "") -> Finding:
@@ -228,7 +225,9 @@ class Configurations:
             f"{path or ROOT}: {text}"
             for path in sorted(self._differing, key=lambda one: self._order.get(one, 0))
             for name, text in self._differing[path].items()
-            if name not in _WITHOUT_EFFECT and not (name == _FROZEN and self._ends_elsewhere)
+            if name not in _WITHOUT_EFFECT
+            and not (name == _FROZEN and self._ends_elsewhere)
+            and not (name == _GRADIENT and self._begins_elsewhere)
         ]
         listed += [f"{path or ROOT}: {self._evaluates_text(path)}" for path in _outermost(self._evaluates)]
         if not listed:

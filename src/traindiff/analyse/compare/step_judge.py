@@ -217,7 +217,7 @@ class StepJudge:
         if may_be_drift and finding is None:
             return None  # it follows from the steps before
         floor = 0.0 if finding else exact.rounding_apart(pair)
-        if finding is None and exact.starts_rounded(pair):
+        if finding is None and size and exact.starts_rounded(pair):
             floor = size
             self._judge.rounded[pair.baseline.key.path] = size
         if self._judge.judges_parameters and size <= self._judge.floor(pair, 0.0):
