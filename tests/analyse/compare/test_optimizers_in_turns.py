@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -127,3 +128,48 @@ def test_a_run_that_begins_with_the_other_optimizer_finds_what_that_one_left(tmp
             for number in range(begin, 8):
                 round_of(number, torch.randn(6, 3))
     assert traindiff.compare(tmp_path / "baseline", tmp_path / "candidate").verdict == "identical"
+
+
+def critics(path: Path, *, begin: int = 0, factor: float = 1.0) -> Path:
+    """A recording of an actor and a critic, listed first, whose targets are averages that change between rounds."""
+    torch.manual_seed(0)
+    actor, critic = (nn.Sequential(nn.Linear(width, 8), nn.ReLU(), nn.Linear(8, 2)) for width in (3, 5))
+    targets = deepcopy(nn.ModuleList([actor, critic])).requires_grad_(False)
+    model = nn.ModuleDict({"critic": critic, "actor": actor, "targets": targets})
+    optimizers = [torch.optim.Adam(part.parameters(), lr=1e-2) for part in (critic, actor)]
+    recorder = None
+    for number in range(6):
+        if number == begin:
+            recorder = traindiff.record(path, model, optimizers)
+        states, actions, after = torch.randn(6, 3), torch.randn(6, 2), torch.randn(6, 3)
+        with torch.no_grad():
+            wanted = 0.9 * targets[1](torch.cat([after, targets[0](after)], 1))
+        optimizers[0].zero_grad()
+        (critic(torch.cat([states, actions], 1)) - wanted - 1.0).square().mean().backward()
+        gradient = next(critic.parameters()).grad
+        assert gradient is not None
+        gradient.mul_(factor if number > 3 else 1.0)
+        optimizers[0].step()
+        optimizers[1].zero_grad()
+        (-critic(torch.cat([states, actor(states)], 1)).mean()).backward()
+        optimizers[1].step()
+        with torch.no_grad():
+            for average, latest in zip(targets.parameters(), [*actor.parameters(), *critic.parameters()], strict=True):
+                average.lerp_(latest, 0.05)
+    assert recorder is not None
+    recorder.close()
+    return path
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.0, "identical"), (1.01, "diverged"), (0.99, "diverged")])
+def test_a_run_that_goes_on_after_its_averages_changed_begins_there(
+    factor: float, verdict: str, tmp_path: Path
+) -> None:
+    found = traindiff.compare(critics(tmp_path / "whole"), critics(tmp_path / "rest", begin=3, factor=factor))
+    assert found.verdict == verdict, str(found)
+    if found.findings:
+        assert (found.findings[0].step, found.findings[0].phase, found.findings[0].path) == (
+            4,
+            "grad",
+            "critic.0.weight",
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -32,7 +33,8 @@ def without_earlier_passes(step: RunStep, other: RunStep, renames: tuple[Rename,
         The step; None if its last passes are not given the inputs that the other run is given, to the bit.
     """
     own, given = (_inputs(one.table, rename) for one, rename in zip((step, other), renames, strict=True))
-    over = {path: _num_calls(own, path) - _num_calls(given, path) for path, _, _ in own}
+    calls, calls_given = (_num_calls(one.table, rename) for one, rename in zip((step, other), renames, strict=True))
+    over = {path: calls[path] - calls_given[path] for path, _, _ in own}
     kept = {key: entry for key, entry in own.items() if key[2] >= over[key[0]]}
     later = {(path, slot, call - over[path]): entry for (path, slot, call), entry in kept.items()}
     if step.earlier or other.earlier or not kept or later.keys() != given.keys():
@@ -60,8 +62,10 @@ def _passes(table: StepTable, begin: int) -> bool:
     return any(key.phase == "forward" and not key.stage and entry.order < begin for key, entry in table.items())
 
 
-def _num_calls(inputs: _Inputs, path: str) -> int:
-    return len({call for at, _, call in inputs if at == path})
+def _num_calls(table: StepTable, rename: Rename) -> Counter[str]:
+    """Calls by path, also of those whose inputs the model has computed: these are not recorded."""
+    calls = {(key.path, key.call) for key in table if key.phase in ("batch", "forward") and not key.stage}
+    return Counter(rename(path) for path, _ in calls)
 
 
 def _from(table: StepTable, begin: int) -> dict[SiteKey, MergedSite]:
