@@ -124,7 +124,7 @@ class FiniteThroughout(Rule):
         key, summary = one.entry.key, one.part.summary if one.part else one.entry.summary
         if key.phase != "batch":
             return key.slot == "buffer" and key.path in self._unfilled
-        return int(summary["nan"]) == nonfinite_count(summary) and finite_count(summary) > 0
+        return int(summary["nan"]) == int(nonfinite_count(summary)) and int(finite_count(summary)) > 0
 
     def notes(self) -> Iterator[str]:
         """What the model seems to replace."""
