@@ -189,6 +189,29 @@ def test_a_gradient_of_one_number_whose_terms_cancel_has_arrived(tmp_path: Path)
     assert kinds(traindiff.check(tmp_path / "run")) == set()
 
 
+def test_a_gradient_of_one_number_that_is_zero_is_a_warning_also_if_gradients_of_outputs_are_not_recorded(
+    tmp_path: Path,
+) -> None:
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 4)
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 0.0 * self.scale
+
+    torch.manual_seed(0)
+    model = Scaled()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with traindiff.record(tmp_path / "run", model, optimizer, observe=("loss", "grad", "param")):
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.randn(16, 8)).square().mean().backward()
+            optimizer.step()
+
+    assert found(traindiff.check(tmp_path / "run"), "no-gradient").path == "scale"
+
+
 def test_a_head_of_zeros_lets_gradients_through_after_one_step(tmp_path: Path) -> None:
     model = classifier()
     nn.init.zeros_(model[-1].weight)

@@ -267,8 +267,14 @@ def test_a_subclass_that_leaves_a_parameter_alone_may_mean_it(tmp_path: Path) ->
     assert traindiff.check(tmp_path / "run", rules="update-rule").verdict == "healthy"
 
 
-@pytest.mark.parametrize(("share", "verdict"), [(0.0, "unhealthy"), (0.9, "healthy")])
-def test_a_mask_of_elements_may_leave_out_whole_parameters(tmp_path: Path, share: float, verdict: str) -> None:
+@pytest.mark.parametrize(
+    ("share", "masked", "verdict"), [(0.0, 4, "unhealthy"), (0.9, 1, "unhealthy"), (0.9, 4, "healthy")]
+)
+def test_a_mask_of_elements_may_leave_out_whole_parameters(
+    tmp_path: Path, share: float, masked: int, verdict: str
+) -> None:
+    """But a mask of one parameter, such as of rows of an embedding, does not say that others may be left out."""
+
     class Masked(AdamW):
         @torch.no_grad()
         def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -276,8 +282,9 @@ def test_a_mask_of_elements_may_leave_out_whole_parameters(tmp_path: Path, share
             before = [one.clone() for one in parameters]
             super().step(closure)
             generator = torch.Generator().manual_seed(0)
-            for one, held in zip(parameters, before, strict=True):
-                rests = torch.rand(one.shape, generator=generator) < (share if one is not parameters[1] else 2.0)
+            for number, (one, held) in enumerate(zip(parameters, before, strict=True)):
+                largest = 2.0 if number == 1 else share * (number < masked)
+                rests = torch.rand(one.shape, generator=generator) < largest
                 one.copy_(torch.where(rests, held, one))
 
     found = train(tmp_path / "run", lambda model: Masked(model.parameters(), lr=0.1))

@@ -70,6 +70,18 @@ def test_a_learning_rate_that_moves_nothing_is_a_warning(tmp_path: Path) -> None
     assert "float32 rounds their updates away" in finding.message
 
 
+def test_the_dtype_is_that_of_weights_that_do_not_move(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(20, 16), *[nn.Linear(16, 16).bfloat16() for _ in range(2)])
+    optimizer = SGD(model.parameters(), lr=1e-6)
+    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+        for _ in range(24):
+            optimizer.zero_grad()
+            model[1:](model[0](torch.randn(8, 20)).bfloat16()).float().square().mean().backward()
+            optimizer.step()
+
+    assert "bfloat16 rounds their updates away" in found(traindiff.check(tmp_path / "run"), "small-updates").message
+
+
 def test_frozen_weights_in_an_optimizer_and_groups_that_rest_are_no_small_updates(tmp_path: Path) -> None:
     model = classifier()
     model[0].requires_grad_(False)

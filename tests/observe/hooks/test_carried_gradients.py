@@ -216,8 +216,8 @@ def test_what_another_optimizers_pass_leaves_is_no_finding_if_it_is_cleared_in_t
     assert {path for _, path in carried(wrong)} == {"judge.weight", "judge.bias"}
 
 
-@pytest.mark.parametrize("clears", [True, False])
-def test_evaluations_in_a_closure_are_cleared_or_not(tmp_path: Path, *, clears: bool) -> None:
+@pytest.mark.parametrize(("clears", "takes_away"), [(True, False), (False, False), (False, True)])
+def test_evaluations_in_a_closure_are_cleared_or_not(tmp_path: Path, *, clears: bool, takes_away: bool) -> None:
     model = build()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
     with traindiff.record(tmp_path / "run", model, optimizer):
@@ -226,13 +226,18 @@ def test_evaluations_in_a_closure_are_cleared_or_not(tmp_path: Path, *, clears: 
             def closure(step: int = step) -> Tensor:
                 if clears:
                     optimizer.zero_grad()
+                before = [None if one.grad is None else one.grad.clone() for one in model.parameters()]
                 loss: Tensor = model(batch(step)).square().mean()
                 loss.backward()
+                for parameter, gradient in zip(model.parameters(), before, strict=True):
+                    if takes_away and gradient is not None and parameter.grad is not None:
+                        parameter.grad -= gradient
                 return loss
 
             optimizer.step(closure)
-    assert bool(carried(tmp_path / "run")) is not clears
-    assert bool(traindiff.check(tmp_path / "run", rules="carried-gradient").findings) is not clears
+    is_carried = not (clears or takes_away)
+    assert bool(carried(tmp_path / "run")) is is_carried
+    assert bool(traindiff.check(tmp_path / "run", rules="carried-gradient").findings) is is_carried
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")

@@ -17,7 +17,8 @@ class GradientsAreCleared(Rule):
 
     The recording knows it from the gradients' counters of writes, and needs no numbers: under a loss scaler, what is
     left over has been unscaled, and may be too small to be seen beside the next gradient. A training that scales
-    gradients down between two steps, in place of clearing them, has written to them, and is not flagged.
+    gradients down between two steps, in place of clearing them, has written to them, and is not flagged. Nor is a
+    closure (LBFGS) that writes to them after its backward pass: it may take away what is left over.
     """
 
     name = "carried-gradient"

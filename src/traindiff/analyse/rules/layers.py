@@ -173,7 +173,6 @@ class UnitsLive(Rule):
     recording keeps the largest magnitudes of up to 16 groups of units (profiles, FORMAT.md). A group is a sixteenth of
     the channels of a convolution, and 16 units or a sixteenth of a linear layer. A group counts as dead only if all of
     its units are dead. So the rule misses single dead units (a healthy layer has some), and never counts a live one.
-    Units behind a layer that is given nothing but zeros (an expert that no token chooses) are not judged.
     The rule does not see a ReLU that is called as a function, because it is not a module. It does not judge GELU, SiLU
     and others, because they return numbers near 0, not 0. If a whole layer of those is dead, the weights before it get
     no gradient, and the rule `no-gradient` finds it.
@@ -199,9 +198,7 @@ class UnitsLive(Rule):
     def step(self, table: StepTable, *, step: int) -> None:
         """Note a step; the findings come at the end."""
         self._last_step = step
-        latest: MergedSite | None = None
         for key, entry in sites(table, "forward", stage=""):
-            before, latest = latest, entry
             if self.facts.modules.get(key.path) not in RECTIFIERS:
                 continue
             if entry.unobserved or not entry.batched or len(entry.shape) < 2:
@@ -212,7 +209,6 @@ class UnitsLive(Rule):
                 layer = self._layers[key] = _Layer(entry=entry.without_parts(), units=_units(entry.shape), steps=zeros)
             # The largest magnitudes leave out NaN and infinities, which are not 0.
             is_zero = (_largest(entry) == 0.0) & (nonfinite_count(entry.summary) == 0)
-            is_zero &= before is None or not _is_given_zeros(table, before)
             layer.steps = np.where(is_zero, layer.steps + 1, 0)
 
     def end(self) -> Iterator[Finding]:
@@ -231,15 +227,6 @@ class UnitsLive(Rule):
             )
             first = max(0, self._last_step - num_steps + 1)
             yield self.finding(layer.entry, message, step=first, dead=dead, units=units, num_steps=num_steps)
-
-
-def _is_given_zeros(table: StepTable, before: MergedSite) -> bool:
-    """True if the layer before has weights and returns only zeros, as one that gets zeros does."""
-    weight = table.get(SiteKey("param", "", f"{before.key.path}.weight", "value"))
-    if weight is None or weight.unobserved or before.unobserved:
-        return False
-    num_numbers, num_weights = (int(one.summary["count"]) - int(one.summary["zero"]) for one in (before, weight))
-    return num_numbers == 0 < num_weights
 
 
 def _by_rows(shape: tuple[int, ...]) -> bool:

@@ -33,7 +33,8 @@ class FiniteThroughout(Rule):
 
     * -inf in a batch, in a tensor whose finite elements are all 0 or whose name says mask, and in outputs of modules
       (masked scores), if only finite numbers are computed from it, or if earlier steps had it too;
-    * NaN and infinities in a batch, and NaN in a buffer from the beginning, if the loss and the gradients are finite: a
+    * NaN in a part of a batch, and NaN in a buffer from the beginning until it is filled, but not in one of a
+      normalization, if outputs of the model and the loss or gradients were observed, and all of them are finite: a
       model may replace missing values, and leave out what was not filled yet. A note says so;
     * gradients of a step that a loss scaler skips, because the scaler detects those itself;
     * infinities in buffers (masks, ranges that were not measured yet), settings of optimizers, limits of clipping, and
@@ -51,16 +52,18 @@ class FiniteThroughout(Rule):
         self._broken: set[SiteKey] = set()  # sites that are not finite since the last finding
         self._ignored: set[SiteKey] = set()  # sites that the user ignores, of which something was found
         self._masks: set[SiteKey] | None = None
-        self._missing: dict[SiteKey, list[int]] = {}  # steps in which the model replaces what is not finite there
+        self._replaced: dict[SiteKey, list[int]] = {}  # steps in which the model replaces what is missing there
+        self._missing: set[SiteKey] = set()  # sites of missing values in the step before, which the model replaces
+        self._unfilled: set[str] = set()  # buffers that are not finite since the training began
         self._begins = True
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """Findings of a step."""
         found, ignored, masks = self._not_finite(table)
         begins, self._begins = self._begins, False
-        for one in self._replaced(table, found, begins=begins):
-            self._missing.setdefault(one.entry.key, []).append(step)
-        known = [one for one in found if one.entry.key in self._missing]
+        if begins:
+            self._unfilled = {one.entry.key.path for one in found if self._begins_unfilled(one.entry.key)}
+        self._set_missing_aside(table, found, step=step)
         found = [one for one in found if one.entry.key not in self._missing]
         for one in ignored:
             if one.entry.key not in self._ignored:
@@ -72,8 +75,9 @@ class FiniteThroughout(Rule):
             # -inf where there was none in any step before is no mask.
             fresh = [] if self._masks is None else [one for one in masks if one.entry.key not in self._masks]
             first = min([*found, *fresh], key=lambda one: one.moment)
-            set_aside = "ignored" if ignored else "missing in the batch" if known else ""
-            yield _finding(table, first.entry, first.part, step=step, begins=begins, set_aside=set_aside)
+            set_aside = sorted({"a buffer" if key.slot == "buffer" else "a batch" for key in self._missing})
+            words = ["ignored"] * bool(ignored) + [f"missing in {' and '.join(set_aside)}"] * bool(set_aside)
+            yield _finding(table, first.entry, first.part, step=step, begins=begins, set_aside=" or ".join(words))
         elif not found:
             self._masks = (self._masks or set()) | {one.entry.key for one in masks}
 
@@ -91,47 +95,69 @@ class FiniteThroughout(Rule):
                     masks.append(_suspect(entry))
         return found, ignored, masks
 
-    def _replaced(self, table: StepTable, found: Sequence[_Suspect], *, begins: bool) -> Sequence[_Suspect]:
-        """All that was found, if the model replaces it before the loss; else nothing.
+    def _begins_unfilled(self, key: SiteKey) -> bool:
+        """True if a site is a buffer before the first step; statistics that are NaN then are never filled."""
+        module = self.facts.modules.get(_module(key), "")
+        return key.slot == "buffer" and key.stage == BEFORE and "norm" not in module.lower()
 
-        It is in a batch, or in a buffer with which the training begins; and perhaps in what modules make of these, if
-        the gradients are finite, too. A loss scaler skips a step in which they are not.
+    def _set_missing_aside(self, table: StepTable, found: Sequence[_Suspect], *, step: int) -> None:
+        """Note where values are missing that the model replaces, as it does if all that it makes of them is finite.
+
+        In a step with another fault, they are those that it replaced in the step before.
         """
-        after = [
-            is_finite(entry.summary)
-            for key, entry in table.items()
-            if key.phase in ("loss", "backward", "grad") and not entry.unobserved and not is_loss_scale(key)
-        ]
-        others = [one.entry.key for one in found if not self._is_given(table, one.entry.key, begins=begins)]
-        if not after or len(others) == len(found):
-            return ()
-        models = {key.path for key in table if key.phase == "batch"}  # what these return, nothing has replaced
-        inside = all(key.phase == "forward" and key.path not in models for key in others)
-        return found if not others or (inside and all(after)) else ()
+        missing = {one.entry.key for one in found if self._is_missing(one)}
+        if len(missing) == len(found) and all(_is_replaced(table, key) for key in missing):
+            for key in missing:
+                self._replaced.setdefault(key, []).append(step)
+        else:
+            missing &= self._missing
+            if len(missing) == len(found) and not is_left_out(table):  # a loss scaler may have found infinities
+                missing = set()
+        self._missing = missing
+        self._unfilled -= {
+            key.path for key, entry in sites(table, "param", stage="")
+            if key.slot == "buffer" and not entry.unobserved and is_finite(entry.summary)
+        }  # fmt: skip
 
-    def _is_given(self, table: StepTable, key: SiteKey, *, begins: bool) -> bool:
-        """True if a site is in a batch, or in a buffer that was not finite when the training began."""
-        if key.phase == "batch" or key in self._missing:
-            return True
-        before = table.get(key._replace(stage=BEFORE)) if begins and key.slot == "buffer" else None
-        return before is not None and not (before.unobserved or is_finite(before.summary))
+    def _is_missing(self, one: _Suspect) -> bool:
+        """True if values may be missing at a site: NaN beside numbers in a batch, or in a buffer that is not filled."""
+        key, summary = one.entry.key, one.part.summary if one.part else one.entry.summary
+        if key.phase != "batch":
+            return key.slot == "buffer" and key.path in self._unfilled
+        return int(summary["nan"]) == int(nonfinite_count(summary)) and int(finite_count(summary)) > 0
 
     def notes(self) -> Iterator[str]:
         """What the model seems to replace."""
-        for key, steps in self._missing.items():
-            if key.phase == "forward" or key.stage == BEFORE:
+        for key, steps in self._replaced.items():
+            if key.stage == BEFORE:
                 continue
             times = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, first in step {steps[0]}"
             made = "how the batch was made" if key.phase == "batch" else "the initialization"
             yield (
-                f"{label(key.path, key.slot)} has NaN or infinities in {times}, and the loss and the gradients are "
-                f"finite: the model seems to replace them. If they are not meant, look at {made}."
+                f"{label(key.path, key.slot)} has NaN in {times}, and the outputs, losses and gradients that were "
+                f"observed are finite: the model seems to replace it. If it is not meant, look at {made}."
             )
 
     def _still_broken(self, table: StepTable) -> set[SiteKey]:
         """The sites that were not finite, unless this step has some of them: it may be that of another optimizer."""
         own = {key for key in self._broken if key.phase != "loss"} or self._broken  # each optimizer has a loss
         return set() if own & table.keys() else self._broken
+
+
+def _module(key: SiteKey) -> str:
+    """The module that gets a batch, or that has a buffer."""
+    return key.path if key.phase == "batch" else key.path.rpartition(".")[0]
+
+
+def _is_replaced(table: StepTable, missing: SiteKey) -> bool:
+    """True if a module that gets missing values returns none, and the loss and the gradients are finite."""
+    outputs = [entry for key, entry in sites(table, "forward", stage="") if key.path == _module(missing)]
+    after = [
+        entry for key, entry in sites(table, "loss", "backward", "grad")
+        if not entry.unobserved and not is_loss_scale(key)
+    ]  # fmt: skip
+    observed = not any(one.unobserved for one in outputs) and bool(outputs and after)
+    return observed and all(is_finite(one.summary) for one in [*outputs, *after])
 
 
 class _Suspect(NamedTuple):
@@ -195,7 +221,9 @@ def _finding(
         message += f"up to {name} (largest magnitude {size:.3g})."
     evidence = {"nan": nan, "infinite": infinite, "elements": count, "largest_before": size}
     ranks = {one.rank for one in origin.parts}
-    message = f"{message} {_advice(origin, overflows=_overflows(origin, summary, size), begins=begins)}"
+    sees_forward = any(key.phase in ("forward", "loss") for key in table)
+    overflows = _overflows(origin, summary, size)
+    message = f"{message} {_advice(origin, overflows=overflows, begins=begins, sees_forward=sees_forward)}"
     return finding_at(
         origin, step=step, kind="non-finite", message=message, evidence=evidence,
         micro_step=part.micro_step if part and origin.key.phase in _PASS else None,
@@ -218,10 +246,10 @@ def _before(table: StepTable, origin: MergedSite) -> MergedSite | None:
 def _overflows(origin: MergedSite, summary: Any, size: float) -> bool:
     """True if numbers seem to be too large for the dtype, rather than wrong."""
     end = LARGEST.get(origin.dtype, inf)
-    return max(size, float(largest(summary))) > end / NEAR or (end <= NARROW and not int(summary["nan"]))
+    return size > end / NEAR or (end <= NARROW and not int(summary["nan"]))
 
 
-def _advice(origin: MergedSite, *, overflows: bool, begins: bool) -> str:
+def _advice(origin: MergedSite, *, overflows: bool, begins: bool, sees_forward: bool) -> str:
     """Where to look for the cause."""
     key = origin.key
     if key.phase == "batch":
@@ -230,11 +258,6 @@ def _advice(origin: MergedSite, *, overflows: bool, begins: bool) -> str:
         return "It was written between two steps: look at what updates it."
     if key.stage == "before":
         return "The training begins with it: look at the initialization, or at the checkpoint."
-    if key.phase in ("forward", "backward") and overflows and LARGEST[origin.dtype] > NARROW:
-        return (
-            f"{origin.dtype} ends at {LARGEST[origin.dtype]:.5g}: look at what makes the numbers grow (the learning "
-            "rate, the initialization, recurrences)."
-        )
     if key.phase in ("forward", "backward") and overflows:
         return f"{origin.dtype} ends at {LARGEST[origin.dtype]:.5g}: use bfloat16 or float32 here, or smaller numbers."
     if key.phase == "forward":
@@ -242,10 +265,12 @@ def _advice(origin: MergedSite, *, overflows: bool, begins: bool) -> str:
     if key.phase == "loss":
         return "Look at logarithms and divisions in the loss, and at batches of which nothing counts."
     if key.phase in ("backward", "grad"):
-        return (
-            "The forward pass is finite: look at roots and norms at 0, and at 0 x infinity behind a `where`. "
-            "torch.autograd.set_detect_anomaly(True) names the operation."
-        )
+        where = "roots and norms at 0, and at 0 x infinity behind a `where`"
+        look = f"The forward pass is finite: look at {where}." if sees_forward else (
+            f"Its forward pass was not recorded with it (of several optimizers, that is recorded with the step of the "
+            f"first one): look there first, then at {where}."
+        )  # fmt: skip
+        return f"{look} torch.autograd.set_detect_anomaly(True) names the operation."
     if key.slot == "buffer":
         return "A forward pass or the training wrote it: look at divisions and logarithms in what updates it."
     return "The gradients are finite: look at the learning rate, at eps and at the second moments."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -105,10 +105,18 @@ class Replayed:
 
     @property
     def lost_share(self) -> float:
-        """Share of the elements that the formula moves and that did not move."""
+        """Share of the elements that the formula moves and that did not move; 0 if they are few."""
+        return self._still_share if self._num_moving >= FEW else 0.0
+
+    @property
+    def _still_share(self) -> float:
         still, resting = int(self.taken.summary["zero"]), int(self.value.summary["zero"])
-        moving = int(finite_count(self.value.summary)) - resting
-        return max(0, still - resting) / moving if moving >= FEW else 0.0
+        return max(0, still - resting) / max(1, self._num_moving)
+
+    @property
+    def _num_moving(self) -> int:
+        """The number of elements that the formula moves."""
+        return int(finite_count(self.value.summary)) - int(self.value.summary["zero"])
 
     @property
     def never_moved(self) -> bool:
@@ -118,7 +126,7 @@ class Replayed:
     @property
     def is_masked(self) -> bool:
         """True if some elements have moved, and most have not."""
-        return not self.never_moved and self.lost_share > LOST_SHARE
+        return not self.never_moved and self._still_share > LOST_SHARE
 
     def fitting(self, limit: float) -> list[str]:
         """Known mistakes that leave nothing to explain; of a step of its own, those that may not be meant."""
@@ -167,7 +175,7 @@ class UpdatesFollowSettings(Rule):
 
     If an optimizer has a `step` of its own, as subclasses of torch's optimizers may have, its findings are warnings: it
     may be a variant on purpose. But if it moves some parameters and leaves out others, that is a finding, unless it
-    leaves out most elements of others, too: it may have a mask of them.
+    leaves out most elements of most parameters that it moves, too: it may have a mask of elements.
     """
 
     name = "update-rule"
@@ -195,8 +203,7 @@ class UpdatesFollowSettings(Rule):
         limit = self.limit("residual")
         least = limit / self.strictness
         wrong = [one for one in replayed(table) if one.worst > least]
-        moving = {one.optimizer for one in replayed(table) if not one.never_moved} if wrong else set[str]()
-        moving -= {one.optimizer for one in wrong if one.is_masked}
+        moving = _moving_whole(replayed(table)) if wrong else frozenset[str]()
         votes = Counter(name for one in wrong for name in one.fitting(limit))
         now = learning_rates(table)
         found = [
@@ -247,6 +254,13 @@ class UpdatesFollowSettings(Rule):
             if entry.unobserved and key.path not in parameters
         }
         return [f"An optimizer is {reason}" for reason in sorted(reasons)]
+
+
+def _moving_whole(updates: Sequence[Replayed]) -> Set[str]:
+    """The optimizers that move parameters, and leave out most elements of at most half of these."""
+    moved = Counter(one.optimizer for one in updates if not one.never_moved)
+    masked = Counter(one.optimizer for one in updates if one.is_masked)
+    return {optimizer for optimizer, count in moved.items() if 2 * masked[optimizer] <= count}
 
 
 @once
@@ -322,7 +336,7 @@ def _wrong(
         one: The replay.
         votes: The number of parameters that each mistake explains.
         earlier: By factor, the earlier step whose learning rate was so many times that of this step.
-        others_move: Whether its optimizer moves any parameter in this step, and leaves out parts of none.
+        others_move: Whether its optimizer moves other parameters in this step, and has no mask of their elements.
         step: The step.
         limit: The largest residual that is right. What explains an update leaves no more.
     """
@@ -330,7 +344,7 @@ def _wrong(
     evidence: dict[str, Any] = {"residual": one.worst, "replayed_norm": size}
     kind = "update-rule"
     off = f"What its settings ask for is up to {one.worst:.3g} roundings away"
-    rests = one.never_moved or one.is_masked
+    rests = one.never_moved or one.lost_share > LOST_SHARE
     if rests and one.is_read_late:
         return None
     if rests:

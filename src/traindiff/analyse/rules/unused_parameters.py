@@ -140,7 +140,7 @@ class GradientsArrive(Rule):
     """In every step in which something could move, the gradient of a parameter is None, or 0 in every element.
 
     Often this is intended (a pooler that a task does not use, an expert that is never chosen), so the rule only warns.
-    A gradient of one number whose terms are there and cancel, or were not recorded, is a gradient.
+    A gradient of one number whose terms are there and cancel is a gradient.
     Otherwise something was detached, computed under `no_grad`, or multiplied by 0.
 
     It also warns if a parameter had gradients in several steps, and then has none until the end of the run, although
@@ -217,15 +217,16 @@ def _cancels(table: StepTable, gradient: MergedSite) -> bool:
     """True if what adds up to a gradient of one number is there. It may cancel: the last bias of a WGAN's critic.
 
     A penalty on gradients leaves gradients of the same output that do not belong to this sum. A step without
-    gradients of outputs, such as that of a second optimizer, does not show whether it is there.
+    gradients of outputs, such as that of a second optimizer, has that of the weight: it is a sum of the same terms.
     """
     if int(gradient.summary["count"]) != 1:
         return False  # sums by element are not recorded
-    if not any(key.phase == "backward" for key in table):
-        return True
-    module = gradient.key.path.rpartition(".")[0]
+    module, _, name = gradient.key.path.rpartition(".")
     terms = [entry for key, entry in sites(table, "backward", stage="") if key.path == module
              and key.slot == "output[0]" and not entry.unobserved]  # fmt: skip
+    weight = table.get(gradient.key._replace(path=f"{module}.weight"))
+    if name == "bias" and weight and not weight.unobserved and not any(key.phase == "backward" for key in table):
+        terms.append(weight)
     return any(norm_of(one.summary) > 0.0 for one in terms)
 
 

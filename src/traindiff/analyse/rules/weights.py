@@ -196,7 +196,8 @@ class UpdatesAreLargeEnough(RepeatedRule):
         if not moved:
             return None
         middle = median(ratio for _, ratio in moved)
-        return {"": (moved[0][0], {"ratio": middle})} if middle < self.limit("ratio") else {}
+        first = next(entry for entry, ratio in moved if ratio <= middle)
+        return {"": (first, {"ratio": middle})} if middle < self.limit("ratio") else {}
 
     def _moved(self, table: StepTable) -> Iterator[tuple[MergedSite, float]]:
         """Weights that the step moved, and weights whose updates rounding removes, in spite of a gradient."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from traindiff.analyse.findings import Finding, listed_text
+from traindiff.analyse.findings import Finding
 from traindiff.analyse.merge.indexed import sites
 from traindiff.analyse.merge.site import StepTable, finding_at
 from traindiff.analyse.merge.witnessed import Witnessed, rms, witnessed
 from traindiff.analyse.rules.ranks_apart import RanksApart
 from traindiff.analyse.rules.rule import Contents, Limit, Rule, RunFacts
 from traindiff.analyse.rules.witness_causes import Before, Cause, cause_of, micro_step_weights, on_ranks
-from traindiff.analyse.rules.witness_changes import FEW_OTHERS, SAME_FACTOR, Wrong, change_of_all
+from traindiff.analyse.rules.witness_changes import SAME_FACTOR, Wrong, change_of_all
 from traindiff.analyse.rules.witness_compiled import CompiledCode
 from traindiff.analyse.rules.witness_coverage import Coverage
 from traindiff.core.observation import BY_HAND, CARRIED, FLIPPED, WITNESS
@@ -36,8 +36,7 @@ class GradientsFollow(Rule):
     note says so. Where the training wrote to some gradients only, from the first step on, to make them smaller, or to
     add something to several of them (a mask, clipping one by one, a penalty by hand), it is a warning. So it is if
     it wrote to all gradients between micro-steps, and these count unequally. One gradient that has another factor
-    than all the others is a finding, unless this common factor is new, as where parts are clipped one by one: then it
-    is a warning. If the training multiplies most gradients by one factor, a note names the few others.
+    than all the others is a finding.
     """
 
     name = "wrong-gradient"
@@ -68,8 +67,6 @@ class GradientsFollow(Rule):
         self._uneven: Finding | None = None  # the first step in which micro-steps count unequally in all gradients
         self._all_changed: set[str] = set()  # gradients that it changed together with all others
         self._edited: set[str] = set()  # gradients that the training wrote to, in some step so far
-        self._factors: list[float] = []  # by which it multiplied all gradients in the steps before
-        self._written: dict[str, list[float]] = {}  # factors of those that it wrote to, step by step
         self._alone: set[str] = set()  # gradients that are the only ones of their optimizer
         self._coverage = Coverage()
         self._compiled = CompiledCode()
@@ -100,7 +97,6 @@ class GradientsFollow(Rule):
             self._before[one.entry.key.path] = step, Before.of(one)
         paths = {one.entry.key.path for one in found}
         change = change_of_all(clear, found, by_hand=self.facts.engine == BY_HAND) if clear else None
-        is_new = change is not None and not any(_is_same(change.factor, before) for before in self._factors)
         if change is not None:
             self._changed.setdefault(change.sentence, []).append(step)
             if not change.is_witnessed:
@@ -109,7 +105,6 @@ class GradientsFollow(Rule):
                 self._note_uneven(found, step, limit)
                 return
             wrong = clear = [*change.others]
-            self._factors += [change.factor] if is_new else []
             self._all_changed |= paths - {one.path for one in wrong}
         self._coverage.count(found)
         right = paths - {one.path for one in clear} - told
@@ -118,7 +113,6 @@ class GradientsFollow(Rule):
         self._untouched |= right - self._edited
         several = len({one.path for one in clear}) > 1
         several &= all(one.one.edited and one.cause is None for one in clear)
-        several |= is_new
         for fault in wrong:
             if (path := fault.path) not in told:
                 told.add(path)
@@ -128,7 +122,6 @@ class GradientsFollow(Rule):
                     finding = self._finding(fault, step, several=several)
                     if self.is_warning(finding):
                         self._perhaps.setdefault(path, finding)
-                        self._written.setdefault(path, []).append(finding.evidence["factor"])
                         if len(found) == 1:
                             self._alone.add(path)
                     else:
@@ -152,22 +145,8 @@ class GradientsFollow(Rule):
         """How much was checked, and why not everything."""
         for sentence, steps in self._changed.items():
             yield sentence.format(steps=f"{len(steps)} step{'s' if len(steps) > 1 else ''}, first {steps[0]}")
-        yield from self._left_out()
         yield from self._coverage.notes()
         yield from self._compiled.notes()
-
-    def _left_out(self) -> Iterator[str]:
-        """The few gradients that the training has not multiplied, if it multiplies all others by one factor."""
-        left_out = sorted(self._right - self._written.keys())
-        factors = [factor for one in self._written.values() for factor in one]
-        num_written = len(self._written)
-        if not left_out or len(left_out) > FEW_OTHERS * (len(left_out) + num_written):
-            return
-        if len(factors) > num_written and factors[0] != 1.0 and all(_is_same(one, factors[0]) for one in factors):
-            yield (
-                f"The training multiplies {num_written} gradients by {factors[0]:.4g} after the backward pass, and "
-                f"leaves those of {listed_text(left_out, 'parameter')} as they are. Were these left out?"
-            )
 
     def _known(self, one: Witnessed, step: int) -> Before | None:
         """The step before, if it was recorded."""
@@ -231,10 +210,6 @@ class GradientsFollow(Rule):
                 "edited": one.edited, "may_be_meant": meant,
             },
         )  # fmt: skip
-
-
-def _is_same(factor: float, other: float) -> bool:
-    return abs(factor - other) <= SAME_FACTOR * abs(other)
 
 
 def _not_reduced(wrong: Sequence[Wrong]) -> Wrong | None:

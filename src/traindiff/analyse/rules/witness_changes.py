@@ -12,7 +12,7 @@ from traindiff.analyse.rules.witness_causes import Cause
 SAME_FACTOR = 1e-2
 """Relative distance of two factors that are called equal."""
 
-FEW_OTHERS = 0.25
+_FEW_OTHERS = 0.25
 """Share of the gradients that may have another factor than all the others, and be wrong: more are meant, by layer."""
 
 _OF_WRITES = ("factor", "stale", "weighted")
@@ -40,13 +40,11 @@ class Change(NamedTuple):
     Attributes:
         sentence: It, with a place for the steps.
         is_witnessed: Whether the gradients are known but for a factor.
-        factor: The one that most have; 1 if they have several, or none.
         others: Few gradients that another factor has, as if all had been divided by the common one.
     """
 
     sentence: str
     is_witnessed: bool = True
-    factor: float = 1.0
     others: Sequence[Wrong] = ()
 
 
@@ -74,9 +72,6 @@ def change_of_all(wrong: Sequence[Wrong], found: Sequence[Witnessed], *, by_hand
         return Change(sentence="All gradients are the sum over ranks of what each contributed, not the mean ({steps}).")
     if not all(one.edited for one in touched):
         return None
-    several = Change(sentence="The training multiplies gradients by factors after the backward pass ({steps}).")
-    if len(factors) == len(wrong) < len(touched):
-        return several
     if not all_by_factors:
         return Change(
             sentence="The training changes gradients after the backward pass ({steps}), so they were not witnessed "
@@ -89,13 +84,11 @@ def change_of_all(wrong: Sequence[Wrong], found: Sequence[Witnessed], *, by_hand
         for one in wrong
         if one.cause is not None and abs(one.cause.factor - common) > SAME_FACTOR * abs(common)
     ]
-    if len(others) > FEW_OTHERS * len(touched):
-        return several
-    all_of_them = "all gradients but a few" if others else "all gradients"
+    if len(others) > _FEW_OTHERS * len(touched):
+        return Change(sentence="The training multiplies gradients by factors after the backward pass ({steps}).")
     return Change(
-        sentence=f"The training multiplies {all_of_them} by one factor after the backward pass ({{steps}}).",
-        factor=common, others=others,
-    )  # fmt: skip
+        sentence="The training multiplies all gradients by one factor after the backward pass ({steps}).", others=others
+    )
 
 
 def _beside(factor: float, common: float, right: str) -> Cause:

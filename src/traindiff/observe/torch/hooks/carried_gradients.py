@@ -61,7 +61,7 @@ class _Tap:
     def look(self, tap: OptimizerTap, *_: object) -> None:
         """Record what is carried when the optimizer's gradients are known."""
         held = self._by_name.pop(tap.name, None)
-        carried = held.carried() if held else frozenset()
+        carried = held.carried(unwritten=tap.has_closure) if held else frozenset()
         for parameter, pieces in tap.selected() if carried else ():
             for one in pieces if id(parameter) in carried else ():
                 self._context.sink.emit(
@@ -115,9 +115,15 @@ class CarriedGradients(HoldsTensors):
                 self._added.add(id(parameter))
             self._held.append((parameter, ref(gradient), _version_of(gradient)))
 
-    def carried(self) -> Set[int]:
-        """Ids of the parameters whose gradients are carried; to be called when the optimizer reads the gradients."""
-        return self._added.intersection(id(parameter) for parameter, _, _ in self._held)
+    def carried(self, *, unwritten: bool = False) -> Set[int]:
+        """Ids of the parameters whose gradients are carried; to be called when the optimizer reads the gradients.
+
+        Args:
+            unwritten: Only those that nobody wrote to since the last backward pass. In a closure, the training may take
+                away what was carried; elsewhere, it often divides or reduces gradients there, by hand.
+        """
+        held = (one for one in self._held if not unwritten or _is_untouched(one))
+        return self._added.intersection(id(parameter) for parameter, _, _ in held)
 
 
 def _version_of(gradient: Tensor) -> int:

@@ -59,6 +59,7 @@ class OptimizerTap:
         was_held: The observed parameters that the optimizer, or the one before it, held in recorded steps.
         marks: Of the parameters as its latest step left them, if that was recorded.
         is_compiled: Whether a step of it ran in compiled code.
+        has_closure: Whether its latest step was called with a closure.
         HOLDS_GROUPS: What is held is what is in the groups; taps of engines hold something else.
     """
 
@@ -86,7 +87,7 @@ class OptimizerTap:
         self._before_update = context.events.before_update
         self._before_any_step = context.events.before_any_step
         self._unsettled = False
-        self._has_closure = False
+        self.has_closure = False
         self._counts_skipped = context.settings.counts_skipped
         self._main_first = context.settings.main_gradients
         self._left_out = False
@@ -268,19 +269,19 @@ class OptimizerTap:
         If `step` is given a closure, that computes the gradients, and they are recorded after each call of it.
         """
         self._num_evaluations = 0
-        self._has_closure = has_closure(*call)
+        self.has_closure = has_closure(*call)
         self._left_out = not self._counts_skipped and leaves_out(self.optimizer)
         if self._left_out or not self._sink.progress.observing:
             self.marks.forget()
             return
-        if not self._has_closure:
+        if not self.has_closure:
             self._before_any_step(self)
         self.marks.forget()
-        if self.name == self._sink.progress.optimizer and not self._has_closure:
+        if self.name == self._sink.progress.optimizer and not self.has_closure:
             self._before_update()
         if "optimizer" in self._observe:
             self._hyper_parameters()
-        if not self._has_closure:
+        if not self.has_closure:
             self.gradients()
 
     def gradients(self, stage: str = "") -> None:
@@ -304,7 +305,7 @@ class OptimizerTap:
         """Record state and parameters."""
         if self._left_out or not self._sink.progress.observing:
             return
-        if self._has_closure and not self._num_evaluations:
+        if self.has_closure and not self._num_evaluations:
             self.gradients()
         state, values = "optimizer" in self._observe, "param" in self._observe
 
