@@ -240,7 +240,7 @@ def _earlier_passes(runs: TwoRuns) -> Iterator[str]:
     if runs.earlier is not None:
         run, step = runs.earlier
         yield (
-            f"{RUNS[run]}: in step {step}, the first passes were left out: the other run, which "
+            f"{RUNS[run]}: in step {step}, the first passes were not compared: the other run, which "
             "begins in this step, did not make them. They belong to another optimizer's step before it."
         )
 
