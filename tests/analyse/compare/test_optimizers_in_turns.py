@@ -173,3 +173,47 @@ def test_a_run_that_goes_on_after_its_averages_changed_begins_there(
             "grad",
             "critic.0.weight",
         )
+
+
+def going_on(path: Path, *, begin: int = 0, first_of_generator: int = 0, unloaded: bool = False) -> Path:
+    """A recording of six rounds, or of those from one on, whose checkpoint may lack the discriminator."""
+    torch.manual_seed(0)
+    model = Gan()
+    initial = deepcopy(model.discriminator.state_dict())
+    parts = [model.generator, model.discriminator] if first_of_generator else [model.discriminator, model.generator]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.Adam(part.parameters(), lr=1e-2) for part in parts]
+    of_generator, of_discriminator = optimizers if first_of_generator else optimizers[::-1]
+    recorder = None
+    for number in range(6):
+        if number == begin:
+            if unloaded:
+                model.discriminator.load_state_dict(initial)
+            recorder = traindiff.record(path, nn.ModuleList(parts), optimizers)
+        for _ in range(2):
+            of_discriminator.zero_grad()
+            made = model.generator(torch.randn(6, 3)).detach()
+            (model.discriminator(made).mean() - model.discriminator(torch.randn(6, 4)).tanh().mean()).backward()
+            of_discriminator.step()
+        if number >= first_of_generator:
+            of_generator.zero_grad()
+            (-model.discriminator(model.generator(torch.randn(6, 3))).mean()).backward()
+            of_generator.step()
+    assert recorder is not None
+    recorder.close()
+    return path
+
+
+def test_what_was_not_loaded_is_named_where_no_step_finds_it_as_it_was(tmp_path: Path) -> None:
+    whole = going_on(tmp_path / "whole")
+    found = traindiff.compare(whole, going_on(tmp_path / "unloaded", begin=3, unloaded=True))
+    assert found.verdict == "incomplete"
+    assert "begins with other values of 0.0.weight, 0.0.bias, 0.2.weight than the baseline" in " ".join(found.notes)
+    loaded = traindiff.compare(whole, going_on(tmp_path / "loaded", begin=3))
+    assert loaded.verdict == "identical"
+    assert "begins with other values" not in " ".join(loaded.notes)
+
+
+def test_a_run_that_goes_on_before_the_first_optimizer_has_stepped_is_no_other_training(tmp_path: Path) -> None:
+    whole = going_on(tmp_path / "whole", first_of_generator=3)
+    found = traindiff.compare(whole, going_on(tmp_path / "rest", begin=2, first_of_generator=3))
+    assert found.verdict in ("identical", "equivalent"), str(found)

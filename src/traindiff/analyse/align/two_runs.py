@@ -36,7 +36,7 @@ from traindiff.analyse.merge.unobserved import FailedTaps, without_lost
 from traindiff.core.maps.entries import Entry
 from traindiff.core.observation import BEFORE, REPLAYED, is_of_evaluation
 from traindiff.core.steps import StepSelection
-from traindiff.storage import Run
+from traindiff.storage import Run, ShiftedRecording
 
 _PHASES = ("grad", "optimizer", "update", "param")
 
@@ -230,6 +230,7 @@ class TwoRuns:
         passes: Passes that were left out of steps in which only one run has them.
         singletons: Activations whose shapes differ in dims of length 1.
         earlier: Run and step of passes that were left out, because the other run began after them; None for none.
+        unheld: Parameters that no optimizer holds, and whose values at the beginning were not compared for that.
         behind: By run and rank: the first step that the rank lacks although its run has it.
 
     Raises:
@@ -256,6 +257,7 @@ class TwoRuns:
         self.alone: tuple[dict[str, list[int]], dict[str, list[int]]] = ({}, {})
         self.latest: dict[str, int] = {}
         self.earlier: tuple[int, int] | None = None
+        self.unheld: tuple[str, ...] = ()
         self._has_begun = False  # whether a step of the first optimizer was compared
         self.behind: tuple[dict[int, int], dict[int, int]] = ({}, {})
         self._selection = selection
@@ -399,7 +401,9 @@ class TwoRuns:
             if one.found_after.get(path, -1) < number
         }  # fmt: skip
         if self.earlier is not None and self.earlier[0] == run:
-            late |= one.before.keys() - self.sides[run].held
+            unheld = one.before.keys() - self.sides[run].held
+            self.unheld = tuple(sorted(unheld))
+            late |= unheld
         return replace(one, before={path: entry for path, entry in one.before.items() if path not in late})
 
     def _from_one_place(self, baseline: RunStep, candidate: RunStep) -> tuple[RunStep, RunStep]:
@@ -412,10 +416,11 @@ class TwoRuns:
             if rest is not None:
                 self.earlier = longer, baseline.step
                 # What no optimizer holds, such as an average, may have changed after those passes.
-                steps[longer] = replace(rest, table={
-                    key: entry for key, entry in rest.table.items()
-                    if key[:2] != ("param", BEFORE) or renames[longer](key.path) in self.sides[longer].held
-                })  # fmt: skip
+                rename, held = renames[longer], self.sides[longer].held
+                unheld = {key for key in rest.table if key[:2] == ("param", BEFORE) and rename(key.path) not in held}
+                steps[longer] = replace(
+                    rest, table={key: entry for key, entry in rest.table.items() if key not in unheld}
+                )
         return steps[0], steps[1]
 
     def _in_each_run(self, baseline: RunStep, candidate: RunStep, *, first: bool) -> tuple[SideStep, SideStep]:
@@ -450,7 +455,10 @@ class TwoRuns:
             tables = with_added_losses(tables)
         aligned = align(*map(sites_in_order, tables))
         pairs, findings = self.presence.judge(aligned, step=steps[0].step)
-        first_of_main = not self._has_begun and steps[0].optimizer == next(iter(self.sides[0].groups), "")
+        # Of a run that goes on, the first optimizer's step may have begun long before: then it shows other moments.
+        goes_on = any(isinstance(run, ShiftedRecording) for run in self.runs)
+        main = next(iter(self.sides[0].groups), "")
+        first_of_main = not (self._has_begun or goes_on) and steps[0].optimizer == main
         self._has_begun = self._has_begun or first_of_main
         first = not evaluation and (first_of_main or len(self.compared) == 1)
         return AlignedStep(

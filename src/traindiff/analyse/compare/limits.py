@@ -243,6 +243,11 @@ def _earlier_passes(runs: TwoRuns) -> Iterator[str]:
             f"{RUNS[run]}: in step {step}, the first passes were not compared: the other run, which "
             "begins in this step, did not make them. They belong to another optimizer's step before it."
         )
+    if runs.unheld:
+        yield (
+            f"Not compared: the values with which {listed_text(runs.unheld, 'parameter')} begin in the run that goes "
+            "on. No optimizer holds them, and in the other run they changed within a step."
+        )
 
 
 def _unobserved(runs: TwoRuns) -> Iterator[str]:
