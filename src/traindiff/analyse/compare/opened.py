@@ -52,8 +52,8 @@ class Opened:
     @staticmethod
     def _lost_note(paths: Sequence[str]) -> str:
         return (
-            f"The candidate begins with other values of {listed_text(paths, 'parameter')} than the baseline has there: "
-            "were they loaded?"
+            f"There, {listed_text(paths, 'parameter')} hold other values in one run than in the other: did the run "
+            "that goes on load them?"
         )
 
     def notes(self, findings: Iterable[Finding]) -> list[str]:
