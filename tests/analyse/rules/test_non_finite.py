@@ -220,19 +220,25 @@ class Missing(nn.Linear):
         return result * torch.nan if self.fails else result
 
 
-@pytest.mark.parametrize("fails_at", [None, 0, 2])
-def test_what_is_not_finite_elsewhere_is_found_although_a_site_is_ignored(fails_at: int | None, tmp_path: Path) -> None:
+def recorded_with_missing_values(path: Path, *, fails_at: int | None, given_from: int = 0) -> None:
+    """Four steps, of batches in which a value is missing from one step on; in one step, the model fails by itself."""
     torch.manual_seed(0)
     model = nn.Sequential(Missing(3, 4), nn.Linear(4, 2))
     optimizer = SGD(model.parameters(), lr=0.1)
-    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
+    with traindiff.record(path, model, optimizer, strict=True):
         for step in range(4):
             model[0].fails = step == fails_at  # type: ignore[assignment]
             x = torch.randn(8, 3)
-            x[0, 1] = torch.nan
+            if step >= given_from:
+                x[0, 1] = torch.nan
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
+
+
+@pytest.mark.parametrize("fails_at", [None, 0, 2])
+def test_what_is_not_finite_elsewhere_is_found_although_a_site_is_ignored(fails_at: int | None, tmp_path: Path) -> None:
+    recorded_with_missing_values(tmp_path / "run", fails_at=fails_at)
 
     ignored = ["(root) input[0]", "0 input[0]"]
     verdict = traindiff.check(tmp_path / "run", rules="non-finite", ignore=ignored)
@@ -254,18 +260,7 @@ def test_what_is_not_finite_elsewhere_is_found_although_a_site_is_ignored(fails_
 def test_missing_values_that_the_model_replaces_are_a_note(
     given_from: int, fails_at: int | None, tmp_path: Path
 ) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(Missing(3, 4), nn.Linear(4, 2))
-    optimizer = SGD(model.parameters(), lr=0.1)
-    with traindiff.record(tmp_path / "run", model, optimizer, strict=True):
-        for step in range(4):
-            model[0].fails = step == fails_at  # type: ignore[assignment]
-            x = torch.randn(8, 3)
-            if step >= given_from:
-                x[0, 1] = torch.nan
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
+    recorded_with_missing_values(tmp_path / "run", fails_at=fails_at, given_from=given_from)
 
     verdict = traindiff.check(tmp_path / "run", rules="non-finite")
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from traindiff.analyse.align.beginnings import Beginning, beginnings, same_bits, values_at
 from traindiff.analyse.align.side import SideStep
-from traindiff.analyse.merge.parameters import trained_parameters
+from traindiff.analyse.merge.parameters import parameter_groups, trained_parameters
 from traindiff.analyse.merge.renames import Rename
 from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.site import MergedSite, StepTable, origin
@@ -123,7 +123,7 @@ class _Run:
         self.begun = recording.run.get("first_step") or 0
         first = next(self.steps(), None)
         self.first = first if first is not None and first.step == self.begun else None
-        self.trained = trained_parameters(recording, rename)
+        self.trained = trained_parameters(recording, parameter_groups(recording, rename), rename)
         self.is_whole = recording.run["settings"].get("every", 1) == 1 and not recording.run["settings"].get("steps")
 
     def leaves_out(self, step: int) -> bool:

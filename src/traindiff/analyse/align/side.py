@@ -111,6 +111,7 @@ class Side:
     Attributes:
         recording: The run.
         groups: Parameters of each group of each optimizer, by its name.
+        main: Name of the first optimizer, which counts the training's steps; empty if unknown.
         held: Paths of the parameters that the optimizers hold; empty if unknown.
         trained: Those of them that require a gradient.
         recorded: What the run was asked to record: names of `tap_registry.OBSERVABLE`, `evaluation`; empty if unknown.
@@ -136,10 +137,15 @@ class Side:
         self.paths = frozenset(map(names.common, _renamed(paths, rename)))
         self.model = next((content["model"] for content in contents if "model" in content), "unknown")
         self.goes_on_elsewhere = next(filter(None, (content.get("goes_on_elsewhere") for content in contents)), "")
-        self.groups: Groups = parameter_groups(recording, lambda path: names.common(rename(path)))
+
+        def common(path: str) -> str:
+            return names.common(rename(path))
+
+        self.groups: Groups = parameter_groups(recording, common)
+        self.main = next(iter(self.groups), "")
         self.derived = Updates([*self.groups][1:])
         self.held = frozenset(path for optimizer in self.groups.values() for group in optimizer for path in group)
-        self.trained = frozenset(map(names.common, trained_parameters(recording, rename)))
+        self.trained = trained_parameters(recording, self.groups, common)
         settings = recording.run["settings"]
         evaluation = ["evaluation"] if settings.get("evaluation") else []
         self.recorded = frozenset([*settings.get("observe", ()), *evaluation])

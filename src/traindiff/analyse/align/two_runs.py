@@ -258,7 +258,8 @@ class TwoRuns:
         self.latest: dict[str, int] = {}
         self.earlier: tuple[int, int] | None = None
         self.unheld: tuple[str, ...] = ()
-        self._has_begun = False  # whether a step of the first optimizer was compared
+        # Whether a step of the first optimizer was compared. That of a run that goes on may have begun long before.
+        self._has_begun = any(isinstance(run, ShiftedRecording) for run in runs)
         self.behind: tuple[dict[int, int], dict[int, int]] = ({}, {})
         self._selection = selection
         modules = [run.rank_content(rank).get("modules", {}) for run in runs for rank in run.ranks]
@@ -455,10 +456,7 @@ class TwoRuns:
             tables = with_added_losses(tables)
         aligned = align(*map(sites_in_order, tables))
         pairs, findings = self.presence.judge(aligned, step=steps[0].step)
-        # Of a run that goes on, the first optimizer's step may have begun long before: then it shows other moments.
-        goes_on = any(isinstance(run, ShiftedRecording) for run in self.runs)
-        main = next(iter(self.sides[0].groups), "")
-        first_of_main = not (self._has_begun or goes_on) and steps[0].optimizer == main
+        first_of_main = not self._has_begun and steps[0].optimizer == self.sides[0].main
         self._has_begun = self._has_begun or first_of_main
         first = not evaluation and (first_of_main or len(self.compared) == 1)
         return AlignedStep(

@@ -17,7 +17,7 @@ from traindiff.analyse.collecting import few_collections
 from traindiff.analyse.findings import Finding, also_text, grouped, phase_text, ranks_text, steps_text, where_text
 from traindiff.analyse.merge.history import RunHistory
 from traindiff.analyse.merge.indexed import indexed
-from traindiff.analyse.merge.parameters import Updates, parameter_groups
+from traindiff.analyse.merge.parameters import Updates
 from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.unobserved import FailedTaps, unrecorded_of, without_lost
 from traindiff.analyse.products import ProductCheck, ProductTable, product_checks
@@ -191,9 +191,10 @@ def check(
     ignored = IgnoredSites(ignore)
     follower = follow or not_following()
     run = open_followed(os.fspath(recording), follower)
-    judge = RunJudge(chosen.rules, replace(run_facts(run), ignored=tuple(ignored.entries)), limits=chosen.limits)
+    facts = replace(run_facts(run), ignored=tuple(ignored.entries))
+    judge = RunJudge(chosen.rules, facts, limits=chosen.limits)
     found = _Found()
-    updates = Updates([*parameter_groups(run, str)][1:])
+    updates = Updates([*facts.optimizers][1:])
     checked: list[int] = []
     missing: dict[int, int] = {}  # by rank: the first step that it did not record
     failed = FailedTaps()

@@ -390,7 +390,7 @@ class RunningComparison:
             StepInput(
                 step=step,
                 optimizer=given.baseline.optimizer,
-                after=given.baseline.after.get(next(iter(self.runs.sides[0].groups), ""), -1),
+                after=given.baseline.after.get(self.runs.sides[0].main, -1),
                 first=given.first,
                 steps_before=before,
                 drift=drift(given.parameters.values(), before),

@@ -184,18 +184,16 @@ class Judge:
         if self._after is None and step != self._main_steps[1]:
             self._main_steps = self._main_steps[1], step
 
-    def _came_before(self, after: int | None, order: float, first: float) -> bool:
+    def _came_before(self, after: int, order: float, first: float) -> bool:
         """True if something of this step of the first optimizer came before what was found in another one's.
 
         Args:
-            after: The first optimizer's step before that one; None if it is of the first optimizer.
+            after: The first optimizer's step before that one.
             order: Place in execution order of what is of this step.
             first: The same of what was found.
         """
         before, step = self._main_steps
-        if self._after is not None or after is None or after < before:
-            return False
-        return after >= step or order < first
+        return self._after is None and after >= before and (after >= step or order < first)
 
     def add(self, found: Iterable[Finding]) -> None:
         """Note the findings of a step. What it was given comes before what other optimizers made of it."""
@@ -329,10 +327,10 @@ class Judge:
         self.all_equal = self.all_equal and bool(same)
         if same is None:
             self.unknown_bits.setdefault(key)
-        first = self.first_bit_difference
-        if same is not False or not (
-            first is None or self._came_before(self._bits_after, pair.baseline.order, first.order)
-        ):
+        if same is not False:
+            return False
+        first, after = self.first_bit_difference, self._bits_after
+        if first is not None and (after is None or not self._came_before(after, pair.baseline.order, first.order)):
             return False
         self._bits_after = self._after
         self.first_bit_difference = bit_difference(pair, step, micro_steps=micro_steps)

@@ -12,7 +12,7 @@ from traindiff.analyse.align.two_runs import TwoRuns
 from traindiff.analyse.blocks.steps import pairs_of
 from traindiff.analyse.blocks.tasks import Tasks
 from traindiff.analyse.findings import Finding, listed_text
-from traindiff.analyse.merge.parameters import trained_parameters
+from traindiff.analyse.merge.parameters import parameter_groups, trained_parameters
 from traindiff.analyse.merge.renames import Rename, Renaming
 from traindiff.analyse.merge.run_steps import RunStep
 from traindiff.analyse.merge.span import WHOLE_RUN, span_of
@@ -109,7 +109,8 @@ class ToCompare:
         if offset is not None or self.is_followed:
             return opened
         first = list(islice(opened.pairs, 1))
-        alike = bool(first) and begin_alike(*first[0], self.named, trained_parameters(self.candidate, self.named))
+        trained = trained_parameters(self.candidate, parameter_groups(self.candidate, self.named), self.named)
+        alike = bool(first) and begin_alike(*first[0], self.named, trained)
         found = None if alike else find_continuation(self.baseline, self.candidate, self.named)
         if found is None:
             return replace(opened, pairs=chain(first, opened.pairs), begins_nowhere=bool(first) and not alike)

@@ -71,8 +71,9 @@ class Updates:
                 moved.append((old, entry))
             self.parameters[path] = entry.without_parts(summary)
             self.ended[path] = step
-            self._left[path] = entry.order
-        if optimizer not in self._others:
+        if optimizer in self._others:
+            self._left.update((entry.key.path, entry.order) for entry in after)
+        else:
             self._left.clear()  # places in execution order are counted anew
         return _updates(moved), {**before, **{path: entry for path, entry in elsewhere.items() if not entry.unobserved}}
 
@@ -226,9 +227,14 @@ def parameter_groups(recording: Run, rename: Rename) -> Groups:
     }
 
 
-def trained_parameters(recording: Run, rename: Rename) -> frozenset[str]:
-    """Paths of the parameters that an optimizer holds and that require a gradient."""
+def trained_parameters(recording: Run, groups: Groups, rename: Rename) -> frozenset[str]:
+    """Paths of the parameters that an optimizer holds and that require a gradient.
+
+    Args:
+        recording: The run.
+        groups: Its groups, with renamed paths.
+        rename: Turns the run's paths into these.
+    """
     contents = [recording.rank_content(rank).get("parameters", {}) for rank in recording.ranks]
     open_ones = {rename(path) for one in contents for path, about in one.items() if about.get("requires_grad", True)}
-    groups = parameter_groups(recording, rename).values()
-    return frozenset(path for one in groups for group in one for path in group if path in open_ones)
+    return frozenset(path for one in groups.values() for group in one for path in group if path in open_ones)
