@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,6 +39,12 @@ from traindiff.storage.seals import FIRST, MOST_TO_SEARCH, Seal, SealLines, Star
 
 if TYPE_CHECKING:
     from traindiff.storage.places import PlaceSource
+
+_MOST_WAITING = 64
+"""Steps that may wait for one before them, whose optimizer may rest for long."""
+
+_MOST_WAITING_BYTES = 1 << 24
+"""Bytes of them."""
 
 _SEAL_BYTES = 24
 """Length of the line of a seal, about."""
@@ -111,6 +117,11 @@ class PackedStep:
     digests: list[bytes] = field(default_factory=list)
     after: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of its messages."""
+        return sum(len(one.content) for one in self.messages)
+
     def append(self, more: PackedStep) -> None:
         """Add further messages of the step.
 
@@ -120,7 +131,7 @@ class PackedStep:
         self.messages.extend(more.messages)
         self.digests.extend(more.digests)
         unpacked_bytes = sum(one.decoded_bytes for one in self.messages)
-        if too_much(unpacked_bytes, sum(len(one.content) for one in self.messages)):
+        if too_much(unpacked_bytes, self.num_bytes):
             raise Malformed(f"its messages hold {unpacked_bytes} bytes")
 
 
@@ -184,7 +195,10 @@ class RankStream:
         return ""
 
     def steps(self, part: Part = WHOLE) -> Iterator[StepObservations]:
-        """The steps of a part of the stream, those of one optimizer in their order; one per optimizer in memory.
+        """The steps of a part of the stream, in the order in which the training ended them.
+
+        Further rows of a step may follow until its optimizer ends the next one. Other steps wait for that, but not for
+        an optimizer that rests while others make many steps, and of one optimizer they always ascend.
 
         Raises:
             CorruptRecordingError: The bytes are not those that were written. Steps outside of the part are not all
@@ -279,7 +293,8 @@ class RankStream:
 
         A comparison of two runs relies on ascending numbers: a step out of order would be compared with nothing.
         """
-        held: dict[str, PackedStep] = {}
+        waiting: list[PackedStep] = []
+        held: dict[str, PackedStep] = {}  # the latest of each optimizer
         begun: dict[str, int] = {}
         for part in self._messages(start):
             if part.optimizer in held and held[part.optimizer].step == part.step:
@@ -292,13 +307,14 @@ class RankStream:
                 raise damaged(self._path(DATA), message)
             part.after = dict(begun)
             begun[part.optimizer] = part.step
-            if part.optimizer in held:
-                yield held.pop(part.optimizer)
             held[part.optimizer] = part
-        if held:
+            waiting.append(part)
             del part
-        while held:
-            yield held.pop(next(iter(held)))
+            while (number := _next_step(waiting, held)) is not None:
+                yield waiting.pop(number)
+        held.clear()
+        while waiting:
+            yield waiting.pop(0)
 
     def _messages(self, start: Start) -> Iterator[PackedStep]:
         """The messages from `start` on, after the first, which is the schema."""
@@ -376,6 +392,15 @@ class RankStream:
 
     def _path(self, name: str) -> str:
         return self._folder.path(name)
+
+
+def _next_step(waiting: Sequence[PackedStep], held: Mapping[str, PackedStep]) -> int | None:
+    """The place of the step that comes next; None if rows of the first one may follow, and the others can wait."""
+    whole = (number for number, one in enumerate(waiting) if held[one.optimizer] is not one)
+    number = next(whole, None)
+    if not number or len(waiting) > _MOST_WAITING or sum(one.num_bytes for one in waiting) > _MOST_WAITING_BYTES:
+        return number
+    return None
 
 
 def unpacked(packed: PackedStep, rank: int, decoder: Decoder) -> StepObservations:

@@ -35,7 +35,6 @@ class Beginning:
         optimizer: Name of the optimizer that counts the step.
         step: Its number.
         parameters: The parameters as the step finds them, by path.
-        late: Paths of other ones: a step of their optimizer, which came before, is not known yet.
         batch: The inputs of the model, by path and slot.
         random: The states of random generators before the first forward pass, by slot.
         settings: The settings of the optimizers, by path and slot.
@@ -45,7 +44,6 @@ class Beginning:
     optimizer: str
     step: int
     parameters: Mapping[str, MergedSite]
-    late: frozenset[str]
     batch: Mapping[Site, MergedSite]
     random: Mapping[str, MergedSite]
     settings: Mapping[Site, float]
@@ -61,7 +59,7 @@ class Beginning:
         }
         if not further:
             return self
-        return replace(self, parameters={**self.parameters, **further}, late=self.late.difference(further))
+        return replace(self, parameters={**self.parameters, **further})
 
 
 def beginnings(recording: Recording, rename: Rename = str) -> Iterator[Beginning]:
@@ -108,29 +106,14 @@ def beginnings(recording: Recording, rename: Rename = str) -> Iterator[Beginning
         further: list[Beginning] = []
         for one in waiting:
             # Steps of others are recorded only while one of the first optimizer is, so none lies between.
-            if optimizer == main != one.optimizer and (not after or after.get(one.optimizer, -1) >= one.step):
+            if optimizer == main and (not after or after.get(one.optimizer, -1) >= one.step):
                 yield replace(one, next_steps={**one.next_steps, main: step}).with_found(found)
-            elif one.optimizer == main and not (waits := one.with_found(found)).late:
-                yield waits
             else:
                 further.append(one.with_found(found))
-        # A step is complete when its optimizer begins the next one, which others may do more often, or more rarely.
-        late, past = (
-            frozenset(path for name in names for group in groups.get(name, ()) for path in group)
-            for names in (
-                [name for name, begins in after.items() if latest.get(name, -1) < begins],
-                [
-                    name
-                    for name, begins in latest.items()
-                    if after and name != optimizer and begins > after.get(name, -1)
-                ],
-            )
-        )
         beginning = Beginning(
             optimizer=optimizer,
             step=step,
-            parameters={path: one for path, one in held.items() if not (one.unobserved or path in late | past)},
-            late=late,
+            parameters={path: one for path, one in held.items() if not one.unobserved},
             next_steps=next_steps,
             batch={
                 (rename(key.path), key.slot): entry
@@ -150,7 +133,11 @@ def beginnings(recording: Recording, rename: Rename = str) -> Iterator[Beginning
         )
         num_over = max(0, len(further) - most)
         yield from further[:num_over]
-        waiting = [*further[num_over:], beginning]
+        waiting = further[num_over:]
+        if optimizer == main:
+            yield beginning
+        else:
+            waiting.append(beginning)
         held.update(stepped)
         latest[optimizer] = step
     yield from waiting

@@ -49,7 +49,6 @@ class Continuation:
         of: Number of parameters that tell one step from another, and are known there.
         exact: Whether these are the same to the bit.
         others: What is added to the numbers of the candidate's steps of other optimizers, by name, if that is known.
-        apart: Paths of the parameters that are other ones there, although most are the same to the bit; in long dtypes.
     """
 
     own: int
@@ -58,7 +57,6 @@ class Continuation:
     of: int
     exact: bool
     others: Mapping[str, int] = field(default_factory=dict)
-    apart: tuple[str, ...] = ()
 
     @property
     def note(self) -> str:
@@ -208,14 +206,7 @@ def _place_in(
     others = {
         name: number - first.next_steps[name] for name, number in one.next_steps.items() if name in first.next_steps
     }
-    apart = tuple(
-        path for (path, entry), size in zip(wanted.items(), one.sizes, strict=True)
-        if exact and size > 0.0 and rounding(entry.dtype) <= _LONG
-    )  # fmt: skip
-    return (
-        Continuation(own=first.step, step=one.step, same=most, of=one.of, exact=exact, others=others, apart=apart),
-        None,
-    )
+    return Continuation(own=first.step, step=one.step, same=most, of=one.of, exact=exact, others=others), None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,7 +248,7 @@ class _Apart:
         constant = np.array([not _varies(entry) for entry in wanted.values()], dtype=np.bool_)
         return cls(
             step=one.step, sizes=np.array(sizes), constant=constant, known=sum(other is not None for other in there),
-            of=len(wanted.keys() - one.late), same_batch=_same_batch(first, one), next_steps=one.next_steps,
+            of=len(wanted), same_batch=_same_batch(first, one), next_steps=one.next_steps,
         )  # fmt: skip
 
     def num_near(self, limits: Sequence[NDArray[np.float64]]) -> int:
@@ -433,7 +424,14 @@ def _same_batch(one: Beginning, other: Beginning) -> bool:
     )
 
 
-def with_beginning(side: SideStep, other: SideStep, trained: Collection[str], *, begins: bool) -> SideStep:
+def with_beginning(
+    side: SideStep,
+    before: Mapping[str, MergedSite],
+    other: SideStep,
+    trained: Collection[str],
+    *,
+    begins: bool,
+) -> SideStep:
     """A step in the middle of a training, with the parameters that it finds.
 
     The other run begins with this step, or has not recorded the steps before, and shows what it finds. What that is in
@@ -444,15 +442,16 @@ def with_beginning(side: SideStep, other: SideStep, trained: Collection[str], *,
 
     Args:
         side: The step of the run.
+        before: The parameters as it finds them, by path; of several optimizers, as the first step of all does.
         other: The step of the other run.
         trained: Paths of the parameters that the other run trains.
         begins: Whether the other run begins with this step, and this run does not.
     """
     found = {
-        key.path: replace(side.before[key.path], key=key, order=entry.order)
+        key.path: replace(before[key.path], key=key, order=entry.order)
         for key, entry in other.table.items()
         if key[:2] == ("param", BEFORE) and key.slot == "value" and (begins or key not in side.table)
-        and key.path in side.before
+        and key.path in before
     }  # fmt: skip
     apart = {path: _apart(entry, other.table[entry.key]) for path, entry in found.items()}
     moved = {one.key.path: norm_of(one.summary) for one in side.updates if not one.unobserved}

@@ -258,8 +258,8 @@ class TwoRuns:
         self.latest: dict[str, int] = {}
         self.earlier: tuple[int, int] | None = None
         self.unheld: tuple[str, ...] = ()
-        # Whether a step of the first optimizer was compared. That of a run that goes on may have begun long before.
-        self._has_begun = any(isinstance(run, ShiftedRecording) for run in runs)
+        self._has_begun = False  # whether a step of the first optimizer was compared
+        self._found: tuple[Mapping[str, MergedSite], ...] = ()  # what the first step that was compared found, by run
         self.behind: tuple[dict[int, int], dict[int, int]] = ({}, {})
         self._selection = selection
         modules = [run.rank_content(rank).get("modules", {}) for run in runs for rank in run.ranks]
@@ -387,25 +387,19 @@ class TwoRuns:
         return replace(last, earlier=earlier, recorded=sides)
 
     def _begin(self, baseline: RunStep, candidate: RunStep) -> list[bool]:
-        """For each run, whether it begins with its step."""
+        """For each run, whether it begins with its step, or goes on from the middle of the other run."""
+        if isinstance(self.runs[1], ShiftedRecording) and any(self.runs[1].offsets):
+            return [min(self.runs[1].offsets) < 0, max(self.runs[1].offsets) > 0]
         steps = baseline, candidate
         return [run.run.get("first_step") == step.step for run, step in zip(self.runs, steps, strict=True)]
 
-    def _known(self, one: SideStep, run: int, step: RunStep) -> SideStep:
-        """A step without parameters as it found them, if steps of other optimizers before it were not read yet.
-
-        Nor is known what no optimizer holds, if passes were left out after which it may have changed.
-        """
-        late = {
-            path for name, number in step.after.items() if name != step.optimizer
-            for group in self.sides[run].groups.get(name, ()) for path in group
-            if one.found_after.get(path, -1) < number
-        }  # fmt: skip
-        if self.earlier is not None and self.earlier[0] == run:
-            unheld = one.before.keys() - self.sides[run].held
-            self.unheld = tuple(sorted(unheld))
-            late |= unheld
-        return replace(one, before={path: entry for path, entry in one.before.items() if path not in late})
+    def _known(self, one: SideStep, run: int) -> SideStep:
+        """What a step found, without what no optimizer holds if it may have changed after passes that were left out."""
+        if self.earlier is None or self.earlier[0] != run:
+            return one
+        unheld = one.before.keys() - self.sides[run].held
+        self.unheld = tuple(sorted(unheld))
+        return replace(one, before={path: entry for path, entry in one.before.items() if path not in unheld})
 
     def _from_one_place(self, baseline: RunStep, candidate: RunStep) -> tuple[RunStep, RunStep]:
         """The first step of both runs, without passes that one of them made before the other one began."""
@@ -435,12 +429,20 @@ class TwoRuns:
         self, sides: tuple[SideStep, SideStep], steps: tuple[RunStep, RunStep], *, evaluation: int | None
     ) -> AlignedStep:
         """One evaluation of a step of both runs; with the last one goes everything else of the step."""
-        if len(self.compared) == 1 and not evaluation:
+        first_of_main = not self._has_begun and steps[0].optimizer == self.sides[0].main
+        first = not evaluation and (first_of_main or len(self.compared) == 1)
+        self._has_begun = self._has_begun or first_of_main
+        if first:
             begins = self._begin(*steps)
-            known = self._known(sides[0], 0, steps[0]), self._known(sides[1], 1, steps[1])
+            known = self._known(sides[0], 0), self._known(sides[1], 1)
+            self._found = self._found or (known[0].before, known[1].before)
             sides = (
-                with_beginning(known[0], sides[1], self.sides[1].trained, begins=begins == [False, True]),
-                with_beginning(known[1], sides[0], self.sides[0].trained, begins=begins == [True, False]),
+                with_beginning(
+                    known[0], self._found[0], sides[1], self.sides[1].trained, begins=begins == [False, True]
+                ),
+                with_beginning(
+                    known[1], self._found[1], sides[0], self.sides[0].trained, begins=begins == [True, False]
+                ),
             )
         sides = self.moments.without(sides)
         tables = self.singletons.without(with_common_slots(join(sides)))
@@ -456,9 +458,6 @@ class TwoRuns:
             tables = with_added_losses(tables)
         aligned = align(*map(sites_in_order, tables))
         pairs, findings = self.presence.judge(aligned, step=steps[0].step)
-        first_of_main = not self._has_begun and steps[0].optimizer == self.sides[0].main
-        self._has_begun = self._has_begun or first_of_main
-        first = not evaluation and (first_of_main or len(self.compared) == 1)
         return AlignedStep(
             step=steps[0].step, first=first, baseline=steps[0], sides=sides,
             tables=tables, aligned=aligned, pairs=pairs, findings=findings, evaluation=evaluation, recorded=sides,

@@ -190,7 +190,7 @@ class RunningComparison:
         self._other_buffers: list[str] = []  # that start with other values
         self._constant_buffers = ConstantBuffers()
         self._other_evaluations = OtherEvaluations()
-        self._turns = Turns(runs.runs)
+        self._turns = Turns(runs.runs, runs.sides[0].main)
         self._edits = EditsApart(self._facts, forced=self._forced)
         self._notes: dict[str, None] = {}
         self._other_dtypes: dict[tuple[str, str], dict[SiteKey, None]] = {}
@@ -390,7 +390,6 @@ class RunningComparison:
             StepInput(
                 step=step,
                 optimizer=given.baseline.optimizer,
-                after=given.baseline.after.get(self.runs.sides[0].main, -1),
                 first=given.first,
                 steps_before=before,
                 drift=drift(given.parameters.values(), before),

@@ -103,10 +103,9 @@ class Judge:
         optimizers: Sequence[str] = (),
     ) -> None:
         self._others = frozenset(optimizers[1:])
-        self._main_steps = -1, -1  # the latest two of the first optimizer
-        self._after: int | None = None  # its step before this one, if this is of another optimizer
-        self._of_others: dict[tuple[SiteKey, str], int] = {}  # what was found in such steps, and its step before
-        self._bits_after: int | None = None  # the same of the first difference in bits
+        self._latest = "", -1  # optimizer and number of the step
+        self._of_others: set[tuple[SiteKey, str]] = set()  # found in steps of others since the first one's step before
+        self._bits_of_others = False  # whether so was the first difference in bits
         self.tolerance = tolerance
         self.forced = forced
         self.run = RunFloors(coefficients=coefficients, approximate=approximate, reduced_in=reduced_in)
@@ -171,29 +170,18 @@ class Judge:
         """
         return tuple(sorted(self._found.values(), key=comes_last))
 
-    def begin(self, optimizer: str, step: int, after: int) -> None:
-        """Begin to judge a step.
-
-        Args:
-            optimizer: Of the optimizer that takes it.
-            step: Its number.
-            after: The latest step of the first optimizer before it, if that is another one; -1 for none.
-        """
+    def begin(self, optimizer: str, step: int) -> None:
+        """Begin to judge a step of an optimizer."""
+        if (optimizer, step) != self._latest and not self._is_of_other:
+            self._of_others.clear()
+            self._bits_of_others = False
+        self._latest = optimizer, step
         self.sites.optimizer = optimizer
-        self._after = after if optimizer in self._others else None
-        if self._after is None and step != self._main_steps[1]:
-            self._main_steps = self._main_steps[1], step
 
-    def _came_before(self, after: int, order: float, first: float) -> bool:
-        """True if something of this step of the first optimizer came before what was found in another one's.
-
-        Args:
-            after: The first optimizer's step before that one.
-            order: Place in execution order of what is of this step.
-            first: The same of what was found.
-        """
-        before, step = self._main_steps
-        return self._after is None and after >= before and (after >= step or order < first)
+    @property
+    def _is_of_other(self) -> bool:
+        """True if the step is not of the first optimizer, with which is recorded what all were given."""
+        return self._latest[0] in self._others
 
     def add(self, found: Iterable[Finding]) -> None:
         """Note the findings of a step. What it was given comes before what other optimizers made of it."""
@@ -209,15 +197,12 @@ class Judge:
             self._counted[site] = latest
             self._found[site] = replace(first, evidence={**first.evidence, "num_steps": count})
         new = list(islice(self._found.items(), known, None))
-        if self._after is not None:
-            self._of_others.update((site, self._after) for site, _ in new)
+        if self._is_of_other:
+            self._of_others.update(site for site, _ in new)
         elif (first_site := self.first_site) in self._of_others:
-            after, place = self._of_others[first_site], self._found[first_site].order
-            ahead = [
-                (site, one) for site, one in new
-                if one.kind in exact.EXACT_KINDS and self._came_before(after, one.order, place)
-            ]  # fmt: skip
-            self._found = {**dict(ahead), **self._found}
+            place = self._found[first_site].order
+            ahead = {site: one for site, one in new if one.kind in exact.EXACT_KINDS and one.order < place}
+            self._found = {**ahead, **self._found}
 
     @property
     def first_site(self) -> tuple[SiteKey, str] | None:
@@ -329,10 +314,11 @@ class Judge:
             self.unknown_bits.setdefault(key)
         if same is not False:
             return False
-        first, after = self.first_bit_difference, self._bits_after
-        if first is not None and (after is None or not self._came_before(after, pair.baseline.order, first.order)):
+        first = self.first_bit_difference
+        comes_before = not self._is_of_other and self._bits_of_others
+        if first is not None and not (comes_before and pair.baseline.order < first.order):
             return False
-        self._bits_after = self._after
+        self._bits_of_others = self._is_of_other
         self.first_bit_difference = bit_difference(pair, step, micro_steps=micro_steps)
         self._first_bits = (key, step) if self.every_bit else None
         return self.every_bit

@@ -22,7 +22,6 @@ class StepInput:
     Attributes:
         step: Its number.
         optimizer: Name of the optimizer whose step it is.
-        after: The latest step of the first optimizer before it, if that is another one; -1 for none.
         first: As in `AlignedStep`.
         steps_before: Number of steps of both runs before a first one, which were not compared; 0 in all others.
         drift: Relative difference of all parameters together that these may have left; infinite if it is too large.
@@ -65,7 +64,6 @@ class StepInput:
 
     step: int
     optimizer: str
-    after: int
     first: bool
     pairs: tuple[Pair, ...]
     found: tuple[Finding, ...]

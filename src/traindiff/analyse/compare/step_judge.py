@@ -50,7 +50,7 @@ def judge_step(judge: Judge, given: StepInput) -> list[Finding]:
     measure(given.pairs)
     judge.run.settings_differ |= any(finding.kind == "hyper-parameter" for finding in given.found)
     judge.every_bit = bool(given.every_bit)
-    judge.begin(given.optimizer, given.step, given.after)
+    judge.begin(given.optimizer, given.step)
     judge.run.at(given.optimizer, given.step, begun=given.step - given.steps_before if given.first else None)
     if given.first:
         judge.run.permuted |= exact.permuted_paths(given.pairs)

@@ -12,13 +12,16 @@ class Turns:
 
     Steps have numbers of their own for each optimizer. If a run leaves one out, its next one has that number: nothing
     is missing, and all numbers after it differ. Two optimizers may be stepped in another order in each run, so that
-    only a change of how far they are apart counts.
+    only a change of how far they are apart counts. Steps of the first optimizer tell the time: if another one comes
+    several of them later, it is the other one that has left a step out.
 
     Args:
         runs: Baseline and candidate. Nothing is judged if they recorded other steps.
+        main: Name of the first optimizer.
     """
 
-    def __init__(self, runs: tuple[Run, Run]) -> None:
+    def __init__(self, runs: tuple[Run, Run], main: str) -> None:
+        self._main = main
         chosen = [[run.run["settings"].get(name) for name in ("every", "steps")] for run in runs]
         self._comparable = chosen[0] == chosen[1]
         self._apart: dict[tuple[str, str], int] = {}  # by optimizer and the other one: further steps of the candidate's
@@ -41,17 +44,21 @@ class Turns:
             before, self._apart[pair] = self._apart.get(pair), apart
             if (abs(apart) <= 1 if before is None else apart == before) or {name, baseline.optimizer} & self._told:
                 continue
-            self._told.add(name)
-            did = "leaves out a" if apart < (before or 0) else "takes a further"
+            moved, step, optimizer, other = apart - (before or 0), baseline.step, baseline.optimizer, name
+            if other == self._main and abs(moved) > 1:
+                moved, optimizer, other = -moved, other, optimizer
+                step, counts = min(counts), [step + (one == min(counts)) for one in counts]
+            self._told.add(other)
+            did = "leaves out a" if moved < 0 else "takes a further"
             message = (
-                f"Before step {baseline.step} of {baseline.optimizer}, {name} has stepped {times_text(counts[0])} in "
+                f"Before step {step} of {optimizer}, {other} has stepped {times_text(counts[0])} in "
                 f"the baseline and {times_text(counts[1])} in the candidate: the candidate {did} step."
             )
-            evidence = {"optimizer": name, "baseline": counts[0], "candidate": counts[1]}
+            evidence = {"optimizer": other, "baseline": counts[0], "candidate": counts[1]}
             first = min(entry.order for entry in baseline.table.values())
             found.append(
                 Finding(
-                    step=baseline.step, phase="optimizer", stage="", path=name, slot="step", order=first - 1,
+                    step=step, phase="optimizer", stage="", path=other, slot="step", order=first - 1,
                     kind="turn", message=message, evidence=evidence,
                 )
             )  # fmt: skip

@@ -51,10 +51,15 @@ class Updates:
                 if key.stage == EDITED and not _of_same_copy(entry, table.get(key._replace(stage=""))):
                     elsewhere[key.path] = entry.without_parts()
                     continue
-                if key.stage == "before" and self._left.get(key.path, -1) > entry.order:
+                left = self._left.get(key.path, -1)
+                several = len(entry.parts) > len({part.rank for part in entry.parts})
+                if left > entry.order and not several:
                     continue  # of another optimizer, which has stepped since: what the step found is past
                 self.parameters[key.path] = entry.without_parts(np.array(entry.summary)[()])
-                self.ended[key.path] = step - 1  # later steps may not be recorded, and change it too
+                if left < 0:
+                    self.ended[key.path] = step - 1  # later steps may not be recorded, and change it too
+                elif several:
+                    self.ended[key.path] = -2 - step  # changed before and after that step, so this may be past or not
         # An update is unknown if ranks are missing before or after it.
         before, self.found_after = self.known, dict(self.ended)
         moved: list[tuple[MergedSite, MergedSite]] = []

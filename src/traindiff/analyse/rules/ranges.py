@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, ClassVar, NamedTuple
 
@@ -24,12 +25,17 @@ NARROW = LARGEST["float16"]
 
 _PASS = frozenset({"batch", "forward", "loss", "backward"})
 
+_OF_ALL = ("batch", "forward", "backward")
+"""What the step of the first of several optimizers has of the passes of all."""
+
 
 class FiniteThroughout(Rule):
     """The first NaN or infinity in execution order: everything observed before it in the step is finite.
 
     The rule reports it once. It reports another one only if everything was finite in between, except at sites that the
-    user ignores (`--ignore`). The rule has no limit, because a healthy run has no such number. These are not findings:
+    user ignores (`--ignore`). Of several optimizers, the passes of all are recorded with the step of the first one, so
+    what the step of another one shows waits for that. The rule has no limit, because a healthy run has no such number.
+    These are not findings:
 
     * -inf in a batch, in a tensor whose finite elements are all 0 or whose name says mask, and in outputs of modules
       (masked scores), if only finite numbers are computed from it, or if earlier steps had it too;
@@ -56,6 +62,8 @@ class FiniteThroughout(Rule):
         self._missing: set[SiteKey] = set()  # sites of missing values in the step before, which the model replaces
         self._unfilled: set[str] = set()  # buffers that are not finite since the training began
         self._begins = True
+        self._may_wait = len(self.facts.optimizers) > 1 and any(map(self.facts.observes, _OF_ALL))
+        self._waiting: _Origin | None = None
 
     def step(self, table: StepTable, *, step: int) -> Iterator[Finding]:
         """Findings of a step."""
@@ -68,18 +76,32 @@ class FiniteThroughout(Rule):
         for one in ignored:
             if one.entry.key not in self._ignored:
                 self._ignored.add(one.entry.key)
-                yield _finding(table, one.entry, one.part, step=step, begins=begins)
-        was_finite = not self._broken
+                yield _Origin(suspect=one, table=table, step=step, begins=begins).finding()
+        waiting, was_finite = self._waiting, not self._broken
         self._broken = self._still_broken(table) | {one.entry.key for one in found}
-        if found and was_finite:
+        origin: _Origin | None = None
+        if found and (was_finite or waiting):
             # -inf where there was none in any step before is no mask.
             fresh = [] if self._masks is None else [one for one in masks if one.entry.key not in self._masks]
             first = min([*found, *fresh], key=lambda one: one.moment)
             set_aside = sorted({"a buffer" if key.slot == "buffer" else "a batch" for key in self._missing})
             words = ["ignored"] * bool(ignored) + [f"missing in {' and '.join(set_aside)}"] * bool(set_aside)
-            yield _finding(table, first.entry, first.part, step=step, begins=begins, set_aside=" or ".join(words))
+            origin = _Origin(suspect=first, table=table, step=step, begins=begins, set_aside=" or ".join(words))
         elif not found:
             self._masks = (self._masks or set()) | {one.entry.key for one in masks}
+        if self._may_wait and not any(key.phase in _OF_ALL for key in table):
+            self._waiting = waiting or (origin and origin.without_later())
+            return
+        if waiting is not None and (origin is None or waiting.order < origin.order):
+            origin = waiting.among(table)
+        self._waiting = None
+        if origin is not None:
+            yield origin.finding()
+
+    def end(self) -> Iterator[Finding]:
+        """What still waits for the passes of a step that was not finished."""
+        if self._waiting is not None:
+            yield self._waiting.finding()
 
     def _not_finite(self, table: StepTable) -> tuple[list[_Suspect], list[_Suspect], list[_Suspect]]:
         """The sites that are not finite: those that must be, those of them that the user ignores, and masks."""
@@ -196,42 +218,67 @@ def _is_right(key: SiteKey, entry: MergedSite, *, scaled: bool) -> bool:
     return scaled and key.phase in ("backward", "grad")
 
 
-def _finding(
-    table: StepTable,
-    origin: MergedSite,
-    part: RankPart | None,
-    *,
-    step: int,
-    begins: bool = False,
-    set_aside: str = "",
-) -> Finding:
-    summary = part.summary if part else origin.summary
-    nan, count = int(summary["nan"]), int(summary["count"])
-    infinite = int(nonfinite_count(summary)) - nan
-    before = _before(table, origin)
-    what = " and ".join(f"{number} {name}" for number, name in ((nan, "NaN"), (infinite, "infinite")) if number)
-    message = f"{label(origin.key.path, origin.key.slot)} has {what} of {count} elements"
-    size = 0.0
-    if before is None:
-        message += f", and nothing {'finite ' if set_aside else ''}was observed before it in the step."
-    else:
-        size = float(largest(before.summary))
-        name = f"{before.key.phase} {label(before.key.path, before.key.slot)}"
-        message += f", and all that was observed before it is finite{f' or {set_aside}' if set_aside else ''}, "
-        message += f"up to {name} (largest magnitude {size:.3g})."
-    evidence = {"nan": nan, "infinite": infinite, "elements": count, "largest_before": size}
-    ranks = {one.rank for one in origin.parts}
-    sees_forward = any(key.phase in ("forward", "loss") for key in table)
-    overflows = _overflows(origin, summary, size)
-    message = f"{message} {_advice(origin, overflows=overflows, begins=begins, sees_forward=sees_forward)}"
-    return finding_at(
-        origin, step=step, kind="non-finite", message=message, evidence=evidence,
-        micro_step=part.micro_step if part and origin.key.phase in _PASS else None,
-        rank=part.rank if part and len(ranks) > 1 else None,
-    )  # fmt: skip
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Origin:
+    """The first site of a step that is not finite.
+
+    Attributes:
+        suspect: The site.
+        table: The step.
+        step: Its number.
+        begins: Whether it is the first step.
+        set_aside: What else is not finite and is no finding; empty if nothing is.
+    """
+
+    suspect: _Suspect
+    table: Mapping[SiteKey, MergedSite]
+    step: int
+    begins: bool = False
+    set_aside: str = ""
+
+    @property
+    def order(self) -> int:
+        """Its place in the order of execution."""
+        return self.suspect.entry.order
+
+    def without_later(self) -> _Origin:
+        """The same with what was observed before it alone, which may be kept after the step."""
+        return replace(self, table={key: entry for key, entry in self.table.items() if entry.order < self.order})
+
+    def among(self, table: StepTable) -> _Origin:
+        """The same with what was recorded with the step of another optimizer."""
+        return replace(self, table=dict(sorted([*table.items(), *self.table.items()], key=lambda one: one[1].order)))
+
+    def finding(self) -> Finding:
+        """The finding."""
+        table, (_, origin, part), set_aside = self.table, self.suspect, self.set_aside
+        summary = part.summary if part else origin.summary
+        nan, count = int(summary["nan"]), int(summary["count"])
+        infinite = int(nonfinite_count(summary)) - nan
+        before = _before(table, origin)
+        what = " and ".join(f"{number} {name}" for number, name in ((nan, "NaN"), (infinite, "infinite")) if number)
+        message = f"{label(origin.key.path, origin.key.slot)} has {what} of {count} elements"
+        size = 0.0
+        if before is None:
+            message += f", and nothing {'finite ' if set_aside else ''}was observed before it in the step."
+        else:
+            size = float(largest(before.summary))
+            name = f"{before.key.phase} {label(before.key.path, before.key.slot)}"
+            message += f", and all that was observed before it is finite{f' or {set_aside}' if set_aside else ''}, "
+            message += f"up to {name} (largest magnitude {size:.3g})."
+        evidence = {"nan": nan, "infinite": infinite, "elements": count, "largest_before": size}
+        ranks = {one.rank for one in origin.parts}
+        sees_forward = any(key.phase in ("forward", "loss") for key in table)
+        overflows = _overflows(origin, summary, size)
+        message = f"{message} {_advice(origin, overflows=overflows, begins=self.begins, sees_forward=sees_forward)}"
+        return finding_at(
+            origin, step=self.step, kind="non-finite", message=message, evidence=evidence,
+            micro_step=part.micro_step if part and origin.key.phase in _PASS else None,
+            rank=part.rank if part and len(ranks) > 1 else None,
+        )  # fmt: skip
 
 
-def _before(table: StepTable, origin: MergedSite) -> MergedSite | None:
+def _before(table: Mapping[SiteKey, MergedSite], origin: MergedSite) -> MergedSite | None:
     """The last finite tensor before the origin: one of its inputs, if the order tells."""
     found = None
     for key, entry in table.items():
