@@ -78,6 +78,28 @@ def test_a_part_is_what_is_left_of_the_whole(
     assert found == expected(whole, begin, end, before=before)
 
 
+@settings(max_examples=60, deadline=None)
+@given(streams())
+def test_steps_come_in_the_order_in_which_they_were_first_written(
+    tmp_path_factory: pytest.TempPathFactory, stream: tuple[list[Step], list[str]]
+) -> None:
+    steps, _ = stream
+    path = tmp_path_factory.mktemp("order") / "run"
+    write(path, steps, named=[])
+    recording = open_recording(str(path))
+    assert [(one.optimizer, one.step) for one in recording.steps(0)] == [*dict.fromkeys(steps)]
+    assert [(name, step) for name, step, _ in recording.order()] == [*dict.fromkeys(steps)]
+
+
+def test_steps_do_not_wait_for_an_optimizer_that_rests(tmp_path: Path) -> None:
+    others = [("other", number) for number in range(200)]
+    write(tmp_path / "run", [("first", 0), *others, ("first", 0), ("first", 1)], named=["first", "other"])
+    found = [(one.optimizer, one.step) for one in open_recording(str(tmp_path / "run")).steps(0)]
+    assert found[:100] == others[:100]
+    assert sorted(found) == [("first", 0), ("first", 1), *others]
+    assert [one for one in found if one[0] == "other"] == others
+
+
 def test_steps_before_a_part_are_not_read(tmp_path: Path) -> None:
     write(tmp_path / "run", [("only", number) for number in range(40)], named=["only"])
     stored = tmp_path / "run" / "rank-00000" / "observations.arrows"

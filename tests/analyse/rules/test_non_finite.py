@@ -429,3 +429,56 @@ def test_a_scaler_may_find_infinite_gradients(tmp_path: Path) -> None:
     ]
     assert any(seen.phase == "grad" and int(one["positive_infinity"]) + int(one["nan"]) for seen, one in rows)
     assert kinds(traindiff.check(run)) == set()
+
+
+def recorded_gan(path: Path, *, first: str, fault: str, at: tuple[int, int] = (2, 1), ends: bool = True) -> Verdict:
+    """Four rounds of two steps of a discriminator and one of a generator; in one of these steps, something is NaN."""
+    torch.manual_seed(0)
+    parts = {"generator": nn.Linear(3, 4), "discriminator": nn.Linear(4, 1)}
+    optimizers = {name: AdamW(part.parameters(), lr=1e-2) for name, part in parts.items()}
+    optimizers = {first: optimizers.pop(first), **optimizers}
+    with traindiff.record(path, nn.ModuleDict(parts), [*optimizers.values()]):
+        for number in range(4 if ends else at[0] + 1):
+            for critic in range(2):
+                real, noise = torch.randn(6, 4), torch.randn(6, 3)
+                if (number, critic) == at and fault == "batch":
+                    noise[0, 0] = torch.nan
+                made = parts["generator"](noise).detach()
+                (parts["discriminator"](made) - parts["discriminator"](real)).square().mean().backward()
+                if (number, critic) == at and fault == "gradient":
+                    parts["discriminator"].weight.grad.fill_(torch.nan)  # type: ignore[union-attr]
+                optimizers["discriminator"].step()
+                optimizers["discriminator"].zero_grad()
+                if not ends and (number, critic) == at:
+                    return traindiff.check(path)  # while the round goes on
+            parts["discriminator"](parts["generator"](torch.randn(6, 3))).square().mean().backward()
+            optimizers["generator"].step()
+            for one in optimizers.values():
+                one.zero_grad()
+    return traindiff.check(path)
+
+
+@pytest.mark.parametrize(("first", "step"), [("generator", 2), ("discriminator", 5)])
+def test_of_two_optimizers_the_batch_is_the_origin_and_not_the_gradient_of_the_one_that_is_read_first(
+    first: str, step: int, tmp_path: Path
+) -> None:
+    (finding,) = recorded_gan(tmp_path / "run", first=first, fault="batch").findings
+    assert (finding.kind, finding.step, finding.phase, finding.path) == ("non-finite", step, "batch", "generator")
+
+
+@pytest.mark.parametrize("first", ["generator", "discriminator"])
+def test_of_two_optimizers_a_gradient_is_the_origin_if_the_passes_before_it_are_finite(
+    first: str, tmp_path: Path
+) -> None:
+    (finding,) = recorded_gan(tmp_path / "run", first=first, fault="gradient").findings
+    where = finding.kind, finding.step, finding.phase, finding.path
+    assert where == ("non-finite", 5, "grad", "discriminator.weight")
+    assert "all that was observed before it is finite, up to backward discriminator output[0]" in finding.message
+    assert "The forward pass is finite" in finding.message
+
+
+def test_what_is_not_finite_is_found_before_the_passes_of_its_round_are_recorded(tmp_path: Path) -> None:
+    (finding,) = recorded_gan(tmp_path / "run", first="generator", fault="batch", ends=False).findings
+    where = finding.kind, finding.step, finding.phase, finding.path
+    assert where == ("non-finite", 5, "grad", "discriminator.weight")
+    assert "Its forward pass was not recorded with it" in finding.message

@@ -259,7 +259,8 @@ class TwoRuns:
         self.earlier: tuple[int, int] | None = None
         self.unheld: tuple[str, ...] = ()
         self._has_begun = False  # whether a step of the first optimizer was compared
-        self._found: tuple[Mapping[str, MergedSite], ...] = ()  # what the first step that was compared found, by run
+        # By run: what optimizers hold, as the first step that was compared found it.
+        self._found: tuple[Mapping[str, MergedSite], ...] = ()
         self.behind: tuple[dict[int, int], dict[int, int]] = ({}, {})
         self._selection = selection
         modules = [run.rank_content(rank).get("modules", {}) for run in runs for rank in run.ranks]
@@ -401,6 +402,11 @@ class TwoRuns:
         self.unheld = tuple(sorted(unheld))
         return replace(one, before={path: entry for path, entry in one.before.items() if path not in unheld})
 
+    @staticmethod
+    def _held(one: SideStep, side: Side) -> dict[str, MergedSite]:
+        """What optimizers hold of the parameters that a step found."""
+        return {path: entry for path, entry in one.before.items() if path in side.held}
+
     def _from_one_place(self, baseline: RunStep, candidate: RunStep) -> tuple[RunStep, RunStep]:
         """The first step of both runs, without passes that one of them made before the other one began."""
         steps, begins = [baseline, candidate], self._begin(baseline, candidate)
@@ -435,14 +441,12 @@ class TwoRuns:
         if first:
             begins = self._begin(*steps)
             known = self._known(sides[0], 0), self._known(sides[1], 1)
-            self._found = self._found or (known[0].before, known[1].before)
+            self._found = self._found or tuple(map(self._held, known, self.sides))
+            found = [{**one.before, **held} for one, held in zip(known, self._found, strict=True)]
+            trained = [side.trained for side in self.sides]
             sides = (
-                with_beginning(
-                    known[0], self._found[0], sides[1], self.sides[1].trained, begins=begins == [False, True]
-                ),
-                with_beginning(
-                    known[1], self._found[1], sides[0], self.sides[0].trained, begins=begins == [True, False]
-                ),
+                with_beginning(known[0], found[0], sides[1], trained[1], begins=begins == [False, True]),
+                with_beginning(known[1], found[1], sides[0], trained[0], begins=begins == [True, False]),
             )
         sides = self.moments.without(sides)
         tables = self.singletons.without(with_common_slots(join(sides)))
