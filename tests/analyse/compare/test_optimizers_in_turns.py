@@ -130,8 +130,8 @@ def test_a_run_that_begins_with_the_other_optimizer_finds_what_that_one_left(tmp
     assert traindiff.compare(tmp_path / "baseline", tmp_path / "candidate").verdict == "identical"
 
 
-def critics(path: Path, *, begin: int = 0, factor: float = 1.0) -> Path:
-    """A recording of an actor and a critic, listed first, whose targets are averages that change between rounds."""
+def critics(path: Path, *, begin: int = 0, factor: float = 1.0, actor_first: bool = False) -> Path:
+    """A recording of a critic and an actor, which steps second; targets are averages that change between rounds."""
     torch.manual_seed(0)
     actor, critic = (nn.Sequential(nn.Linear(width, 8), nn.ReLU(), nn.Linear(8, 2)) for width in (3, 5))
     targets = deepcopy(nn.ModuleList([actor, critic])).requires_grad_(False)
@@ -140,7 +140,7 @@ def critics(path: Path, *, begin: int = 0, factor: float = 1.0) -> Path:
     recorder = None
     for number in range(6):
         if number == begin:
-            recorder = traindiff.record(path, model, optimizers)
+            recorder = traindiff.record(path, model, optimizers[::-1] if actor_first else optimizers)
         states, actions, after = torch.randn(6, 3), torch.randn(6, 2), torch.randn(6, 3)
         with torch.no_grad():
             wanted = 0.9 * targets[1](torch.cat([after, targets[0](after)], 1))
@@ -161,11 +161,13 @@ def critics(path: Path, *, begin: int = 0, factor: float = 1.0) -> Path:
     return path
 
 
+@pytest.mark.parametrize("actor_first", [True, False])
 @pytest.mark.parametrize(("factor", "verdict"), [(1.0, "identical"), (1.01, "diverged"), (0.99, "diverged")])
 def test_a_run_that_goes_on_after_its_averages_changed_begins_there(
-    factor: float, verdict: str, tmp_path: Path
+    factor: float, verdict: str, actor_first: bool, tmp_path: Path
 ) -> None:
-    found = traindiff.compare(critics(tmp_path / "whole"), critics(tmp_path / "rest", begin=3, factor=factor))
+    whole = critics(tmp_path / "whole", actor_first=actor_first)
+    found = traindiff.compare(whole, critics(tmp_path / "rest", begin=3, factor=factor, actor_first=actor_first))
     assert found.verdict == verdict, str(found)
     if found.findings:
         assert (found.findings[0].step, found.findings[0].phase, found.findings[0].path) == (
