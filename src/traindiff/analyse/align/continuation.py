@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TypeVar
 
 import numpy as np
@@ -281,7 +282,9 @@ def _between(items: Iterable[_Item]) -> Iterator[tuple[_Item | None, _Item, _Ite
         yield before, now, None
 
 
-def other_offsets(baseline: Recording, candidate: Recording, offset: int) -> dict[str, int]:
+def other_offsets(
+    baseline: Recording, candidate: Recording, offset: int, known: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, int]:
     """What is added to the step numbers of optimizers that step more or less often than the first one, by name.
 
     A run that continues another one counts the steps of all its optimizers from the same number. In the run that it
@@ -293,19 +296,24 @@ def other_offsets(baseline: Recording, candidate: Recording, offset: int) -> dic
         candidate: The run that begins in its middle.
         offset: What is added to the numbers of the first optimizer's steps. If it is negative, the baseline begins in
             the middle of the candidate.
+        known: What is added to those of some others, by name, where that is known.
     """
     if offset < 0:
-        return {name: -number for name, number in other_offsets(candidate, baseline, -offset).items()}
-    names = {one["name"] for rank in candidate.ranks[:1] for one in candidate.rank_content(rank).get("optimizers", ())}
+        negated = {name: -number for name, number in known.items()}
+        return {name: -number for name, number in other_offsets(candidate, baseline, -offset, negated).items()}
+    names = [one["name"] for rank in candidate.ranks[:1] for one in candidate.rank_content(rank).get("optimizers", ())]
     if len(names) < 2 or not baseline.ranks:
-        return {}
+        return dict(known)
     begun = candidate.run.get("first_step") or 0
     main, first, _ = next(candidate.order(), ("", 0, {}))
     if not main or first != begun or begun + offset <= 0:
-        return {}  # it has not recorded its first step, so the numbers may be those of a run from its beginning
-    own, theirs = _places(candidate, main), _places(baseline, main)
-    found = {name: _offset_of(places, theirs.get(name, ()), offset) for name, places in own.items()}
-    return {name: number for name, number in found.items() if number != offset}
+        return dict(known)  # it has not recorded its first step: the numbers may be those of a run from its beginning
+    # Steps of others are recorded only while one of the optimizer that is listed first is.
+    clock = names[0] if names[0] in known else main
+    shift = known.get(clock, offset)
+    own, theirs = _places(candidate, clock), _places(baseline, clock)
+    found = {name: _offset_of(places, theirs.get(name, ()), shift) for name, places in own.items() if name != main}
+    return {name: number for name, number in {**found, **known}.items() if number != offset}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,15 +363,17 @@ def _places(recording: Recording, main: str) -> dict[str, list[_Place]]:
 def _offset_of(own: Sequence[_Place], theirs: Sequence[_Place], offset: int) -> int:
     """What is added to the step numbers of an optimizer.
 
-    One step tells it, if the runs recorded every step; otherwise, further ones do. If the optimizer seems to be one
-    step ahead of the first one, it is not: then the two step in another order in each run.
+    The latest step before one of the first optimizer that both runs recorded tells it. If there is none, the places of
+    one or more steps do. If the optimizer seems to be one step ahead of the first one, it is not: then the two step in
+    another order in each run.
 
     Args:
         own: The candidate's steps of it.
         theirs: The baseline's.
         offset: What is added to the numbers of the first optimizer's steps.
     """
-    found: list[int] = []
+    ends, their_ends = ({one.before: one.step for one in places if one.before < math.inf} for places in (own, theirs))
+    found = [their_ends[end + offset] - step for end, step in ends.items() if end + offset in their_ends][:1]
     for place in own:
         if len(found) == 1:
             break

@@ -374,14 +374,19 @@ def gradient_norms(pairs: Iterable[Pair]) -> list[Pair]:
 
 
 def step_pairs(
-    baseline: Iterator[RunStep], candidate: Iterator[RunStep]
+    baseline: Iterator[RunStep], candidate: Iterator[RunStep], begun: int = 0
 ) -> Iterator[tuple[RunStep | None, RunStep | None]]:
     """Pairs of steps with the same optimizer and number; None for a run that does not have the step.
 
     Both runs take their steps in ascending order per optimizer. A step that the other run lacks is yielded as soon as
     the other run is past it. If only one run finished a step, or saw it, the step counts as present in that run alone.
+
+    Args:
+        baseline: Steps of the run that is trusted.
+        candidate: Steps of the other run.
+        begun: Number of the baseline's first step.
     """
-    return finished_alike(with_one_number(baseline, candidate))
+    return finished_alike(with_one_number(baseline, candidate, begun))
 
 
 def finished_alike(
@@ -416,10 +421,12 @@ class StepsOnDemand(Generic[StepType]):
 
     Args:
         steps: Steps in the order in which the run took them: ascending for each optimizer.
+        begun: Number of the other run's first step; those before it are given with whatever is asked for.
     """
 
-    def __init__(self, steps: Iterator[StepType]) -> None:
+    def __init__(self, steps: Iterator[StepType], begun: int = 0) -> None:
         self._steps = steps
+        self._begun = begun
         self._passed: dict[str, deque[StepType]] = {}
         self._reached: dict[str, int] = {}
 
@@ -436,7 +443,7 @@ class StepsOnDemand(Generic[StepType]):
             if following is None:
                 break
             self._reached[following.optimizer] = following.step
-            if following.optimizer == optimizer and following.step <= step:
+            if following.step < self._begun or (following.optimizer == optimizer and following.step <= step):
                 yield following
             else:
                 self._passed.setdefault(following.optimizer, deque()).append(following)
@@ -451,14 +458,14 @@ class StepsOnDemand(Generic[StepType]):
 
 
 def with_one_number(
-    baseline: Iterator[StepType], candidate: Iterator[StepType]
+    baseline: Iterator[StepType], candidate: Iterator[StepType], begun: int = 0
 ) -> Iterator[tuple[StepType | None, StepType | None]]:
     """Pairs of steps with the same optimizer and number; None for a run that does not have the step."""
-    others = StepsOnDemand(candidate)
+    others = StepsOnDemand(candidate, begun)
     for step in baseline:
         same: StepType | None = None
         for other in others.until(step.optimizer, step.step):
-            if other.step == step.step:
+            if (other.optimizer, other.step) == (step.optimizer, step.step):
                 same = other
             else:
                 yield None, other

@@ -41,6 +41,15 @@ from traindiff.storage import Run, ShiftedRecording
 _PHASES = ("grad", "optimizer", "update", "param")
 
 
+def _begun_with(one: SideStep, found: Mapping[str, MergedSite], side: Side) -> dict[str, MergedSite]:
+    """What a run begins with: what the first step of all optimizers found, and this step of the first one found else.
+
+    What no optimizer holds is recorded with the steps of the first one alone.
+    """
+    held = {path: entry for path, entry in found.items() if path in side.held}
+    return held | {path: entry for path, entry in one.before.items() if path not in side.held}
+
+
 def without_unplaced(table: StepTable, other: StepTable) -> dict[SiteKey, MergedSite]:
     """The table without parameters whose ranks differ and whose shape is another one in the other run."""
     apart = (
@@ -259,8 +268,7 @@ class TwoRuns:
         self.earlier: tuple[int, int] | None = None
         self.unheld: tuple[str, ...] = ()
         self._has_begun = False  # whether a step of the first optimizer was compared
-        # By run: what optimizers hold, as the first step that was compared found it.
-        self._found: tuple[Mapping[str, MergedSite], ...] = ()
+        self._found: tuple[Mapping[str, MergedSite], ...] = ()  # what the first step that was compared found, by run
         self.behind: tuple[dict[int, int], dict[int, int]] = ({}, {})
         self._selection = selection
         modules = [run.rank_content(rank).get("modules", {}) for run in runs for rank in run.ranks]
@@ -394,18 +402,21 @@ class TwoRuns:
         steps = baseline, candidate
         return [run.run.get("first_step") == step.step for run, step in zip(self.runs, steps, strict=True)]
 
-    def _known(self, one: SideStep, run: int) -> SideStep:
-        """What a step found, without what no optimizer holds if it may have changed after passes that were left out."""
-        if self.earlier is None or self.earlier[0] != run:
-            return one
-        unheld = one.before.keys() - self.sides[run].held
-        self.unheld = tuple(sorted(unheld))
-        return replace(one, before={path: entry for path, entry in one.before.items() if path not in unheld})
+    def _known(self, one: SideStep, run: int, step: RunStep) -> SideStep:
+        """A step without parameters as it found them, if steps of other optimizers before it were not read yet.
 
-    @staticmethod
-    def _held(one: SideStep, side: Side) -> dict[str, MergedSite]:
-        """What optimizers hold of the parameters that a step found."""
-        return {path: entry for path, entry in one.before.items() if path in side.held}
+        Nor is known what no optimizer holds, if passes were left out after which it may have changed.
+        """
+        late = {
+            path for name, number in step.after.items() if name != step.optimizer
+            for group in self.sides[run].groups.get(name, ()) for path in group
+            if one.found_after.get(path, -1) < number
+        }  # fmt: skip
+        if self.earlier is not None and self.earlier[0] == run:
+            unheld = one.before.keys() - self.sides[run].held
+            self.unheld = tuple(sorted(unheld))
+            late |= unheld
+        return replace(one, before={path: entry for path, entry in one.before.items() if path not in late})
 
     def _from_one_place(self, baseline: RunStep, candidate: RunStep) -> tuple[RunStep, RunStep]:
         """The first step of both runs, without passes that one of them made before the other one began."""
@@ -440,9 +451,9 @@ class TwoRuns:
         self._has_begun = self._has_begun or first_of_main
         if first:
             begins = self._begin(*steps)
-            known = self._known(sides[0], 0), self._known(sides[1], 1)
-            self._found = self._found or tuple(map(self._held, known, self.sides))
-            found = [{**one.before, **held} for one, held in zip(known, self._found, strict=True)]
+            known = self._known(sides[0], 0, steps[0]), self._known(sides[1], 1, steps[1])
+            self._found = self._found or (known[0].before, known[1].before)
+            found = list(map(_begun_with, known, self._found, self.sides))
             trained = [side.trained for side in self.sides]
             sides = (
                 with_beginning(known[0], found[0], sides[1], trained[1], begins=begins == [False, True]),

@@ -100,7 +100,7 @@ def merged_block(source: Source, span: Span, before: bool) -> list[PackedSteps]:
     readers = Readers.of(source)
     streams = [readers.alone(number, span, before=before) for number in range(len(readers.recordings))]
     together: Iterable[Sequence[MergedAlone | None]] = (
-        with_one_number(*streams) if len(streams) == 2 else ([one] for one in streams[0])
+        with_one_number(streams[0], streams[1]) if len(streams) == 2 else ([one] for one in streams[0])
     )
     return [readers.packer.packed(both) for both in together]
 
@@ -132,7 +132,7 @@ def pairs_of(
         _stream(one, span, copied, merger, tasks)
         for one, copied, merger in zip(recordings, copies, (first, second), strict=True)
     )
-    return step_pairs(own, other)
+    return step_pairs(own, other, recordings[0].run.get("first_step") or 0)
 
 
 _Result = TypeVar("_Result")

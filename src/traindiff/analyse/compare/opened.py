@@ -103,7 +103,7 @@ class ToCompare:
         """The runs, with a number that is added to those of the candidate's steps, and others for some optimizers."""
         candidate = self.candidate
         if not self.is_followed:
-            others = {**other_offsets(self.baseline, candidate, shift), **others}
+            others = other_offsets(self.baseline, candidate, shift, others)
             candidate = ShiftedRecording(candidate.path, shift, others) if shift or others else candidate
             candidate = with_names_of(self.baseline, candidate, self.named)
         recordings = self.baseline, candidate
