@@ -89,14 +89,37 @@ class _Listener:
         self._is_concerned = True
         self._reach = sink.guarded("backward_calls", self._follow)
         self._observe_loss = "loss" in context.observe
-        self.begin = sink.guarded("loss", self._begin)
-        self.end = sink.guarded("backward_calls", sink.progress.end_backward)
+        self._look_at = sink.guarded("loss", self._begin)
+        self._end = sink.guarded("backward_calls", sink.progress.end_backward)
+        self._together = context.containment.together
 
-    def concerns(self, roots: Sequence[Tensor]) -> bool:
-        """True for a backward pass of the model; False for that of another model which is trained beside it."""
+    def begins(self, roots: Sequence[Tensor]) -> bool:
+        """Tell of a backward pass of the model that begins; False for that of a model which is trained beside it."""
         self._is_concerned = True
-        self._reach(roots)
+        self._together(self._begins, roots)
         return self._is_concerned
+
+    def ends(self) -> None:
+        """Tell of its end."""
+        self._together(self._ends)
+
+    def begin(self, roots: Sequence[Tensor]) -> None:
+        """Tell of its begin, where it is known to be one of the model."""
+        self.events.at_backward()
+        self._look_at(roots)
+
+    def end(self) -> None:
+        """Note its end."""
+        self._end()
+
+    def _begins(self, roots: Sequence[Tensor]) -> None:
+        self._reach(roots)
+        if self._is_concerned:
+            self.begin(roots)
+
+    def _ends(self) -> None:
+        self.events.after_backward()
+        self._end()
 
     def asks_for_parameters(self, inputs: frozenset[int]) -> bool:
         """True if gradients are asked of some of the model's parameters, given by id."""
@@ -164,19 +187,17 @@ def _followed_backward(original: Callable[..., None]) -> Callable[..., None]:
         elif (given := _kept(named.get("inputs"))) is not None:
             named["inputs"] = given
         inputs = None if given is None else _listed(given)
-        listeners = [listener for listener in _listeners if listener.concerns(roots)]
-        for listener in listeners:
-            listener.events.at_backward()
-            listener.begin(roots)
+        listeners = [listener for listener in _listeners if listener.begins(roots)]
         try:
             for listener in listeners:
                 listener.events.before_backward(roots, inputs)
             original(tensors, *args, **named)
-        finally:
+        except BaseException:
             for listener in listeners:
                 listener.events.after_backward()
+            raise
         for listener in listeners:
-            listener.end()
+            listener.ends()
 
     return backward
 
@@ -192,7 +213,6 @@ def _followed_grad(original: Callable[..., Any]) -> Callable[..., Any]:
         asked = frozenset(map(id, _listed(inputs)))
         listeners = [listener for listener in _listeners if listener.asks_for_parameters(asked)]
         for listener in listeners:
-            listener.events.at_backward()
             listener.begin(roots)
         found = original(outputs, inputs, *args, **named)
         for listener in listeners:
@@ -207,7 +227,8 @@ def _install() -> None:
         followed = follow(getattr(torch.autograd, name))
         exclude_from_compilation(followed, callees=False)
         _listeners.replace(torch.autograd, name, followed)
-    exclude_from_compilation(inside_backward, callees=True)
+    for function in (inside_backward, _Listener.begins, _Listener.ends):
+        exclude_from_compilation(function, callees=True)
 
 
 _listeners: Listeners[_Listener] = Listeners(_install)

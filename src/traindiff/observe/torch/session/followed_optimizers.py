@@ -328,7 +328,11 @@ class FollowedOptimizers:
 
     def _end_step(self, name: str) -> None:
         self._stepped_after[name] = self._num_backward
-        self._elsewhere.clear()
+        if self._elsewhere:
+            self._elsewhere.clear()
+        self._context.containment.together(self._tell_of_end, name)
+
+    def _tell_of_end(self, name: str) -> None:
         with out_of_sight():
             if name == self._context.sink.progress.optimizer:
                 self._context.events.after_step()
