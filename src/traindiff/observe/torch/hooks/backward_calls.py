@@ -35,8 +35,9 @@ def may_reach(roots: Iterable[Tensor], parameter_ids: Collection[int]) -> bool:
     Returns:
         False only if all leaves of the graph are other tensors.
     """
-    reaches_others = False
-    for node in nodes_of(roots):
+    nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen, reaches_others = set(nodes), False
+    for node in nodes:  # which grows; the parameters of the last layer are the nearest
         if isinstance(node, _IN_PYTHON) and not getattr(node, "hides_nothing", False):
             return True
         variable = getattr(node, "variable", None)
@@ -44,6 +45,10 @@ def may_reach(roots: Iterable[Tensor], parameter_ids: Collection[int]) -> bool:
             if id(variable) in parameter_ids:
                 return True
             reaches_others = True
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
     return not reaches_others
 
 
@@ -148,9 +153,13 @@ class _Listener:
                     mark(as_tensor(size), slot="size", stage=ALIGNMENTS)
 
 
+_KEPT = Tensor, tuple, list, type(None)
+"""Classes that are none of iterators, which is slow to ask."""
+
+
 def _kept(given: Any) -> Any:
     """An argument of `torch.autograd` that can be looked at before it is handed on: no iterator."""
-    return tuple(given) if isinstance(given, Iterator) else given
+    return tuple(given) if not isinstance(given, _KEPT) and isinstance(given, Iterator) else given
 
 
 def _listed(given: Any) -> list[Any]:
@@ -163,7 +172,7 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _tensors(given: Any) -> list[Tensor]:
-    return [one for one in _listed(given) if isinstance(one, Tensor)]
+    return [given] if isinstance(given, Tensor) else [one for one in _listed(given) if isinstance(one, Tensor)]
 
 
 _PLACE_OF_INPUTS = 4

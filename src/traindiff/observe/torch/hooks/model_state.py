@@ -154,7 +154,7 @@ class ModelStateTap(HoldsTensors):
     def _may_look(self) -> bool:
         """False if others exchange parameters between steps: a lockstep, an engine, or a transform."""
         targets = self._context.targets
-        return not (self._context.set_back or list(targets.layout.flat) or targets.gathering or inside_transform())
+        return not (self._context.set_back or targets.layout.flat or targets.gathering or inside_transform())
 
     def _edited_parameters(self) -> None:
         replaced = self._replaced

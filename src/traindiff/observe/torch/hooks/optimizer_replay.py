@@ -147,7 +147,8 @@ class OptimizerReplayTap:
 
     def settle(self) -> None:
         """Replay a step that ran in compiled code; to be called after that code, when parameters can be read."""
-        self._settle_guarded()
+        if self._is_compiled:
+            self._settle_guarded()
 
     def before_step(self, *call: Any) -> None:
         """Copy the values that the step starts from, if it is one to replay."""
@@ -238,9 +239,8 @@ class OptimizerReplayTap:
         self.before_step()
 
     def _settle(self) -> None:
-        if self._is_compiled:
-            self.after_step()
-            self._is_compiled = False
+        self.after_step()
+        self._is_compiled = False
 
     @property
     def _label(self) -> str:

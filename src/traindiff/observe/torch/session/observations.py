@@ -99,7 +99,7 @@ class _Guard(InertOnCopy):
             try:
                 result = self._hook(*args, **kwargs)
             except Exception as error:  # noqa: BLE001  whatever it is, the training goes on
-                result = containment.failed(tap, error)
+                return containment.failed(tap, error)
             return result if self._alters else None
         if is_tracing():
             return None
