@@ -140,8 +140,9 @@ class OptimizerTap:
         """Note that a backward pass has ended: the next change of a parameter is a step."""
         for _, parameter, _ in self.held():
             if (gradient := parameter.grad) is not None:
-                self._backward = parameter, version_of(parameter), self._calls
-                self._left = parameter, version_of(parameter), version_of(gradient)
+                version = version_of(parameter)
+                self._backward = parameter, version, self._calls
+                self._left = parameter, version, version_of(gradient)
                 return
 
     def look_for_evaluation(self, *, closure: bool = False) -> None:
