@@ -330,7 +330,7 @@ class Observations(ObservationBuffer):
         scaled, evaluation = known.has_scale and progress.loss_scaled, progress.evaluation if known.of_evaluation else 0
         observations.append_again((row, step, micro_step, progress.next_order(), scaled, evaluation, place))
         self._bytes += ROW_BYTES
-        if self._is_full:
+        if self._bytes > MOST_BYTES:
             self._on_full()
         return True
 
