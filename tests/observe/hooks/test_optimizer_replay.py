@@ -324,5 +324,5 @@ class Sink:
     def unobserved(self, _reason: str, *, path: str, **_: Any) -> None:
         self.left_out[self.progress.steps["o"]].add(path)
 
-    def guarded(self, _tap: str, hook: Callable[..., None]) -> Callable[..., Any]:
+    def guarded(self, _tap: str, hook: Callable[..., None], **_: object) -> Callable[..., Any]:
         return lambda *args: hook(*args)

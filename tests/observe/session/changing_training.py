@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -193,6 +193,17 @@ def replace_a_parameter(training: Training) -> None:
     weight = nn.Parameter(training.model.head.weight.detach().clone())
     training.put_in_optimizer({training.model.head.weight: weight})
     training.model.head.weight = weight
+
+
+def put_a_parameter_into_its_dict(training: Training) -> None:
+    weight = nn.Parameter(training.model.head.weight.detach().clone())
+    training.put_in_optimizer({training.model.head.weight: weight})
+    training.model.head._parameters["weight"] = weight
+
+
+def put_a_mapping_in_place_of_the_parameters_dict(training: Training) -> None:
+    training.model.head.__dict__["_parameters"] = UserDict(training.model.head._parameters)
+    put_a_parameter_into_its_dict(training)
 
 
 def assign_a_state_dict(training: Training) -> None:

@@ -28,6 +28,7 @@ COMPLETE = (
     edits.clear_hooks_before_steps, edits.clear_hooks_after_steps, edits.clear_global_hooks,
     edits.clear_parameter_hooks, edits.replace_the_head, edits.replace_the_head_around_its_parameters,
     edits.replace_the_blocks_by_copies, edits.wrap_the_head, edits.replace_a_parameter, edits.assign_a_state_dict,
+    edits.put_a_parameter_into_its_dict, edits.put_a_mapping_in_place_of_the_parameters_dict,
     edits.assign_a_state_dict_and_make_an_optimizer, edits.make_an_optimizer, edits.load_the_optimizer,
     edits.set_the_optimizers_state, edits.make_groups_anew, edits.wrap_step, edits.replace_a_forward, edits.set_data,
     edits.freeze_and_thaw, edits.convert_there_and_back, edits.wrap_the_model,

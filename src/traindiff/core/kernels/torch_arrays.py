@@ -104,6 +104,8 @@ def sparse_parts(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """The tensor's shape; empty for nested and lazy tensors."""
+    if type(tensor) is torch.Tensor and not tensor.is_nested:  # as a rule
+        return tuple(tensor.shape)
     return () if tensor.is_nested or is_lazy(tensor) else tuple(tensor.shape)
 
 

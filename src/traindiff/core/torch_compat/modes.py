@@ -15,7 +15,7 @@ def take_dispatch_modes() -> list[Any]:
 
     There is no public way. torch's own `_disable_current_modes` does it like this, for the length of a block.
     """
-    count = _num_modes()
+    count = num_dispatch_modes()
     if not count:
         return []
     from torch.utils._python_dispatch import _pop_mode
@@ -23,12 +23,9 @@ def take_dispatch_modes() -> list[Any]:
     return [_pop_mode() for _ in range(count)][::-1]
 
 
-def has_dispatch_modes() -> bool:
-    """True if a dispatch mode is on this thread's stack. There is no public way to ask."""
-    return int(_num_modes()) > 0
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""The number of dispatch modes on this thread's stack. There is no public way to ask."""
 
-
-_num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 
@@ -45,12 +42,11 @@ def put_dispatch_modes(modes: Iterable[Any]) -> None:
         _push_mode(mode)
 
 
-def without_torch_function() -> AbstractContextManager[Any]:
-    """Inside it, calls of torch's functions are shown neither to modes nor to subclasses of tensors.
+without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction
+"""Inside it, calls of torch's functions are shown neither to modes nor to subclasses of tensors.
 
-    The public name, `torch._C.DisableTorchFunctionSubclass`, leaves modes on.
-    """
-    return torch._C.DisableTorchFunction()
+The public name, `torch._C.DisableTorchFunctionSubclass`, leaves modes on.
+"""
 
 
 def with_torch_function() -> AbstractContextManager[Any]:

@@ -264,22 +264,29 @@ def is_nested_step(optimizer: torch.optim.Optimizer) -> bool:
     torch wraps the `step` of a class when an instance of it is made, so hooks run twice in one step of an optimizer if
     there is also one of its base class. There is no public way to tell the calls apart.
     """
-    return _running_steps(optimizer) > 1
+    running = _running_steps()
+    return len(running) > 1 and sum(one is optimizer for one in map(_stepping_in, running)) > 1
 
 
 def is_stepping(optimizer: torch.optim.Optimizer) -> bool:
     """True if the caller runs within a call of `optimizer.step`, as hooks of other optimizers may."""
-    return _running_steps(optimizer) > 0
+    return any(one is optimizer for one in map(_stepping_in, _running_steps()))
 
 
-def _running_steps(optimizer: torch.optim.Optimizer) -> int:
-    calls, step = 0, _step_code()
+def _running_steps() -> list[FrameType]:
+    """The frames of all calls of `step` that run on this thread."""
+    found, step = [], _step_code()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is step and frame.f_locals["args"][0] is optimizer:
-            calls += 1
+        if frame.f_code is step:
+            found.append(frame)
         frame = frame.f_back
-    return calls
+    return found
+
+
+def _stepping_in(frame: FrameType) -> Any:
+    """The optimizer that steps in such a call; it is slow to ask."""
+    return frame.f_locals["args"][0]
 
 
 def calls_hooks(step: Any, optimizer: torch.optim.Optimizer) -> bool:

@@ -65,6 +65,8 @@ class Faults:
 
     Attributes:
         paused: Observe nothing for now.
+        disabled: The taps that an error has disabled.
+        running: Whether a hook runs on this thread.
     """
 
     def __init__(
@@ -80,8 +82,8 @@ class Faults:
         self._failed = failed
         self.paused = False
         self._report = report
-        self._disabled: set[str] = set()
-        self._running = _Running()
+        self.disabled: set[str] = set()
+        self.running = _Running()
 
     def run(self, tap: str, hook: Callable[[], Any], *, always: bool = False) -> Any:
         """Call `hook` and return its result; None if its tap is disabled, observation is paused, or it fails."""
@@ -89,11 +91,11 @@ class Faults:
 
     def is_off(self, tap: str) -> bool:
         """True if hooks of a tap that observe something are not called: it is disabled, or observation is paused."""
-        return self.paused or tap in self._disabled
+        return self.paused or tap in self.disabled
 
     def call(self, tap: str, hook: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a hook; None if it fails, which disables its tap."""
-        running = self._running
+        running = self.running
         outer, running.hook = running.hook, True
         try:
             return hook(*args, **kwargs)
@@ -124,17 +126,17 @@ class Faults:
 
     def is_running(self) -> bool:
         """True if `run` calls the code that is running on this thread."""
-        return self._running.hook
+        return self.running.hook
 
     def is_disabled(self, tap: str) -> bool:
         """True if an error has disabled this tap."""
-        return tap in self._disabled
+        return tap in self.disabled
 
     def disable(self, tap: str, message: str, error: Exception | None = None) -> None:
         """Disable a tap, report it, and warn, unless that was done already."""
-        if tap in self._disabled:
+        if tap in self.disabled:
             return
-        self._disabled.add(tap)
+        self.disabled.add(tap)
         _logger.debug("the tap %s failed", tap, exc_info=error)
         try:
             self._report(tap, message)

@@ -284,10 +284,11 @@ class _While(AbstractContextManager[None]):
         self._values = values
 
     def __enter__(self) -> None:
-        progress, values = self._progress, self._values
-        self._outer = {name: getattr(progress, name) for name in values}
-        for name, value in values.items():
+        progress, outer = self._progress, dict[str, Any]()
+        for name, value in self._values.items():
+            outer[name] = getattr(progress, name)
             setattr(progress, name, value)
+        self._outer = outer
 
     def __exit__(self, *_: object) -> None:
         for name, value in self._outer.items():

@@ -57,6 +57,7 @@ class Session(ABC, Generic[Buffer]):
         self._final: dict[str, Any] | None = None
         self._writer: StepWriter | None = None
         self._undo = ExitStack()
+        self._write_step = faults.guarded("writer", self._write)
 
     def __enter__(self) -> Self:
         return self
@@ -197,7 +198,7 @@ class Session(ABC, Generic[Buffer]):
     def _end_step(self, name: str) -> None:
         """Write the step that this optimizer has ended, and begin its next one."""
         self._ending.step_ends(name)
-        self._faults.guarded("writer", self._write)(name)
+        self._write_step(name)
         following = self._progress.number_of(name) + 1
         self._progress.end_step(name, observing=self._settings.records(following) and self.is_recording)
 

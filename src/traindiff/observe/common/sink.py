@@ -108,8 +108,13 @@ class Sink(Protocol):
         what it does, without an operator of torch.
         """
 
-    def altering(self, tap: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """The same for a hook that changes the training: its result is used, unless that is None."""
+    def altering(
+        self, tap: str, hook: Callable[..., Any], *, quick: Callable[..., bool] | None = None
+    ) -> Callable[..., Any]:
+        """The same for a hook that changes the training: its result is used, unless that is None.
+
+        `quick` tells, without an operator of torch, whether that is None; False if it does not know.
+        """
 
 
 Step = tuple[ObservationTable, TakenRows, dict[int, Detail]]

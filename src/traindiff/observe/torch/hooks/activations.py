@@ -275,8 +275,9 @@ class _Gradient:
     def __init__(self, sink: Sink, output: _Output) -> None:
         self._sink = sink
         self.output = output
-        self.step = sink.progress.step
-        self._micro_step = sink.progress.micro_step
+        progress = sink.progress
+        self.step = progress.number_of(progress.optimizer)
+        self._micro_step = progress.micro_step
         self.times = 0
 
     def quick(self, gradient: Tensor | None, *, guarded: bool = False) -> bool:

@@ -35,8 +35,9 @@ def may_reach(roots: Iterable[Tensor], parameter_ids: Collection[int]) -> bool:
     Returns:
         False only if all leaves of the graph are other tensors.
     """
-    reaches_others = False
-    for node in nodes_of(roots):
+    nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen, reaches_others = set(nodes), False
+    for node in nodes:  # which grows; the parameters of the last layer are the nearest
         if isinstance(node, _IN_PYTHON) and not getattr(node, "hides_nothing", False):
             return True
         variable = getattr(node, "variable", None)
@@ -44,6 +45,10 @@ def may_reach(roots: Iterable[Tensor], parameter_ids: Collection[int]) -> bool:
             if id(variable) in parameter_ids:
                 return True
             reaches_others = True
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
     return not reaches_others
 
 
@@ -89,14 +94,37 @@ class _Listener:
         self._is_concerned = True
         self._reach = sink.guarded("backward_calls", self._follow)
         self._observe_loss = "loss" in context.observe
-        self.begin = sink.guarded("loss", self._begin)
-        self.end = sink.guarded("backward_calls", sink.progress.end_backward)
+        self._look_at = sink.guarded("loss", self._begin)
+        self._end = sink.guarded("backward_calls", sink.progress.end_backward)
+        self._together = context.containment.together
 
-    def concerns(self, roots: Sequence[Tensor]) -> bool:
-        """True for a backward pass of the model; False for that of another model which is trained beside it."""
+    def begins(self, roots: Sequence[Tensor]) -> bool:
+        """Tell of a backward pass of the model that begins; False for that of a model which is trained beside it."""
         self._is_concerned = True
-        self._reach(roots)
+        self._together(self._begins, roots)
         return self._is_concerned
+
+    def ends(self) -> None:
+        """Tell of its end."""
+        self._together(self._ends)
+
+    def begin(self, roots: Sequence[Tensor]) -> None:
+        """Tell of its begin, where it is known to be one of the model."""
+        self.events.at_backward()
+        self._look_at(roots)
+
+    def end(self) -> None:
+        """Note its end."""
+        self._end()
+
+    def _begins(self, roots: Sequence[Tensor]) -> None:
+        self._reach(roots)
+        if self._is_concerned:
+            self.begin(roots)
+
+    def _ends(self) -> None:
+        self.events.after_backward()
+        self._end()
 
     def asks_for_parameters(self, inputs: frozenset[int]) -> bool:
         """True if gradients are asked of some of the model's parameters, given by id."""
@@ -125,9 +153,13 @@ class _Listener:
                     mark(as_tensor(size), slot="size", stage=ALIGNMENTS)
 
 
+_KEPT = Tensor, tuple, list, type(None)
+"""Classes that are none of iterators, which is slow to ask."""
+
+
 def _kept(given: Any) -> Any:
     """An argument of `torch.autograd` that can be looked at before it is handed on: no iterator."""
-    return tuple(given) if isinstance(given, Iterator) else given
+    return tuple(given) if not isinstance(given, _KEPT) and isinstance(given, Iterator) else given
 
 
 def _listed(given: Any) -> list[Any]:
@@ -140,7 +172,7 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _tensors(given: Any) -> list[Tensor]:
-    return [one for one in _listed(given) if isinstance(one, Tensor)]
+    return [given] if isinstance(given, Tensor) else [one for one in _listed(given) if isinstance(one, Tensor)]
 
 
 _PLACE_OF_INPUTS = 4
@@ -164,19 +196,17 @@ def _followed_backward(original: Callable[..., None]) -> Callable[..., None]:
         elif (given := _kept(named.get("inputs"))) is not None:
             named["inputs"] = given
         inputs = None if given is None else _listed(given)
-        listeners = [listener for listener in _listeners if listener.concerns(roots)]
-        for listener in listeners:
-            listener.events.at_backward()
-            listener.begin(roots)
+        listeners = [listener for listener in _listeners if listener.begins(roots)]
         try:
             for listener in listeners:
                 listener.events.before_backward(roots, inputs)
             original(tensors, *args, **named)
-        finally:
+        except BaseException:
             for listener in listeners:
                 listener.events.after_backward()
+            raise
         for listener in listeners:
-            listener.end()
+            listener.ends()
 
     return backward
 
@@ -192,7 +222,6 @@ def _followed_grad(original: Callable[..., Any]) -> Callable[..., Any]:
         asked = frozenset(map(id, _listed(inputs)))
         listeners = [listener for listener in _listeners if listener.asks_for_parameters(asked)]
         for listener in listeners:
-            listener.events.at_backward()
             listener.begin(roots)
         found = original(outputs, inputs, *args, **named)
         for listener in listeners:
@@ -207,7 +236,8 @@ def _install() -> None:
         followed = follow(getattr(torch.autograd, name))
         exclude_from_compilation(followed, callees=False)
         _listeners.replace(torch.autograd, name, followed)
-    exclude_from_compilation(inside_backward, callees=True)
+    for function in (inside_backward, _Listener.begins, _Listener.ends):
+        exclude_from_compilation(function, callees=True)
 
 
 _listeners: Listeners[_Listener] = Listeners(_install)

@@ -81,7 +81,7 @@ class _Tap(HoldsTensors):
         """Note the passes that were cleared, and the gradients that the next pass finds."""
         progress = self._context.sink.progress
         self._before.clear()
-        is_flat = any(True for _ in self._context.targets.layout.flat)  # FSDP1 keeps gradients elsewhere between passes
+        is_flat = self._context.targets.layout.flat  # FSDP1 keeps gradients elsewhere between passes
         if not progress.observing or progress.chunk is not None or is_flat or is_capturing():
             return
         self._tell()

@@ -60,7 +60,7 @@ class HeldParameters:
 
     def _is_same(self, groups: Sequence[dict[str, Any]]) -> bool:
         targets = self._targets
-        if len(groups) != len(self._groups) or any(True for _ in targets.layout.flat):
+        if len(groups) != len(self._groups) or targets.layout.flat:
             return False
         for entry, before in zip(groups, self._groups, strict=True):
             now = entry["params"]

@@ -33,7 +33,7 @@ _MOST_ENTRIES = 10_000
 def put_last(hooks: dict[int, Any], kind: type[InertOnCopy]) -> None:
     """Have torch call the hooks of a kind behind all others, in their order."""
     ours = [key for key, hook in hooks.items() if isinstance(hook, kind)]
-    if ours and [*hooks][-len(ours) :] != ours:
+    if 0 < len(ours) < len(hooks) and [*hooks][-len(ours) :] != ours:
         for key in ours:
             hooks[key] = hooks.pop(key)
 

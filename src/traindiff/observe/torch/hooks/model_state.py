@@ -82,9 +82,9 @@ class ModelStateTap(HoldsTensors):
         That is before the step's first forward pass, or before its update if no forward pass was seen.
         """
         progress = self._sink.progress
-        recorded = {progress.step} if self._context.before_every_step else {progress.step, progress.step - 1}
         if not progress.observing or inside_transform():  # `torch.func` puts its own tensors in place of the model's
             return
+        recorded = {progress.step} if self._context.before_every_step else {progress.step, progress.step - 1}
         masters = self._masters()
         with self._sink.together():
             for path, master in masters.items():
@@ -154,7 +154,7 @@ class ModelStateTap(HoldsTensors):
     def _may_look(self) -> bool:
         """False if others exchange parameters between steps: a lockstep, an engine, or a transform."""
         targets = self._context.targets
-        return not (self._context.set_back or list(targets.layout.flat) or targets.gathering or inside_transform())
+        return not (self._context.set_back or targets.layout.flat or targets.gathering or inside_transform())
 
     def _edited_parameters(self) -> None:
         replaced = self._replaced

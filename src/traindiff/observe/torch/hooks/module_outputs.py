@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import chain
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -178,13 +179,10 @@ class SilentModules(HoldsTensors):
         """Note the gradients that a step leaves, if the next one is recorded."""
         if optimizer != self._sink.progress.optimizer:
             return
-        left = self._left = dict[int, tuple[ReferenceType[Tensor], int]]()
-        for module in self._modules.values():
-            for parameter in parameters_of(module).values():
-                if parameter is None or not parameter.is_leaf:  # exchanged for a call
-                    continue
-                if (gradient := parameter.grad) is not None:
-                    left[id(parameter)] = ref(gradient), version_of(gradient)
+        all_of_them = chain.from_iterable([parameters_of(module).values() for module in self._modules.values()])
+        trained = [one for one in all_of_them if one is not None and one.is_leaf]  # others are exchanged for a call
+        found = [(id(one), gradient) for one in trained if (gradient := one.grad) is not None]
+        self._left = {key: (ref(gradient), version_of(gradient)) for key, gradient in found}
 
     def forget_tensors(self) -> None:
         """See `HoldsTensors`."""

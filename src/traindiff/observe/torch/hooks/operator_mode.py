@@ -14,7 +14,7 @@ from traindiff.core.kernels.torch_arrays import is_abstract
 from traindiff.core.observation import UNSEEN
 from traindiff.core.site import ROOT, path_in_whole
 from traindiff.core.torch_compat.autograd import inside_backward, running_node
-from traindiff.core.torch_compat.modes import TorchDispatchMode, has_dispatch_modes, hide_dispatch_mode
+from traindiff.core.torch_compat.modes import TorchDispatchMode, hide_dispatch_mode, num_dispatch_modes
 from traindiff.observe.torch.hooks.backward_calls import nodes_of
 from traindiff.observe.torch.hooks.context import TapContext
 from traindiff.observe.torch.hooks.followed_modules import Following, HeldHooks, takes_hooks
@@ -281,7 +281,7 @@ class _Mode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if self._looks_inside and types and any(map(_dispatches, types)) and not has_dispatch_modes():
+        if self._looks_inside and types and any(map(_dispatches, types)) and not num_dispatch_modes():
             return NotImplemented  # the subclass computes with plain tensors, and these come here
         kwargs = kwargs or {}
         running = self._shown.begin(func, args, kwargs) if self._shown.is_at_work() else None

@@ -137,7 +137,7 @@ class OptimizerReplayTap:
         guarded = partial(self._sink.guarded, "optimizer_replay")
         with ExitStack() as undo:
             undo.callback(self._let_go)
-            undo.callback(hook_after_step(self._optimizer, guarded(self.after_step)).remove)
+            undo.callback(hook_after_step(self._optimizer, guarded(self.after_step, idle=self._has_nothing)).remove)
             undo.enter_context(around())
             undo.callback(hook_before_step(self._optimizer, guarded(self.before_step)).remove)
             observer = CallObserver(begin=guarded(self._before_compiled))
@@ -147,7 +147,8 @@ class OptimizerReplayTap:
 
     def settle(self) -> None:
         """Replay a step that ran in compiled code; to be called after that code, when parameters can be read."""
-        self._settle_guarded()
+        if self._is_compiled:
+            self._settle_guarded()
 
     def before_step(self, *call: Any) -> None:
         """Copy the values that the step starts from, if it is one to replay."""
@@ -180,7 +181,7 @@ class OptimizerReplayTap:
 
     def after_step(self, *_: Any) -> None:
         """Replay the step and record the comparison."""
-        if not self._copied and self._lbfgs is None:
+        if self._has_nothing():
             return
         try:
             if self._lbfgs is not None:
@@ -199,6 +200,10 @@ class OptimizerReplayTap:
                 self._judge_states(read)
         finally:
             self._let_go()
+
+    def _has_nothing(self) -> bool:
+        """True if nothing was copied before the step."""
+        return not self._copied and self._lbfgs is None
 
     def _let_go(self) -> None:
         self._copied.clear()
@@ -234,9 +239,8 @@ class OptimizerReplayTap:
         self.before_step()
 
     def _settle(self) -> None:
-        if self._is_compiled:
-            self.after_step()
-            self._is_compiled = False
+        self.after_step()
+        self._is_compiled = False
 
     @property
     def _label(self) -> str:

@@ -26,7 +26,7 @@ from traindiff.observe.torch.hooks.loss_scale import ScalerListener, tap_loss_sc
 from traindiff.observe.torch.hooks.marks import Marks
 from traindiff.observe.torch.hooks.nested import as_dense, as_tensor, tensors
 from traindiff.observe.torch.hooks.repeated import Repeated
-from traindiff.observe.torch.hooks.step_hooks import Once, has_closure, inner_optimizer, leaves_out
+from traindiff.observe.torch.hooks.step_hooks import Once, has_closure, has_no_closure, inner_optimizer, leaves_out
 from traindiff.observe.torch.hooks.step_tensors import (
     Listed,
     gradients_of,
@@ -113,8 +113,9 @@ class OptimizerTap:
         with ExitStack() as undo:
             undo.callback(self._hooks.remove)
             self._hooks.before_step(self.optimizer, Once(guarded(self.before_step)))
-            self._hooks.before_step(self.optimizer, Once(self._sink.altering("optimizer_step", self._counting)))
-            self._hooks.after_step(self.optimizer, Once(guarded(self.after_step)))
+            counting = self._sink.altering("optimizer_step", self._counting, quick=has_no_closure)
+            self._hooks.before_step(self.optimizer, Once(counting))
+            self._hooks.after_step(self.optimizer, Once(guarded(self.after_step, idle=self._is_left_out)))
             self._hooks.after_step(self.optimizer, Once(self._end_seen_step))
             compiled = CallObserver(begin=guarded(self._begin_compiled), end=guarded(self._end_compiled))
             undo.enter_context(tap_compiled_calls(self.optimizer, compiled))
@@ -139,8 +140,9 @@ class OptimizerTap:
         """Note that a backward pass has ended: the next change of a parameter is a step."""
         for _, parameter, _ in self.held():
             if (gradient := parameter.grad) is not None:
-                self._backward = parameter, version_of(parameter), self._calls
-                self._left = parameter, version_of(parameter), version_of(gradient)
+                version = version_of(parameter)
+                self._backward = parameter, version, self._calls
+                self._left = parameter, version, version_of(gradient)
                 return
 
     def look_for_evaluation(self, *, closure: bool = False) -> None:
@@ -172,7 +174,7 @@ class OptimizerTap:
 
     def _counting(self, *call: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The arguments of `step` with a closure that counts evaluations; None for a step without a closure."""
-        if not has_closure(*call):
+        if has_no_closure(*call):
             return None
         _, args, kwargs = call
         if len(args) > 1:
@@ -301,9 +303,13 @@ class OptimizerTap:
         with self._sink.together():
             self._sink.repeated(self._repeated[f"gradients {stage}"], found, emit, about=(scaled, about))
 
+    def _is_left_out(self) -> bool:
+        """True if nothing of a step is recorded."""
+        return self._left_out or not self._sink.progress.observing
+
     def after_step(self, *_: Any) -> None:
         """Record state and parameters."""
-        if self._left_out or not self._sink.progress.observing:
+        if self._is_left_out():
             return
         if self.has_closure and not self._num_evaluations:
             self.gradients()

@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from traindiff.core.torch_compat.modes import (
-    has_dispatch_modes,
     leave_dispatch_mode,
+    num_dispatch_modes,
     put_dispatch_modes,
     take_dispatch_modes,
     with_torch_function,
@@ -24,12 +24,18 @@ from traindiff.core.torch_compat.modes import (
 
 
 class _Hidden(threading.local):
-    """The modes that are off now, the outermost first; None if none were taken off."""
+    """What is hidden on this thread.
+
+    Attributes:
+        modes: The modes that are off now, the outermost first; None if none were taken off.
+        asked_by: Who has hidden them for a hook, after it found that the hook may run; None for others.
+    """
 
     modes: list[Any] | None = None
+    asked_by: object = None
 
 
-_hidden = _Hidden()
+hidden = _Hidden()
 
 
 class out_of_sight:  # noqa: N801  a context like those of the standard library; a generator costs a microsecond more
@@ -46,35 +52,44 @@ class out_of_sight:  # noqa: N801  a context like those of the standard library;
         self._functions = functions
 
     def __enter__(self) -> None:
-        self._is_outermost = _hidden.modes is None
+        self._is_outermost = hidden.modes is None
         self._without = None
         if self._is_outermost:
             if self._functions:
                 self._without = without_torch_function()
                 self._without.__enter__()
-            _hidden.modes = take_dispatch_modes()
+            hidden.modes = take_dispatch_modes()
 
     def __exit__(self, *error: object) -> None:
         if self._is_outermost:
-            modes, _hidden.modes = _hidden.modes, None
+            modes, hidden.modes = hidden.modes, None
             put_dispatch_modes(modes or ())
             if self._without is not None:
                 self._without.__exit__(None, None, None)
 
 
-def called_out_of_sight(function: Callable[..., Any], *args: Any, functions: bool = True) -> Any:
-    """What a function returns that is called in `out_of_sight`; quicker where no mode is on, as for most hooks."""
-    if _hidden.modes is not None:
+def called_out_of_sight(
+    function: Callable[..., Any], *args: Any, functions: bool = True, asked_by: object = None
+) -> Any:
+    """What a function returns that is called in `out_of_sight`; quicker where no mode is on, as for most hooks.
+
+    Args:
+        function: The function.
+        args: Its arguments.
+        functions: See `out_of_sight`.
+        asked_by: Noted in `hidden` if this is the outermost call.
+    """
+    if hidden.modes is not None:
         return function(*args)
-    if not functions or has_dispatch_modes():
+    if not functions or num_dispatch_modes():
         with out_of_sight(functions=functions):
             return function(*args)
     with without_torch_function():
-        _hidden.modes = []
+        hidden.modes, hidden.asked_by = [], asked_by
         try:
             return function(*args)
         finally:
-            modes, _hidden.modes = _hidden.modes, None
+            modes, hidden.modes, hidden.asked_by = hidden.modes, None, None
             if modes:  # the function has put one on
                 put_dispatch_modes(modes)
 
@@ -82,16 +97,17 @@ def called_out_of_sight(function: Callable[..., Any], *args: Any, functions: boo
 @contextmanager
 def in_sight() -> Iterator[None]:
     """Inside it, the modes of the training are on again: to change them, or to call the training's own code."""
-    if _hidden.modes is None:
+    if hidden.modes is None:
         yield
         return
-    modes, _hidden.modes = _hidden.modes, None
+    modes, asked_by = hidden.modes, hidden.asked_by
+    hidden.modes = hidden.asked_by = None
     put_dispatch_modes(modes)
     try:
         with with_torch_function():
             yield
     finally:
-        _hidden.modes = take_dispatch_modes()
+        hidden.modes, hidden.asked_by = take_dispatch_modes(), asked_by
 
 
 def with_functions() -> AbstractContextManager[Any]:
@@ -99,7 +115,7 @@ def with_functions() -> AbstractContextManager[Any]:
 
     This is for code of the training that a tap calls: dispatch modes, which count operators, still do not see it.
     """
-    return nullcontext() if _hidden.modes is None else with_torch_function()
+    return nullcontext() if hidden.modes is None else with_torch_function()
 
 
 def enter_mode(mode: Any) -> None:

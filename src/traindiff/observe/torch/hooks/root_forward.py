@@ -225,14 +225,17 @@ class RootForwardTap:
             return
         self._context.events.before_forward()
         if not evaluating and not progress.forward_done and progress.batch is None:
-            with progress.before_all_chunks():
+            if chunk is None:
                 self._context.events.before_step()
+            else:
+                with progress.before_all_chunks():
+                    self._context.events.before_step()
         if not evaluating:
             self._count_pass()
         given = given_to_training(inputs, progress, several=self._calls_several)
         progress.given = frozenset(given)
         forward = progress.forward(
-            self._batch_axis.of_batch(self._shape(*one) for one in inputs),
+            self._batch_axis.of_batch([self._shape(*one) for one in inputs]),
             evaluating=evaluating,
             continues=self._calls_several and not evaluating and self._continues(path),
         )

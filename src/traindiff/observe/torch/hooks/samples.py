@@ -23,9 +23,13 @@ MOST = 512
 
 def attach(context: TapContext) -> None:
     """Summarize each sample of the inputs of the roots (phase `batch`, stage `sample`)."""
+    progress = context.sink.progress
+
+    def is_idle() -> bool:
+        return not progress.observing
 
     def hook_root(path: str, root: nn.Module, hooks: HeldHooks) -> None:
-        hook = context.sink.guarded("samples", partial(_inputs, context, path, ref(root)))
+        hook = context.sink.guarded("samples", partial(_inputs, context, path, ref(root)), idle=is_idle)
         hooks.before_forward(root, hook, with_kwargs=True)
 
     # `root_forward` records what is lost with these hooks.
@@ -46,7 +50,7 @@ def _inputs(
     chunk = progress.chunk
     if hooked() is not root or context.other_threads.is_this():
         return
-    if not progress.observing or progress.evaluating or not torch.is_grad_enabled():
+    if progress.evaluating or not torch.is_grad_enabled():
         return
     inputs = [] if chunk is not None and not chunk.is_first else list(tensors(args, "input"))
     for slot, tensor in [*inputs, *tensors(kwargs, "input")]:

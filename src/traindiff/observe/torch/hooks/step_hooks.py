@@ -9,9 +9,9 @@ from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
-from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
+from traindiff.core.torch_compat.compiling import is_dynamo_compiling
 from traindiff.core.torch_compat.training import STEP_POST_HOOKS, STEP_PRE_HOOKS, is_nested_step
 from traindiff.observe.torch.hooks.followed_modules import HeldHooks
 from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy, put_last
@@ -53,7 +53,7 @@ class Once(InertOnCopy):
 
     def __call__(self, optimizer: Optimizer, *arguments: Any) -> Any:
         """Call the hook, unless `step` was called by another `step`."""
-        if is_compiling() or not is_nested_step(optimizer):
+        if is_dynamo_compiling() or not is_nested_step(optimizer):
             return self._hook(optimizer, *arguments)
         return None
 
@@ -80,6 +80,11 @@ def has_closure(*call: Any) -> bool:
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     kind: Any = type(optimizer)
     return callable(closure) and _takes_closure(kind, by_place=len(args) > 1)
+
+
+def has_no_closure(*call: Any) -> bool:
+    """True if such a hook was called for a step without a closure."""
+    return not has_closure(*call)
 
 
 @lru_cache(maxsize=256)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
-from itertools import chain
+from itertools import chain, compress
 from operator import is_, methodcaller
 from typing import Any
 
@@ -44,7 +45,8 @@ from traindiff.observe.torch.session.targets import Targets
 from traindiff.observe.torch.sharding.layout import Layout
 from traindiff.observe.torch.sharding.registry import ENGINES
 
-_values = methodcaller("values")
+_values: Callable[[Any], Iterable[Any]] = methodcaller("values")
+"""The values of anything like a dict; `dict.values` is twice as quick."""
 
 _LISTED = "traindiff show RECORDING lists the sites that there are."
 
@@ -208,7 +210,7 @@ class Upkeep:
         self._followed = context.followed
         self._on_change = on_change
         # An engine that exchanges parameters for its own says itself what they are.
-        self._replaces_parameters = not (list(context.targets.layout.flat) or context.targets.gathering)
+        self._replaces_parameters = not (context.targets.layout.flat or context.targets.gathering)
         self._may_hold_others = False  # the model has changed since the latest look for what is no part of it
         self._note()
 
@@ -263,7 +265,10 @@ class Upkeep:
         Other tensors in the place of parameters, for one call, are not: they hold a graph.
         """
         self._tree = [*modules_in(self._targets.root)]
-        self._counts, self._parts = self._look()
+        held = chain.from_iterable((children_of(one), parameters_of(one)) for one in self._tree)
+        self._values = dict.values if {*map(type, held)} <= {dict, OrderedDict} else _values
+        self._counts, parts = self._look()
+        self._parts = [*parts]
         self._for_a_call = {index: id(one) for index, one in enumerate(self._parts) if _is_for_a_call(one)}
         for index in self._for_a_call:
             self._parts[index] = None
@@ -272,11 +277,16 @@ class Upkeep:
         counts, parts = self._look()
         if counts != self._counts:
             return True
-        for index, key in self._for_a_call.items():
-            parts[index] = None if id(parts[index]) == key else self
-        return not all(map(is_, parts, self._parts))
+        try:
+            if self._for_a_call:
+                parts = now = [*parts]
+                for index, key in self._for_a_call.items():
+                    now[index] = None if id(now[index]) == key else self
+            return not all(map(is_, parts, self._parts))
+        except TypeError:  # something else has taken the place of a dict
+            return True
 
-    def _look(self) -> tuple[list[int], list[Any]]:
+    def _look(self) -> tuple[list[int], Iterable[Any]]:
         """The parts of all modules, one after the other, and how many each module has. It is quick; see above.
 
         Buffers are counted only: a training may put others in their place in every step.
@@ -284,8 +294,8 @@ class Upkeep:
         held: list[dict[str, Any]] = [*map(children_of, self._tree)]
         if self._replaces_parameters:
             held += map(parameters_of, self._tree)
-        counts = map(len, chain(held, map(buffers_of, self._tree)))
-        return [*counts], [*chain.from_iterable(map(_values, held))]
+        counts = [*map(len, held), *map(len, map(buffers_of, self._tree))]
+        return counts, chain.from_iterable(map(self._values, compress(held, counts)))
 
     def _new_modules(self) -> bool:
         modules: Any = self._targets.modules

@@ -160,12 +160,14 @@ class FollowedOptimizers:
         If another optimizer has stepped since, the loop is past the evaluations: something moved them between steps.
         """
         progress = self._context.sink.progress
+        if not progress.backward_done:
+            return
         tap = self.taps.get(progress.optimizer)
         others = (number for name, number in self._stepped_after.items() if name != progress.optimizer)
         if self._num_backward in others:
             return
         # An engine may exchange parameters for its own at any time.
-        exchanges = list(self._targets.layout.flat) or self._targets.gathering or isinstance(tap, EngineOptimizerTap)
+        exchanges = self._targets.layout.flat or self._targets.gathering or isinstance(tap, EngineOptimizerTap)
         if tap is not None and progress.chunk is None and torch.is_grad_enabled() and not exchanges:
             tap.look_for_evaluation()
 
@@ -328,7 +330,11 @@ class FollowedOptimizers:
 
     def _end_step(self, name: str) -> None:
         self._stepped_after[name] = self._num_backward
-        self._elsewhere.clear()
+        if self._elsewhere:
+            self._elsewhere.clear()
+        self._context.containment.together(self._tell_of_end, name)
+
+    def _tell_of_end(self, name: str) -> None:
         with out_of_sight():
             if name == self._context.sink.progress.optimizer:
                 self._context.events.after_step()

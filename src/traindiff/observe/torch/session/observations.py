@@ -40,7 +40,7 @@ from traindiff.observe.common.progress import Progress
 from traindiff.observe.common.sink import MOST_BYTES, ROW_BYTES, ObservationBuffer, Step
 from traindiff.observe.torch.hooks.inert_on_copy import InertOnCopy
 from traindiff.observe.torch.hooks.known_tensor import KnownTensor, known_tensor
-from traindiff.observe.torch.hooks.out_of_sight import called_out_of_sight, out_of_sight
+from traindiff.observe.torch.hooks.out_of_sight import called_out_of_sight, hidden, out_of_sight
 from traindiff.observe.torch.hooks.repeated import PLAIN, Plan, Repeated, learned
 from traindiff.observe.torch.perturb.replica import NAME as REPLICA
 from traindiff.observe.torch.session.teacher_forcing import ForcedValues
@@ -86,8 +86,8 @@ class _Guard(InertOnCopy):
         # Compiled code is observed by operators; see traindiff.observe.torch.hooks.compiled.
         if is_dynamo_compiling() or (self._idle is not None and self._idle()):
             return None
-        alters, containment, tap = self._alters, self._containment, self._tap
-        if containment.is_off(tap) and not self._always:
+        containment, tap, always = self._containment, self._tap, self._always
+        if not always and (containment.paused or tap in containment.disabled):
             return None
         if self._quick is not None and not has_function_modes():
             try:
@@ -95,13 +95,22 @@ class _Guard(InertOnCopy):
                     return None
             except Exception as error:  # noqa: BLE001  whatever it is, the training goes on
                 return containment.failed(tap, error)
+        if hidden.asked_by is containment:  # the hook that calls this one may run, so this one may
+            try:
+                result = self._hook(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001  whatever it is, the training goes on
+                return containment.failed(tap, error)
+            return result if self._alters else None
         if is_tracing():
             return None
-        if is_capturing() and not self._always:
+        if is_capturing() and not always:
             containment.leave_out_graph()
             return None
-        result = called_out_of_sight(containment.call, tap, self._hook, args, kwargs, functions=not alters)
-        return result if alters else None
+        result = called_out_of_sight(
+            containment.call, tap, self._hook, args, kwargs,
+            functions=not self._alters, asked_by=None if always else containment,
+        )  # fmt: skip
+        return result if self._alters else None
 
 
 exclude_from_compilation(_Guard.__call__, callees=True)
@@ -121,6 +130,24 @@ class Containment(Faults):
         """`Faults.run`, out of sight of the training."""
         with out_of_sight():
             return super().run(tap, hook, always=always)
+
+    def together(self, function: Callable[..., None], *args: Any) -> None:
+        """Call a function that calls guarded hooks: it is asked once for all of them whether they may run.
+
+        Nothing else that it does is guarded.
+        """
+        if is_tracing() or is_capturing():  # each hook does what it has to do then
+            function(*args)
+        else:
+            called_out_of_sight(self._together, function, args, asked_by=self)
+
+    def _together(self, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+        running = self.running
+        outer, running.hook = running.hook, True
+        try:
+            function(*args)
+        finally:
+            running.hook = outer
 
     def guarded(
         self,
@@ -143,9 +170,14 @@ class Containment(Faults):
         """
         return _Guard(self, tap, hook, always=always, idle=idle, quick=quick)
 
-    def altering(self, tap: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """`hook`, made harmless. Its result replaces the tensor that torch gave it, unless the result is None."""
-        return _Guard(self, tap, hook, alters=True)
+    def altering(
+        self, tap: str, hook: Callable[..., Any], *, quick: Callable[..., bool] | None = None
+    ) -> Callable[..., Any]:
+        """`hook`, made harmless. Its result replaces what torch gave it, unless the result is None.
+
+        `quick` tells, without an operator of torch, whether that is None; False if it does not know.
+        """
+        return _Guard(self, tap, hook, alters=True, quick=quick)
 
     def leave_out_graph(self) -> None:
         """Say once that a CUDA graph is not observed: hooks run when it is captured, and not when it is replayed."""
@@ -157,6 +189,8 @@ class Containment(Faults):
             return _CAPTURED
         return _REPLICA_FAILED if tap.startswith(REPLICA) else super().template(tap)
 
+
+exclude_from_compilation(Containment.together, callees=True)
 
 OVERWRITTEN = "it was written to before anybody waited for the collective that computes it"
 
@@ -296,7 +330,7 @@ class Observations(ObservationBuffer):
         scaled, evaluation = known.has_scale and progress.loss_scaled, progress.evaluation if known.of_evaluation else 0
         observations.append_again((row, step, micro_step, progress.next_order(), scaled, evaluation, place))
         self._bytes += ROW_BYTES
-        if self._is_full:
+        if self._bytes > MOST_BYTES:
             self._on_full()
         return True
 

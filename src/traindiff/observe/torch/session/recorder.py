@@ -92,6 +92,7 @@ class Recorder(Session[Observations]):
             last_seen=last_seen,
         )
         super().__init__(path, settings, progress=progress, faults=self._containment, observations=observations)
+        self._settle = self._containment.guarded("in_flight", observations.settle)
         self._forced = forced
         self._pipeline: Pipeline | None = None
         self._attachment: Attachment | None = None
@@ -208,10 +209,10 @@ class Recorder(Session[Observations]):
     def _finish(self) -> None:
         if self._attachment is not None:
             self._attachment.finish()
-        self._containment.guarded("in_flight", self._observations.settle)()
+        self._settle()
 
     def _end_step(self, name: str) -> None:
-        self._containment.guarded("in_flight", self._observations.settle)()
+        self._settle()
         super()._end_step(name)
 
     def _rank_content(self) -> dict[str, Any]:

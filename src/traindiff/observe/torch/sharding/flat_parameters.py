@@ -98,6 +98,9 @@ class FlatParameters:
                 (id(member.parameter), member.pieces) for member in one.members if member.parameter is not None
             )
 
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
     def __iter__(self) -> Iterator[FlatParameter]:
         return iter(self._found)
 
