@@ -92,7 +92,7 @@ def test_steps_come_in_the_order_in_which_they_were_first_written(
 
 
 def test_steps_do_not_wait_for_an_optimizer_that_rests(tmp_path: Path) -> None:
-    others = [("other", number) for number in range(200)]
+    others = [("other", number) for number in range(1200)]
     write(tmp_path / "run", [("first", 0), *others, ("first", 0), ("first", 1)], named=["first", "other"])
     found = [(one.optimizer, one.step) for one in open_recording(str(tmp_path / "run")).steps(0)]
     assert found[:100] == others[:100]

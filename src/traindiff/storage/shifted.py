@@ -30,11 +30,6 @@ class ShiftedRecording(Recording):
         if self.run.get("first_step") is not None:
             self.run = {**self.run, "first_step": _later(self.run["first_step"], offset)}
 
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """All numbers that are added to those of steps."""
-        return self.offset, *self.others.values()
-
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process opens the recording by itself."""
         return type(self), (self.path, self.offset, self.others)
@@ -79,7 +74,8 @@ class ShiftedRecording(Recording):
 
         From 0 on means from the first one on, although it may have a negative number: it alone shows some parameters.
         """
-        return max(0, begin - max(self.offsets)) if begin else 0, None if end is None else end - min(self.offsets)
+        offsets = (self.offset, *self.others.values())
+        return max(0, begin - max(offsets)) if begin else 0, None if end is None else end - min(offsets)
 
     def _shifted(self, step: StepObservations) -> StepObservations:
         offset = self._offset_of(step.optimizer)

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from traindiff.core.observation import Observation
 from traindiff.core.site import printable
-from traindiff.core.summary import SUMMARY, Summaries
+from traindiff.core.summary import Summaries
 from traindiff.core.untrusted.demands import damaged, quoted
 from traindiff.core.untrusted.folder import Folder
 from traindiff.errors import CorruptRecordingError
@@ -36,15 +36,19 @@ from traindiff.storage.schema import (
     decoding,
 )
 from traindiff.storage.seals import FIRST, MOST_TO_SEARCH, Seal, SealLines, Start, seals_in
+from traindiff.storage.spilled import SPILLED
 
 if TYPE_CHECKING:
     from traindiff.storage.places import PlaceSource
 
-_MOST_WAITING = 64
-"""Steps that may wait for one before them, whose optimizer may rest for long."""
+_MOST_WAITING = 1024
+"""Steps of all ranks that may wait for one before them, whose optimizer may rest for long.
 
-_MOST_WAITING_BYTES = 1 << 24
-"""Bytes of them."""
+It is a number of steps, so that all ranks hand them on in one order.
+"""
+
+_LEAST_WAITING = 8
+"""Steps of a rank that may wait, however many ranks there are."""
 
 _SEAL_BYTES = 24
 """Length of the line of a seal, about."""
@@ -117,11 +121,6 @@ class PackedStep:
     digests: list[bytes] = field(default_factory=list)
     after: Mapping[str, int] = field(default_factory=dict)
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of its messages."""
-        return sum(len(one.content) for one in self.messages)
-
     def append(self, more: PackedStep) -> None:
         """Add further messages of the step.
 
@@ -131,7 +130,7 @@ class PackedStep:
         self.messages.extend(more.messages)
         self.digests.extend(more.digests)
         unpacked_bytes = sum(one.decoded_bytes for one in self.messages)
-        if too_much(unpacked_bytes, self.num_bytes):
+        if too_much(unpacked_bytes, sum(len(one.content) for one in self.messages)):
             raise Malformed(f"its messages hold {unpacked_bytes} bytes")
 
 
@@ -142,11 +141,23 @@ class RankStream:
         folder: The directory.
         rank: Number of the rank.
         shared: What columns say, for all ranks of the recording.
+        num_ranks: Number of ranks of the run.
+        is_merged: Whether its steps are those of all ranks.
     """
 
-    def __init__(self, folder: Folder, rank: int, shared: SharedColumns | None = None) -> None:
+    def __init__(
+        self,
+        folder: Folder,
+        rank: int,
+        shared: SharedColumns | None = None,
+        *,
+        num_ranks: int = 1,
+        is_merged: bool = False,
+    ) -> None:
         self._folder = folder
         self._rank = rank
+        self._most_waiting = max(_LEAST_WAITING, _MOST_WAITING // max(1, num_ranks))
+        self._read_with = 1 if is_merged else num_ranks  # ranks whose steps are in memory together
         self._same = None if shared is None else shared.same_steps
         self._starts: dict[Part, Start] = {}
         self._decoder = Decoder(shared)
@@ -252,10 +263,30 @@ class RankStream:
         if self._same is not None and (found := self._same.step(self._rank, packed.digests)) is not None:
             return replace(found, after=packed.after)
         with self._checking(f"step {packed.step}"):
-            step = unpacked(packed, self._rank, self._decoder)
+            step = self._decoded(packed)
         if self._same is not None:
             self._same.note_step(self._rank, packed.digests, step)
         return step
+
+    def _decoded(self, packed: PackedStep) -> StepObservations:
+        """A step from its messages.
+
+        Raises:
+            Malformed: They are not the messages of a step.
+        """
+        rows = [message.rows for message in packed.messages]
+        summaries = SPILLED.empty(sum(rows), num_ranks=self._read_with)
+        observations: list[Observation] = []
+        stored = NOTHING_STORED
+        layout: object = None
+        for message, (first, end) in zip(packed.messages, pairwise(accumulate(rows, initial=0)), strict=True):
+            layout, more, parts = self._decoder.decoded(message, summaries[first:end])
+            observations += more
+            stored = stored.joined(parts, after=first)
+        return StepObservations(
+            rank=self._rank, optimizer=packed.optimizer, step=packed.step, observations=observations,
+            summaries=summaries, stored=stored, after=packed.after, layout=layout if len(rows) == 1 else None,
+        )  # fmt: skip
 
     def _packed(self, content: bytes) -> PackedStep:
         """A message as part of a step."""
@@ -310,7 +341,7 @@ class RankStream:
             held[part.optimizer] = part
             waiting.append(part)
             del part
-            while (number := _next_step(waiting, held)) is not None:
+            while (number := _next_step(waiting, held, self._most_waiting)) is not None:
                 yield waiting.pop(number)
         held.clear()
         while waiting:
@@ -394,34 +425,13 @@ class RankStream:
         return self._folder.path(name)
 
 
-def _next_step(waiting: Sequence[PackedStep], held: Mapping[str, PackedStep]) -> int | None:
+def _next_step(waiting: Sequence[PackedStep], held: Mapping[str, PackedStep], most: int) -> int | None:
     """The place of the step that comes next; None if rows of the first one may follow, and the others can wait."""
-    whole = (number for number, one in enumerate(waiting) if held[one.optimizer] is not one)
-    number = next(whole, None)
-    if not number or len(waiting) > _MOST_WAITING or sum(one.num_bytes for one in waiting) > _MOST_WAITING_BYTES:
-        return number
-    return None
-
-
-def unpacked(packed: PackedStep, rank: int, decoder: Decoder) -> StepObservations:
-    """A step from its messages.
-
-    Raises:
-        Malformed: They are not the messages of a step.
-    """
-    rows = [message.rows for message in packed.messages]
-    summaries = np.empty(sum(rows), dtype=SUMMARY)
-    observations: list[Observation] = []
-    stored = NOTHING_STORED
-    layout: object = None
-    for message, (first, end) in zip(packed.messages, pairwise(accumulate(rows, initial=0)), strict=True):
-        layout, more, parts = decoder.decoded(message, summaries[first:end])
-        observations += more
-        stored = stored.joined(parts, after=first)
-    return StepObservations(
-        rank=rank, optimizer=packed.optimizer, step=packed.step, observations=observations, summaries=summaries,
-        stored=stored, after=packed.after, layout=layout if len(rows) == 1 else None,
-    )  # fmt: skip
+    if held[waiting[0].optimizer] is not waiting[0]:
+        return 0
+    if len(waiting) <= most:
+        return None
+    return next((number for number, one in enumerate(waiting) if held[one.optimizer] is not one), None)
 
 
 def _check_schema(message: bytes, where: str) -> None:

@@ -50,6 +50,7 @@ class Continuation:
         of: Number of parameters that tell one step from another, and are known there.
         exact: Whether these are the same to the bit.
         others: What is added to the numbers of the candidate's steps of other optimizers, by name, if that is known.
+        apart: Paths of the parameters that are other ones there, although most are the same to the bit; in long dtypes.
     """
 
     own: int
@@ -58,6 +59,7 @@ class Continuation:
     of: int
     exact: bool
     others: Mapping[str, int] = field(default_factory=dict)
+    apart: tuple[str, ...] = ()
 
     @property
     def note(self) -> str:
@@ -207,7 +209,14 @@ def _place_in(
     others = {
         name: number - first.next_steps[name] for name, number in one.next_steps.items() if name in first.next_steps
     }
-    return Continuation(own=first.step, step=one.step, same=most, of=one.of, exact=exact, others=others), None
+    apart = tuple(
+        path for (path, entry), size in zip(wanted.items(), one.sizes, strict=True)
+        if exact and size > 0.0 and rounding(entry.dtype) <= _LONG
+    )  # fmt: skip
+    return (
+        Continuation(own=first.step, step=one.step, same=most, of=one.of, exact=exact, others=others, apart=apart),
+        None,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

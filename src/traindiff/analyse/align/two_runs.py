@@ -397,8 +397,8 @@ class TwoRuns:
 
     def _begin(self, baseline: RunStep, candidate: RunStep) -> list[bool]:
         """For each run, whether it begins with its step, or goes on from the middle of the other run."""
-        if isinstance(self.runs[1], ShiftedRecording) and any(self.runs[1].offsets):
-            return [min(self.runs[1].offsets) < 0, max(self.runs[1].offsets) > 0]
+        if isinstance(self.runs[1], ShiftedRecording) and (offset := self.runs[1].offset):
+            return [offset < 0, offset > 0]
         steps = baseline, candidate
         return [run.run.get("first_step") == step.step for run, step in zip(self.runs, steps, strict=True)]
 

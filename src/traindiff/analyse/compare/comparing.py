@@ -191,6 +191,8 @@ def compare(
     directions = compare_directions(*opened.recordings, rename=named, selection=selection)
     found = with_directions(comparison.result(), directions)
     found = with_earlier_states(found, opened.recordings, named)
+    if opened.lost and found.verdict in ("identical", "equivalent"):
+        found = replace(found, verdict="incomplete")
     notes = [*follower.notes(), *opened.notes(found.findings)]
     return replace(found, notes=(*notes, *found.notes)) if notes else found
 

@@ -11,7 +11,7 @@ from traindiff.analyse.align.optimizer_names import with_names_of
 from traindiff.analyse.align.two_runs import TwoRuns
 from traindiff.analyse.blocks.steps import pairs_of
 from traindiff.analyse.blocks.tasks import Tasks
-from traindiff.analyse.findings import Finding
+from traindiff.analyse.findings import Finding, listed_text
 from traindiff.analyse.merge.parameters import parameter_groups, trained_parameters
 from traindiff.analyse.merge.renames import Rename, Renaming
 from traindiff.analyse.merge.run_steps import RunStep
@@ -39,10 +39,27 @@ class Opened:
     continuation: Continuation | None = None
     begins_nowhere: bool = False
 
+    @property
+    def lost(self) -> tuple[str, ...]:
+        """Parameters with which the candidate begins otherwise.
+
+        With several optimizers, there may be no step that finds all parameters as they were at the beginning.
+        """
+        if self.continuation is None or len(self.runs.sides[0].groups) < 2:
+            return ()
+        return self.continuation.apart
+
+    @staticmethod
+    def _lost_note(paths: Sequence[str]) -> str:
+        return (
+            f"There, {listed_text(paths, 'parameter')} hold other values in one run than in the other: did the run "
+            "that goes on load them?"
+        )
+
     def notes(self, findings: Iterable[Finding]) -> list[str]:
         """A sentence about where the candidate begins, if what was found shows that it matters."""
         if self.continuation is not None:
-            return [self.continuation.note]
+            return [self.continuation.note, *([self._lost_note(self.lost)] if self.lost else [])]
         runs = [one.run for one in self.recordings]
         is_said = any(run.get("first_step") for run in runs)
         if not self.begins_nowhere or is_said or any(int(run["settings"].get("every", 1)) == 1 for run in runs):

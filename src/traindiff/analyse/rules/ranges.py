@@ -92,8 +92,8 @@ class FiniteThroughout(Rule):
         if self._may_wait and not any(key.phase in _OF_ALL for key in table):
             self._waiting = waiting or (origin and origin.without_later())
             return
-        if waiting is not None and (origin is None or waiting.order < origin.order):
-            origin = waiting.among(table)
+        if waiting is not None:
+            origin = waiting.or_earlier(origin, table)
         self._waiting = None
         if origin is not None:
             yield origin.finding()
@@ -240,6 +240,35 @@ class _Origin:
     def order(self) -> int:
         """Its place in the order of execution."""
         return self.suspect.entry.order
+
+    @property
+    def micro_step(self) -> float:
+        """The micro-step in which it was not finite; of what is no pass, the latest pass before it."""
+        moment, entry, _ = self.suspect
+        return moment[0] if moment[0] < inf else max((part.micro_step for part in entry.parts), default=0)
+
+    def or_earlier(self, other: _Origin | None, table: StepTable) -> _Origin:
+        """The first of this origin, from the step of another optimizer, and one from the passes of all.
+
+        The place of a site is that of its first micro-step. If both are of one micro-step, only a batch is known to
+        come before a step of an optimizer: what a pass makes may follow from the parameters that the step left.
+
+        Args:
+            other: The other one; None if all passes are finite.
+            table: The step of the first optimizer.
+        """
+        if other is None:
+            return self.among(table)
+        entry = other.suspect.entry
+        if other.micro_step != self.micro_step:
+            is_earlier = other.micro_step < self.micro_step
+        elif len({part.micro_step for part in entry.parts}) == 1:
+            is_earlier = other.order < self.order
+        elif entry.key.phase == "batch":
+            is_earlier = True
+        else:
+            return self
+        return other if is_earlier else self.among(table)
 
     def without_later(self) -> _Origin:
         """The same with what was observed before it alone, which may be kept after the step."""

@@ -36,7 +36,9 @@ def slots_of(value: Any, slot: str, kind: type[Kind] | tuple[type[Kind], ...]) -
         return iter([(f"{slot}[0]", value)])
     if type(value) is tuple and len(value) == 1 and isinstance(value[0], kind):  # as a rule
         return iter([(f"{slot}[0]", value[0])])
-    return _walk(value, slot, kind, 0) if value or type(value) not in (tuple, dict) else iter(())
+    if type(value) in (tuple, dict) and not value:
+        return iter(())
+    return _walk(value, slot, kind, 0)
 
 
 def _walk(value: Any, slot: str, kind: type[Kind] | tuple[type[Kind], ...], depth: int) -> Iterator[tuple[str, Kind]]:
