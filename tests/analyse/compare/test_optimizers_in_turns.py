@@ -21,7 +21,9 @@ class Gan(nn.Module):
         self.generator = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4))
         self.discriminator = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
 
-    def round(self, optimizers: list[torch.optim.Optimizer], num_steps: int, fault: str) -> None:
+    def round(
+        self, optimizers: list[torch.optim.Optimizer], num_steps: int, fault: str, *, leaves_out: bool = False
+    ) -> None:
         """Steps of the discriminator, and one of the generator."""
         of_generator, of_discriminator = optimizers
         for _ in range(num_steps):
@@ -33,7 +35,8 @@ class Gan(nn.Module):
         of_generator.zero_grad()
         (-self.discriminator(self.generator(torch.randn(6, 3))).mean()).backward()
         multiply(self.generator, fault == "generator")
-        of_generator.step()
+        if not leaves_out:
+            of_generator.step()
 
 
 def multiply(model: nn.Module, wrong: bool) -> None:
@@ -101,6 +104,25 @@ def test_a_wrong_gradient_before_other_data_comes_first(tmp_path: Path, num_step
     found = traindiff.compare(baseline, faulty)
     assert found.verdict == "diverged"
     assert (found.findings[0].step, found.findings[0].path) == (2 * num_steps, "discriminator.0.weight")
+
+
+@pytest.mark.parametrize("num_steps", [2, 3, 70])
+@pytest.mark.parametrize("listed", [(0, 1), (1, 0)])
+def test_a_step_of_the_generator_that_is_left_out_is_named(
+    listed: tuple[int, int], num_steps: int, tmp_path: Path
+) -> None:
+    for path, left_out in ((tmp_path / "baseline", 9), (tmp_path / "candidate", 1)):
+        torch.manual_seed(0)
+        model = Gan()
+        parts = (model.generator, model.discriminator)
+        optimizers: list[torch.optim.Optimizer] = [torch.optim.Adam(part.parameters(), lr=1e-2) for part in parts]
+        with traindiff.record(path, model, [optimizers[number] for number in listed]):
+            for number in range(3):
+                model.round(optimizers, num_steps, "", leaves_out=number == left_out)
+    first = traindiff.compare(tmp_path / "baseline", tmp_path / "candidate").findings[0]
+    assert (first.kind, first.path) == ("turn", f"optimizer[{listed.index(0)}]")
+    assert (first.evidence["baseline"], first.evidence["candidate"]) == (2, 1)
+    assert first.message.endswith("the candidate leaves out a step.")
 
 
 def halves_in_turns(model: nn.Module) -> Callable[[int, Tensor], None]:

@@ -190,7 +190,7 @@ class RunningComparison:
         self._other_buffers: list[str] = []  # that start with other values
         self._constant_buffers = ConstantBuffers()
         self._other_evaluations = OtherEvaluations()
-        self._turns = Turns(runs.runs, runs.sides[0].main)
+        self._turns = Turns(runs.runs)
         self._edits = EditsApart(self._facts, forced=self._forced)
         self._notes: dict[str, None] = {}
         self._other_dtypes: dict[tuple[str, str], dict[SiteKey, None]] = {}

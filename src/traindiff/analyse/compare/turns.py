@@ -12,16 +12,14 @@ class Turns:
 
     Steps have numbers of their own for each optimizer. If a run leaves one out, its next one has that number: nothing
     is missing, and all numbers after it differ. Two optimizers may be stepped in another order in each run, so that
-    only a change of how far they are apart counts. Steps of the first optimizer tell the time: if another one comes
-    several of them later, it is the other one that has left a step out.
+    only a change of how far they are apart counts. If a step comes several steps of another optimizer later, one step
+    before it was left out, rather than that several others were added.
 
     Args:
         runs: Baseline and candidate. Nothing is judged if they recorded other steps.
-        main: Name of the first optimizer.
     """
 
-    def __init__(self, runs: tuple[Run, Run], main: str) -> None:
-        self._main = main
+    def __init__(self, runs: tuple[Run, Run]) -> None:
         chosen = [[run.run["settings"].get(name) for name in ("every", "steps")] for run in runs]
         self._comparable = chosen[0] == chosen[1]
         self._apart: dict[tuple[str, str], int] = {}  # by optimizer and the other one: further steps of the candidate's
@@ -45,7 +43,7 @@ class Turns:
             if (abs(apart) <= 1 if before is None else apart == before) or {name, baseline.optimizer} & self._told:
                 continue
             moved, step, optimizer, other = apart - (before or 0), baseline.step, baseline.optimizer, name
-            if other == self._main and abs(moved) > 1:
+            if abs(moved) > 1:
                 moved, optimizer, other = -moved, other, optimizer
                 step, counts = min(counts), [step + (one == min(counts)) for one in counts]
             self._told.add(other)
