@@ -23,7 +23,7 @@ needs_files = pytest.mark.skipif(
 
 def numbered(numbers: SpilledNumbers, number: int, *, num_ranks: int) -> np.ndarray:
     """The summaries of a rank, with numbers of its own."""
-    found = numbers.empty(ROWS, num_ranks=num_ranks)
+    found = numbers.empty(ROWS, of=ROWS * num_ranks)
     found[:] = empty(ROWS)
     found["count"] = number * ROWS + np.arange(ROWS)
     found["sketch"] = number
@@ -76,7 +76,7 @@ def test_a_process_that_was_forked_has_files_of_its_own() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 8])
 def test_few_numbers_stay_in_memory(num_ranks: int) -> None:
-    assert SpilledNumbers().empty(ROWS, num_ranks=num_ranks).base is None
+    assert SpilledNumbers().empty(ROWS, of=ROWS * num_ranks).base is None
 
 
 def test_where_there_is_no_place_for_a_file_they_stay_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,4 +84,4 @@ def test_where_there_is_no_place_for_a_file_they_stay_in_memory(monkeypatch: pyt
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(spilled.tempfile, "TemporaryFile", full)
-    assert SpilledNumbers().empty(ROWS, num_ranks=1000).base is None
+    assert SpilledNumbers().empty(ROWS, of=ROWS * 1000).base is None

@@ -45,15 +45,15 @@ class SpilledNumbers:
         self._used = 0  # bytes of the latest one
         self.thread: threading.Thread | None = None
 
-    def empty(self, rows: int, *, num_ranks: int) -> Summaries:
-        """An array for the summaries of a step of one rank, in memory if those of all ranks are few.
+    def empty(self, rows: int, *, of: int) -> Summaries:
+        """An array for summaries, in memory if there are few of them in a step of all ranks.
 
         Args:
-            rows: Number of observations of the step.
-            num_ranks: Number of ranks that are merged with this one.
+            rows: Length of the array.
+            of: Number of summaries that are kept together with these, and of these.
         """
         size = rows * SUMMARY.itemsize
-        found = self._in_a_file(rows, size) if num_ranks > 1 and size * num_ranks > _FEW_BYTES else None
+        found = self._in_a_file(rows, size) if size and of * SUMMARY.itemsize > _FEW_BYTES else None
         return np.empty(rows, dtype=SUMMARY) if found is None else found
 
     def _in_a_file(self, rows: int, size: int) -> Summaries | None:

@@ -263,30 +263,10 @@ class RankStream:
         if self._same is not None and (found := self._same.step(self._rank, packed.digests)) is not None:
             return replace(found, after=packed.after)
         with self._checking(f"step {packed.step}"):
-            step = self._decoded(packed)
+            step = unpacked(packed, self._rank, self._decoder, read_with=self._read_with)
         if self._same is not None:
             self._same.note_step(self._rank, packed.digests, step)
         return step
-
-    def _decoded(self, packed: PackedStep) -> StepObservations:
-        """A step from its messages.
-
-        Raises:
-            Malformed: They are not the messages of a step.
-        """
-        rows = [message.rows for message in packed.messages]
-        summaries = SPILLED.empty(sum(rows), num_ranks=self._read_with)
-        observations: list[Observation] = []
-        stored = NOTHING_STORED
-        layout: object = None
-        for message, (first, end) in zip(packed.messages, pairwise(accumulate(rows, initial=0)), strict=True):
-            layout, more, parts = self._decoder.decoded(message, summaries[first:end])
-            observations += more
-            stored = stored.joined(parts, after=first)
-        return StepObservations(
-            rank=self._rank, optimizer=packed.optimizer, step=packed.step, observations=observations,
-            summaries=summaries, stored=stored, after=packed.after, layout=layout if len(rows) == 1 else None,
-        )  # fmt: skip
 
     def _packed(self, content: bytes) -> PackedStep:
         """A message as part of a step."""
@@ -432,6 +412,33 @@ def _next_step(waiting: Sequence[PackedStep], held: Mapping[str, PackedStep], mo
     if len(waiting) <= most:
         return None
     return next((number for number, one in enumerate(waiting) if held[one.optimizer] is not one), None)
+
+
+def unpacked(packed: PackedStep, rank: int, decoder: Decoder, *, read_with: int = 1) -> StepObservations:
+    """A step from its messages.
+
+    Args:
+        packed: The step.
+        rank: Number of its rank.
+        decoder: Of the rank.
+        read_with: Number of ranks whose steps are in memory together.
+
+    Raises:
+        Malformed: They are not the messages of a step.
+    """
+    rows = [message.rows for message in packed.messages]
+    summaries = SPILLED.empty(sum(rows), of=sum(rows) * read_with)
+    observations: list[Observation] = []
+    stored = NOTHING_STORED
+    layout: object = None
+    for message, (first, end) in zip(packed.messages, pairwise(accumulate(rows, initial=0)), strict=True):
+        layout, more, parts = decoder.decoded(message, summaries[first:end])
+        observations += more
+        stored = stored.joined(parts, after=first)
+    return StepObservations(
+        rank=rank, optimizer=packed.optimizer, step=packed.step, observations=observations, summaries=summaries,
+        stored=stored, after=packed.after, layout=layout if len(rows) == 1 else None,
+    )  # fmt: skip
 
 
 def _check_schema(message: bytes, where: str) -> None:

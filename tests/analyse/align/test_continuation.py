@@ -14,7 +14,7 @@ Iteration = str
 
 
 class Run:
-    """Stands for a recording: the order of its steps as a reader gets them, each when its optimizer begins the next."""
+    """Stands for a recording: its steps in their order. Those of G are recorded while a step of D is that is chosen."""
 
     def __init__(
         self, iterations: Iterable[Iteration], *, first: int = 0, recorded: Iterable[int] | None = None
@@ -24,18 +24,14 @@ class Run:
         chosen = None if recorded is None else frozenset(recorded)
         counts: dict[str, int] = {}
         begun: dict[str, int] = {}
-        held: dict[str, tuple[str, int, Mapping[str, int]]] = {}
         self._order: list[tuple[str, int, Mapping[str, int]]] = []
         for name in "".join(iterations):
             number = counts.get(name, first)
             counts[name] = number + 1
-            if chosen is not None and number not in chosen:
+            if chosen is not None and (number if name == "D" else counts.get("D", first)) not in chosen:
                 continue
-            if name in held:
-                self._order.append(held.pop(name))
-            held[name] = (name, number, {other: one for other, one in begun.items() if other != name})
+            self._order.append((name, number, {other: one for other, one in begun.items() if other != name}))
             begun[name] = number
-        self._order += held.values()
         self._names = sorted(counts)
 
     def rank_content(self, rank: int) -> dict[str, Any]:

@@ -191,6 +191,29 @@ def test_a_compiled_training_step_is_seen_as_an_eager_one(backend: str, optimize
         assert_same_observations(tmp_path)
 
 
+def test_losses_of_gradients_that_compiled_code_asks_for_are_seen(tmp_path: Path) -> None:
+    found = {}
+    for name in ("compiled", "eager"):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = Adam(model.parameters(), lr=0.01)
+        parameters = list(model.parameters())
+
+        def gradients(batch: Tensor, model: nn.Module = model) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(model(batch).square().mean(), [*model.parameters()])
+
+        call = gradients if name == "eager" else torch.compile(gradients, backend="eager")
+        with traindiff.record(tmp_path / name, model, optimizer, strict=True):
+            for batch in batches():
+                for parameter, gradient in zip(parameters, call(batch), strict=True):
+                    parameter.grad = gradient
+                optimizer.step()
+        found[name] = [(one.step, one.path, one.slot) for one, _ in rows(tmp_path / name, phase="loss")]
+    assert found["compiled"] == found["eager"]
+    assert found["eager"]
+
+
 def test_a_compiled_optimizer_step_is_seen_as_an_eager_one(tmp_path: Path) -> None:
     for name in ("eager", "compiled"):
         torch.manual_seed(0)

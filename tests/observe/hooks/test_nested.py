@@ -6,6 +6,7 @@ from collections import OrderedDict, namedtuple
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -62,3 +63,25 @@ def test_a_container_that_holds_itself_ends() -> None:
     loop.append(loop)
 
     assert len(list(tensors(loop, "output"))) == 16
+
+
+class Guarded:
+    """An output of a module that counts how often it is asked for its length or its truth."""
+
+    asked = 0
+
+    def __len__(self) -> int:
+        Guarded.asked += 1
+        return 1
+
+    def __bool__(self) -> bool:
+        Guarded.asked += 1
+        raise ValueError("ambiguous")
+
+
+@pytest.mark.parametrize("value", [Guarded(), (Guarded(),), {"one": Guarded()}, [Guarded(), A]])
+def test_an_object_is_asked_for_neither_its_length_nor_its_truth(value: Any) -> None:
+    Guarded.asked = 0
+    assert len(list(tensors(value, "output"))) == isinstance(value, list)
+    assert Guarded.asked == 0
+    assert list(tensors(np.arange(3), "output")) == []

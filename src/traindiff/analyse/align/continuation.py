@@ -157,8 +157,11 @@ def _place_of(run: _Run, other: _Run) -> Continuation | None:
 
 
 def _with_main_alone(found: Continuation) -> Continuation:
-    """A place with the first optimizer's number alone: others may have stepped between recorded steps."""
-    return replace(found, others=dict(list(found.others.items())[:1]))
+    """A place with the first optimizer's number alone: others may have stepped between recorded steps.
+
+    So what they hold may have changed, too.
+    """
+    return replace(found, others=dict(list(found.others.items())[:1]), apart=())
 
 
 def _place_in(
@@ -303,9 +306,10 @@ def other_offsets(
     Args:
         baseline: The run that is continued.
         candidate: The run that begins in its middle.
-        offset: What is added to the numbers of the first optimizer's steps. If it is negative, the baseline begins in
-            the middle of the candidate.
-        known: What is added to those of some others, by name, where that is known.
+        offset: What is added to the numbers of the steps of the optimizer that is listed first. If it is negative, the
+            baseline begins in the middle of the candidate.
+        known: What is added to those of some optimizers, by name, where that is known. Then `offset` is that of the one
+            that steps first.
     """
     if offset < 0:
         negated = {name: -number for name, number in known.items()}
@@ -314,8 +318,9 @@ def other_offsets(
     if len(names) < 2 or not baseline.ranks:
         return dict(known)
     begun = candidate.run.get("first_step") or 0
-    main, first, _ = next(candidate.order(), ("", 0, {}))
-    if not main or first != begun or begun + offset <= 0:
+    firsts = {name: step for name, step, _ in reversed([*candidate.order()])}
+    main = next(candidate.order(), ("", 0, {}))[0] if known else names[0]
+    if firsts.get(main) != begun or begun + offset <= 0:
         return dict(known)  # it has not recorded its first step: the numbers may be those of a run from its beginning
     # Steps of others are recorded only while one of the optimizer that is listed first is.
     clock = names[0] if names[0] in known else main
@@ -372,17 +377,21 @@ def _places(recording: Recording, main: str) -> dict[str, list[_Place]]:
 def _offset_of(own: Sequence[_Place], theirs: Sequence[_Place], offset: int) -> int:
     """What is added to the step numbers of an optimizer.
 
-    The latest step before one of the first optimizer that both runs recorded tells it. If there is none, the places of
-    one or more steps do. If the optimizer seems to be one step ahead of the first one, it is not: then the two step in
-    another order in each run.
+    One step tells it, if the runs recorded every step. Otherwise, the latest step before one of the first optimizer
+    that both recorded does, and if there is none, the places of several steps. If the optimizer seems to be one step
+    ahead of the first one, it is not: then the two step in another order in each run. So they do if it seems to be one
+    step behind, and has stepped as often as the first one in both runs.
 
     Args:
         own: The candidate's steps of it.
         theirs: The baseline's.
         offset: What is added to the numbers of the first optimizer's steps.
     """
-    ends, their_ends = ({one.before: one.step for one in places if one.before < math.inf} for places in (own, theirs))
-    found = [their_ends[end + offset] - step for end, step in ends.items() if end + offset in their_ends][:1]
+    found: list[int] = []
+    if any(1 < one.before - one.after < math.inf for one in (*own, *theirs)):
+        ends, their_ends = ({one.before: one.step for one in places} for places in (own, theirs))
+        both = (end for end in ends if end < math.inf and end + offset in their_ends)
+        found = [int(their_ends[end + offset] - ends[end]) for end in both][:1]
     for place in own:
         if len(found) == 1:
             break
@@ -390,7 +399,9 @@ def _offset_of(own: Sequence[_Place], theirs: Sequence[_Place], offset: int) -> 
         found = [number for number in found if number in possible] or found if found else possible
     if not found:
         found = [one.step - own[0].step for one in theirs if one.after >= own[0].after + offset] or [offset]
-    return offset if found[0] == offset + 1 else found[0]
+    in_turns = all(one.step - one.after in (0, 1) for one in (*own, *theirs) if one.after >= 0)
+    in_another_order = found[0] == offset + 1 or (found[0] == offset - 1 and in_turns)
+    return offset if in_another_order else found[0]
 
 
 def begin_alike(baseline: RunStep | None, candidate: RunStep | None, rename: Rename, trained: Collection[str]) -> bool:

@@ -10,12 +10,14 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from traindiff.analyse.merge.site import MergedSite, Part, RankPart, SiteKey
 from traindiff.core.observation import LOSS_SCALE, PLACE, RECOMPUTED, SAMPLE, Observation
 from traindiff.core.shards import OPEN, Shard
 from traindiff.core.site import ROOT
-from traindiff.core.summary import add, distance, empty, merge, number, scale
+from traindiff.core.summary import Summaries, add, distance, empty, merge, number, scale
+from traindiff.storage.spilled import SPILLED
 
 _AFTER_ALL = 1 << 60
 """Added to the order of logged scalars: they follow from the computation, and nothing follows from them."""
@@ -78,8 +80,28 @@ def _relative(found: list[Part]) -> list[Part]:
     scaled = [row for row, (seen, _, _) in enumerate(found) if seen.factor != 1.0 and not seen.unobserved]
     if scaled:
         factors = np.array([found[row][0].factor for row in scaled])
-        for row, summary in zip(scaled, scale([found[row][2] for row in scaled], 1.0 / factors), strict=True):
+        relative = scaled_rows([found[row][2] for row in scaled], 1.0 / factors, of=len(found))
+        for row, summary in zip(scaled, relative, strict=True):
             found[row] = (*found[row][:2], summary)
+    return found
+
+
+_AT_ONCE = 1 << 12
+"""Summaries that are scaled at once: five megabytes of them."""
+
+
+def scaled_rows(summaries: Sequence[Any] | Summaries, factors: NDArray[np.float64], *, of: int) -> Summaries:
+    """Each summary scaled by a factor of its own.
+
+    Args:
+        summaries: The summaries.
+        factors: One for each.
+        of: Number of summaries of the step, over all ranks.
+    """
+    found = SPILLED.empty(len(factors), of=of)
+    for first in range(0, len(factors), _AT_ONCE):
+        part = slice(first, first + _AT_ONCE)
+        found[part] = scale(summaries[part], factors[part])
     return found
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from traindiff.analyse.merge.idle_passes import without_idle
 from traindiff.analyse.merge.site import NAMES, MergedSite, Part, RankPart, SiteKey, filled
-from traindiff.analyse.merge.step_table import Gaps, merged_site, site_key
+from traindiff.analyse.merge.step_table import Gaps, merged_site, scaled_rows, site_key
 from traindiff.core.observation import (
     CLEARED,
     LOSS_SCALE,
@@ -21,7 +21,7 @@ from traindiff.core.observation import (
     Observation,
     is_of_evaluation,
 )
-from traindiff.core.summary import empty, scale
+from traindiff.core.summary import empty
 from traindiff.storage import StepObservations
 
 _SUMMARY, _PARTS = NAMES.index("summary"), NAMES.index("parts")
@@ -123,8 +123,9 @@ class TablePlan:
         """The table of a step that fits."""
         original = [list(step.summaries) for step in of_ranks]
         relative = [own.copy() for own in original]
+        count = sum(map(len, original))
         for step, own, rows, factors in zip(of_ranks, relative, self._scaled, self._factors, strict=True):
-            for row, summary in zip(rows, scale(step.summaries[rows], factors) if rows else (), strict=True):
+            for row, summary in zip(rows, scaled_rows(step.summaries[rows], factors, of=count), strict=True):
                 own[row] = summary
         entries: list[MergedSite] = []
         for site in self._sites:

@@ -236,7 +236,7 @@ def _install() -> None:
         followed = follow(getattr(torch.autograd, name))
         exclude_from_compilation(followed, callees=False)
         _listeners.replace(torch.autograd, name, followed)
-    for function in (inside_backward, _Listener.begins, _Listener.ends):
+    for function in (inside_backward, _Listener.begin, _Listener.begins, _Listener.end, _Listener.ends):
         exclude_from_compilation(function, callees=True)
 
 
