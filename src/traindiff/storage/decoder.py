@@ -102,10 +102,15 @@ class Decoder:
 
     Args:
         shared: Of the recording.
+        num_ranks: Number of ranks whose steps are in memory together.
+
+    Attributes:
+        num_ranks: As above.
     """
 
-    def __init__(self, shared: SharedColumns | None = None) -> None:
+    def __init__(self, shared: SharedColumns | None = None, *, num_ranks: int = 1) -> None:
         self._shared = shared or SharedColumns()
+        self.num_ranks = num_ranks
         self._known: list[_Known] = []  # the latest first
 
     def decoded(self, message: Message, summaries: Summaries) -> tuple[About, list[Observation], Stored]:

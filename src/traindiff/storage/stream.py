@@ -157,10 +157,9 @@ class RankStream:
         self._folder = folder
         self._rank = rank
         self._most_waiting = max(_LEAST_WAITING, _MOST_WAITING // max(1, num_ranks))
-        self._read_with = 1 if is_merged else num_ranks  # ranks whose steps are in memory together
         self._same = None if shared is None else shared.same_steps
         self._starts: dict[Part, Start] = {}
-        self._decoder = Decoder(shared)
+        self._decoder = Decoder(shared, num_ranks=1 if is_merged else num_ranks)
 
     def status(self) -> RankStatus:
         """The end of the stream, from its seals, the length of its data and its note of a gap.
@@ -263,7 +262,7 @@ class RankStream:
         if self._same is not None and (found := self._same.step(self._rank, packed.digests)) is not None:
             return replace(found, after=packed.after)
         with self._checking(f"step {packed.step}"):
-            step = unpacked(packed, self._rank, self._decoder, read_with=self._read_with)
+            step = unpacked(packed, self._rank, self._decoder)
         if self._same is not None:
             self._same.note_step(self._rank, packed.digests, step)
         return step
@@ -414,20 +413,14 @@ def _next_step(waiting: Sequence[PackedStep], held: Mapping[str, PackedStep], mo
     return next((number for number, one in enumerate(waiting) if held[one.optimizer] is not one), None)
 
 
-def unpacked(packed: PackedStep, rank: int, decoder: Decoder, *, read_with: int = 1) -> StepObservations:
+def unpacked(packed: PackedStep, rank: int, decoder: Decoder) -> StepObservations:
     """A step from its messages.
-
-    Args:
-        packed: The step.
-        rank: Number of its rank.
-        decoder: Of the rank.
-        read_with: Number of ranks whose steps are in memory together.
 
     Raises:
         Malformed: They are not the messages of a step.
     """
     rows = [message.rows for message in packed.messages]
-    summaries = SPILLED.empty(sum(rows), of=sum(rows) * read_with)
+    summaries = SPILLED.empty(sum(rows), of=sum(rows) * decoder.num_ranks)
     observations: list[Observation] = []
     stored = NOTHING_STORED
     layout: object = None
