@@ -264,7 +264,7 @@ class Recording(Shown):
         if self._merged is None:
             lowest = min(self.ranks, default=0)
             folder = segments.of_rank(self._folder.within(MERGED))
-            self._merged = RankStream(folder, lowest, num_ranks=self.world_size, is_merged=True)
+            self._merged = RankStream(folder, lowest, num_ranks=len(self.ranks), is_merged=True)
         return self._merged
 
     def _ending_before_merging(self, rank: int) -> RankStatus:
@@ -387,7 +387,7 @@ class Recording(Shown):
         if rank not in self._streams:
             ahead = None if len(self.ranks) <= _MOST_OPEN else max(LEAST_AHEAD, _MOST_AHEAD // len(self.ranks))
             folder = segments.of_rank(self._folder.within(rank_directory(rank), ahead=ahead))
-            self._streams[rank] = RankStream(folder, rank, self._columns, num_ranks=self.world_size)
+            self._streams[rank] = RankStream(folder, rank, self._columns, num_ranks=len(self.ranks))
         return self._streams[rank]
 
 
