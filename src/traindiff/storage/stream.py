@@ -47,7 +47,7 @@ _MOST_WAITING = 1024
 It is a number of steps, so that all ranks hand them on in one order.
 """
 
-_LEAST_WAITING = 8
+_LEAST_WAITING = 16
 """Steps of a rank that may wait, however many ranks there are."""
 
 _SEAL_BYTES = 24
@@ -141,7 +141,7 @@ class RankStream:
         folder: The directory.
         rank: Number of the rank.
         shared: What columns say, for all ranks of the recording.
-        num_ranks: Number of ranks of the run.
+        num_ranks: Number of ranks of the recording.
         is_merged: Whether its steps are those of all ranks.
     """
 
