@@ -72,7 +72,7 @@ ONCE = ["D" if n == 1 else "DG" for n in range(12)]
         (Run(SLOW), Run(SLOW[4:], recorded=every(3)), 4, {"G": 2}),
         (Run(SLOW, recorded=every(3)), Run(SLOW[4:]), 4, {"G": 2}),
         (Run(SLOW_FIRST), Run(SLOW_FIRST[3:]), 3, {"G": 2}),
-        (Run(SLOW_FIRST), Run(SLOW_FIRST[4:]), 4, {"G": 2}),
+        (Run(SLOW_FIRST), Run(SLOW_FIRST[4:]), 2, {"D": 4}),
         (Run(ONCE), Run(ONCE[5:]), 5, {"G": 4}),
         (Run(LATE), Run(LATE[50:]), 50, {"G": 0}),
         (Run(LATE), Run(LATE[70:]), 70, {"G": 10}),

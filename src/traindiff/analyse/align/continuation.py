@@ -306,10 +306,9 @@ def other_offsets(
     Args:
         baseline: The run that is continued.
         candidate: The run that begins in its middle.
-        offset: What is added to the numbers of the steps of the optimizer that is listed first. If it is negative, the
+        offset: What is added to the numbers of the steps of the optimizer that steps first. If it is negative, the
             baseline begins in the middle of the candidate.
-        known: What is added to those of some optimizers, by name, where that is known. Then `offset` is that of the one
-            that steps first.
+        known: What is added to those of some others, by name, where that is known.
     """
     if offset < 0:
         negated = {name: -number for name, number in known.items()}
@@ -318,9 +317,8 @@ def other_offsets(
     if len(names) < 2 or not baseline.ranks:
         return dict(known)
     begun = candidate.run.get("first_step") or 0
-    firsts = {name: step for name, step, _ in reversed([*candidate.order()])}
-    main = next(candidate.order(), ("", 0, {}))[0] if known else names[0]
-    if firsts.get(main) != begun or begun + offset <= 0:
+    main, first, _ = next(candidate.order(), ("", 0, {}))
+    if not main or first != begun or begun + offset <= 0:
         return dict(known)  # it has not recorded its first step: the numbers may be those of a run from its beginning
     # Steps of others are recorded only while one of the optimizer that is listed first is.
     clock = names[0] if names[0] in known else main
