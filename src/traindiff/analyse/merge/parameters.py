@@ -24,7 +24,8 @@ class Updates:
 
     Attributes:
         parameters: By path: the parameters as they were seen last.
-        ended: By path: the last step after which a parameter was seen, also as the step after it found it.
+        ended: By path: the last step after which a parameter was seen, also as the step after it found it. It is below
+            -1 if that is not known.
         found_after: The same of the parameters that the latest step found.
     """
 
@@ -51,15 +52,7 @@ class Updates:
                 if key.stage == EDITED and not _of_same_copy(entry, table.get(key._replace(stage=""))):
                     elsewhere[key.path] = entry.without_parts()
                     continue
-                left = self._left.get(key.path, -1)
-                several = len(entry.parts) > len({part.rank for part in entry.parts})
-                if left > entry.order and not several:
-                    continue  # of another optimizer, which has stepped since: what the step found is past
-                self.parameters[key.path] = entry.without_parts(np.array(entry.summary)[()])
-                if left < 0:
-                    self.ended[key.path] = step - 1  # later steps may not be recorded, and change it too
-                elif several:
-                    self.ended[key.path] = -2 - step  # changed before and after that step, so this may be past or not
+                self._note_found(entry, step)
         # An update is unknown if ranks are missing before or after it.
         before, self.found_after = self.known, dict(self.ended)
         moved: list[tuple[MergedSite, MergedSite]] = []
@@ -81,6 +74,17 @@ class Updates:
         else:
             self._left.clear()  # places in execution order are counted anew
         return _updates(moved), {**before, **{path: entry for path, entry in elsewhere.items() if not entry.unobserved}}
+
+    def _note_found(self, entry: MergedSite, step: int) -> None:
+        """Note a parameter as a step found it, unless another optimizer has stepped since: then that is past."""
+        path = entry.key.path
+        if path not in self._left:
+            self.ended[path] = step - 1  # later steps may not be recorded, and change it too
+        elif len(entry.parts) > len({part.rank for part in entry.parts}):
+            self.ended[path] = -2 - step  # changed before and after the other's step, so this may be past or not
+        elif self._left[path] > entry.order:
+            return
+        self.parameters[path] = entry.without_parts(np.array(entry.summary)[()])
 
     def follow(self, other: Updates, paths: Iterable[str]) -> None:
         """Take over what another run knows of parameters, after steps in which both runs had the same of them."""
